@@ -220,18 +220,12 @@ class EagleHead(Layers):
         return self.fc(self.input_norm(features))
 
     def forward(
-        self,
-        layer: int,
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: Cache,
+        self, layer: int, ids: Tensor, hidden: Tensor, positions: Tensor, mask: Any, cache: Cache
     ) -> Tensor:
         """See `Layers`. RoPE takes the positions of `hidden`, one below those of the tokens. The
         mask may also be bool [n, cached + n], True where a token may attend."""
         embed = self.borrowed.embed if self.embed_tokens is None else self.embed_tokens
-        rows = embed(token_ids)
+        rows = embed(ids)
         embeddings = self.embed_norm(rows.to(self.device, self.dtype))
         context = (self.rotary_emb(hidden, positions - 1), mask, cache)
         if self.config.generation == 3:

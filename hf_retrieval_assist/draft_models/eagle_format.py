@@ -26,6 +26,7 @@ from ..host.borrowed import TargetShape
 from ..system.checkpoints import Tensors, read_json, read_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
+Settings = Mapping[str, Any]
 
 # Other names of the tensors that `EagleHead.state_dict` names as `speculators` does.
 RENAMED = (
@@ -40,7 +41,7 @@ IGNORED = re.compile(r"(rotary_emb\.inv_freq|^verifier_(norm|lm_head)\.weight)$"
 
 # The kinds whose frequencies do not change with the length of the text.
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_DEFAULT_ROPE: Settings = {"rope_type": "default", "rope_theta": 10000.0}
 _LARGEST = 1e12
 
 ATTENTION = "layers.0.self_attn."
@@ -77,7 +78,7 @@ class HeadConfig:
     boundaries: tuple[int, ...]
     vocab_size: int
     draft_vocab_size: int
-    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_DEFAULT_ROPE))
+    rope_parameters: Settings = field(default_factory=lambda: dict(_DEFAULT_ROPE))
     trained_positions: int = 2048
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
@@ -130,9 +131,7 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(k for k in wanted if 0 <= k < num_layers))
 
 
-def read_head(
-    folder: Path, target: TargetShape, overrides: Mapping[str, Any]
-) -> tuple[HeadConfig, Tensors]:
+def read_head(folder: Path, target: TargetShape, overrides: Settings) -> tuple[HeadConfig, Tensors]:
     """The config of a head in a folder and its tensors, named as `EagleHead.state_dict` does.
 
     Raises:
@@ -169,9 +168,7 @@ def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
         raise ValueError("d2t: expected offsets to the ids that t2d marks, found others")
 
 
-def _config_of(
-    shapes: Shapes, raw: Mapping[str, Any], layer: Mapping[str, Any], target: TargetShape
-) -> HeadConfig:
+def _config_of(shapes: Shapes, raw: Settings, layer: Settings, target: TargetShape) -> HeadConfig:
     """Of a checkpoint with tensors of these shapes, its config and what that says of its layers."""
     # Some publishers keep a part of it apart.
     nested = raw.get("eagle_config") or {}
@@ -214,7 +211,7 @@ def _config_of(
     )
 
 
-def _refuse_other_kinds(shapes: Shapes, raw: Mapping[str, Any]) -> None:
+def _refuse_other_kinds(shapes: Shapes, raw: Settings) -> None:
     """ValueError for relatives of EAGLE-3 that draft in another way, or attend in another way."""
     if "mask_hidden" in shapes or raw.get("parallel_drafting"):
         raise ValueError(
@@ -236,7 +233,7 @@ def _matrix(shapes: Shapes, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _draft_vocabulary(shapes: Shapes, layer: Mapping[str, Any], target: TargetShape) -> int:
+def _draft_vocabulary(shapes: Shapes, layer: Settings, target: TargetShape) -> int:
     stated = _count(layer, "vocab_size", target.vocab_size)
     if "lm_head.weight" not in shapes:
         return target.vocab_size
@@ -254,7 +251,7 @@ def _draft_vocabulary(shapes: Shapes, layer: Mapping[str, Any], target: TargetSh
 
 
 def _boundaries(
-    shapes: Shapes, raw: Mapping[str, Any], target: TargetShape, is_eagle3: bool
+    shapes: Shapes, raw: Settings, target: TargetShape, is_eagle3: bool
 ) -> tuple[int, ...]:
     """The boundaries the config names, or the papers'; as many as `fc` has room for.
 
@@ -283,11 +280,7 @@ def _boundaries(
 
 
 def _number(
-    settings: Mapping[str, Any],
-    name: str,
-    least: float,
-    most: float = _LARGEST,
-    default: Any = None,
+    settings: Settings, name: str, least: float, most: float = _LARGEST, default: Any = None
 ) -> Any:
     """A number, where it is stated; ValueError if it is none, out of range, or neither stated nor
     known by default."""
@@ -299,7 +292,7 @@ def _number(
     return value
 
 
-def _count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _count(settings: Settings, name: str, default: int | None = None) -> int:
     """A whole number from 1 on; otherwise as `_number`."""
     value = _number(settings, name, 1, default=default)
     if not isinstance(value, int):
@@ -307,7 +300,7 @@ def _count(settings: Mapping[str, Any], name: str, default: int | None = None) -
     return value
 
 
-def _rope_parameters(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(layer: Settings) -> dict[str, Any]:
     """RoPE as the config of a head's layer states it, in the fields of transformers 5."""
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):

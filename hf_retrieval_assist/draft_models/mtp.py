@@ -81,11 +81,13 @@ class MtpLayers(Layers):
         config: of the layers, counted from 0, as their caches want it.
     """
 
+    module: Any
+
     def __init__(self, module: Any) -> None:
         super().__init__()
         # Out of sight of nn.Module: moving, saving or freezing the layers must not do it to what
         # they share with the model.
-        self._whole = (module,)
+        self.__dict__["module"] = module
         self.layers = module.layers
         if module.use_shared_post_norm:
             self.shared_post_norm = module.shared_post_norm
@@ -97,10 +99,6 @@ class MtpLayers(Layers):
     def __len__(self) -> int:
         return len(self.layers)
 
-    @property
-    def module(self) -> Any:
-        return self._whole[0]
-
     def cache(self, layer: int) -> DraftCache:
         kinds = getattr(self.config, "layer_types", None)
         rule = LayerMask()
@@ -111,16 +109,10 @@ class MtpLayers(Layers):
         return DraftCache(self.config, rule, self.dtype)
 
     def forward(
-        self,
-        layer: int,
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        mask: Any,
-        cache: Any,
+        self, layer: int, ids: Tensor, hidden: Tensor, positions: Tensor, mask: Any, cache: Any
     ) -> Tensor:
         module = self.module
-        embeddings = module.embed_tokens(token_ids.to(module.embed_tokens.weight.device))
+        embeddings = module.embed_tokens(ids.to(module.embed_tokens.weight.device))
         embeddings = embeddings.to(self.device, self.dtype)
         rotary = None
         if module.rotary_emb is not None:

@@ -180,16 +180,12 @@ class TranslatedText:
                 return
 
 
-def _completing(ends: Sequence[int], goal_ends: Sequence[int]) -> list[int]:
+def _completing(ends: Sequence[int], goal_ends: Sequence[int]) -> NDArray[np.int64]:
     """For each token of the one text the token of the other that reaches as far, while there is
     one."""
-    nodes = []
-    for reached in np.maximum.accumulate(goal_ends).tolist() if len(goal_ends) else []:
-        node = next((i for i, end in enumerate(ends) if end >= reached), None)
-        if node is None:
-            break
-        nodes.append(node)
-    return nodes
+    reached, needed = (np.maximum.accumulate(np.array(of, np.int64)) for of in (ends, goal_ends))
+    nodes = np.searchsorted(reached, needed)
+    return nodes[nodes < len(ends)]
 
 
 def _shared_ids(source: Tokenizer, goal: Tokenizer) -> dict[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -86,33 +87,30 @@ def counted_tree(
     return TokenTree(token_ids, parents, path_products(parents, priors[classes]), classes)
 
 
+@dataclass(eq=False)
 class MatchSession(DraftSession):
     """A text, and where a structure holds the longest of its ends.
 
-    Args:
+    Attributes:
         length: tokens of that end.
         extend: goes on with tokens of the text.
         draft: at most so many nodes behind the match.
     """
 
-    def __init__(
-        self,
-        length: Callable[[], int],
-        extend: Callable[[Int32Array], object],
-        draft: Callable[[int], TokenTree],
-    ) -> None:
-        self._length, self._extend, self._draft = length, extend, draft
+    length: Callable[[], int]
+    extend: Callable[[Int32Array], object]
+    draft: Callable[[int], TokenTree]
 
     @property
     def match_length(self) -> int:
         """Tokens at the end of the text that the structure holds elsewhere."""
-        return self._length()
+        return self.length()
 
     def propose(self, budget: int) -> TokenTree:
-        return self._draft(budget)
+        return self.draft(budget)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._extend(np.array(token_ids, np.int32))
+        self.extend(np.array(token_ids, np.int32))
 
 
 class AutomatonDrafter(Drafter):
@@ -169,6 +167,7 @@ class AutomatonDrafter(Drafter):
         return _CHAIN_PRIORS.ravel()
 
 
+@dataclass(eq=False)
 class StaticAutomatonDrafter(Drafter):
     """Drafts what followed the longest match in a corpus, as a tree weighed by counts.
 
@@ -189,19 +188,15 @@ class StaticAutomatonDrafter(Drafter):
     name = "corpus automaton"
     origins = ("corpus",)
 
-    def __init__(
-        self,
-        corpus: Iterable[Ids],
-        max_draft: int = 40,
-        min_match: int = 1,
-        max_children: int = 8,
-        min_prob: float = 0.0,
-    ) -> None:
-        require_at_least(1, max_draft=max_draft, min_match=min_match, max_children=max_children)
-        self.max_draft = max_draft
-        self.min_match = min_match
-        self.max_children = max_children
-        self.min_prob = min_prob
+    corpus: InitVar[Iterable[Ids]]
+    max_draft: int = 40
+    min_match: int = 1
+    max_children: int = 8
+    min_prob: float = 0.0
+
+    def __post_init__(self, corpus: Iterable[Ids]) -> None:
+        require_at_least(1, max_draft=self.max_draft, min_match=self.min_match)
+        require_at_least(1, max_children=self.max_children)
         self.automaton = SuffixAutomaton(refresh=0)
         for ids in checked_documents(corpus):
             self.automaton.extend(ids)

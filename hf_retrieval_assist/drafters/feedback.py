@@ -55,20 +55,16 @@ def row_feedbacks(
         taps: with its hidden states.
         needs_all_logits: whether a drafter wants them.
     """
-    chosen = [paths[row.index].chosen for row in rows]
-    first = [verified.roots[row.index] for row in rows]
-    states = taps.of_rows(
-        [[root + node for node in nodes] for root, nodes in zip(first, chosen, strict=True)]
-    )
+    numbers = [row.index for row in rows]
+    states = taps.of_rows([[verified.roots[n] + node for node in paths[n].chosen] for n in numbers])
     feedbacks = []
-    for row, nodes, seen in zip(rows, chosen, states, strict=True):
-        tree, number = trees[row.index], row.index
-        root = np.array([row.generated[paths[number].start - 1]], np.int32)
+    for row, n, seen in zip(rows, numbers, states, strict=True):
+        root, ids = [row.generated[paths[n].start - 1]], trees[n].token_ids
         feedback = RowFeedback(
-            token_ids=np.concatenate([root, tree.token_ids]),
-            accepted=np.array(nodes, np.int32),
-            logits=verified.of_row(number, len(tree)) if needs_all_logits else None,
-            top=verified.top(number, len(tree)),
+            token_ids=np.concatenate([root, ids], dtype=np.int32),
+            accepted=np.array(paths[n].chosen, np.int32),
+            logits=verified.of_row(n, len(ids)) if needs_all_logits else None,
+            top=verified.top(n, len(ids)),
             states=seen,
         )
         feedbacks.append(feedback)

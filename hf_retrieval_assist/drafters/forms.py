@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 _DEEPEST = 32  # schemas within schemas
@@ -55,25 +56,21 @@ class Forms:
         self.forms = tuple(dict.fromkeys(form for form in forms if form.parts[0]))
         self._tokenizer = tokenizer
         self._anchor = self._encoded("a")[-1:]
-        self._texts: dict[tuple[int, ...], str] = {}
-        self._ids: dict[str, list[int]] = {}
+        self.text_of = cache(self._text_of)
+        self.ids_of = cache(self._ids_of)
         self.beginning: dict[str, list[int]] = defaultdict(list)
         for number, form in enumerate(self.forms):
             self.beginning[form.parts[0][0]].append(number)
 
-    def text_of(self, tokens: tuple[int, ...]) -> str:
+    def _text_of(self, tokens: tuple[int, ...]) -> str:
         """What tokens add to a text."""
-        if tokens not in self._texts:
-            # Behind another token: tokenizers drop a space in front of the first one.
-            before, after = map(self._decoded, (self._anchor, [*self._anchor, *tokens]))
-            self._texts[tokens] = after[len(before) :]
-        return self._texts[tokens]
+        # Behind another token: tokenizers drop a space in front of the first one.
+        before, after = map(self._decoded, (self._anchor, [*self._anchor, *tokens]))
+        return after[len(before) :]
 
-    def ids_of(self, text: str) -> list[int]:
+    def _ids_of(self, text: str) -> list[int]:
         """The tokens that go on with `text`; empty where the tokenizer spells it otherwise."""
-        if text not in self._ids:
-            self._ids[text] = next(self._spelt(text), [])
-        return self._ids[text]
+        return next(self._spelt(text), [])
 
     def _spelt(self, text: str) -> Iterator[list[int]]:
         # Behind another text where the tokenizer puts a space in front of the first one.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,10 +72,9 @@ class GrammarDrafter(Drafter):
     certain = True
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        forms = None
+        forms = constraint = None
         if target.forms is not None:
             forms = FormSession(target.forms, prompt_ids, target.vocab_size)
-        constraint = None
         if target.processors and find_spec(_CONSTRAINTS):
             found = import_module(f"{_CONSTRAINTS}.constraint")
             constraint = found.constraint_of(target.processors, target.row)
@@ -191,8 +191,7 @@ class FormSession(DraftSession):
         paths = []
         for kind, text in sorted(self._continuations(), key=lambda found: found[0]):
             ids = self._forms.ids_of(text)[:budget]
-            foreign = [n for n, token in enumerate(ids) if token >= self._vocab_size]
-            paths.append((kind, ids[: foreign[0]] if foreign else ids))
+            paths.append((kind, [*takewhile(self._vocab_size.__gt__, ids)]))
         return _tree(paths).prune(budget) if paths else TokenTree.empty()
 
     def _continuations(self) -> Iterator[tuple[int, str]]:
@@ -209,12 +208,9 @@ class FormSession(DraftSession):
                     yield _TYPED, parts[due]
         for place, length in self._met.items():
             form, number = place
-            if number and number == self._due.get(form):
-                kind = _DUE
-            elif number:
-                kind = _LATER
-            else:
-                kind = _HINT if length == 1 else _START
+            kind = _HINT if length == 1 else _START
+            if number:
+                kind = _DUE if number == self._due.get(form) else _LATER
             yield kind, self._part(place)[length:]
 
 

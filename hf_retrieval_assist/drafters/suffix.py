@@ -144,8 +144,9 @@ class SuffixDrafter(Drafter):
         self, sessions: Sequence[SuffixSession], budgets: Sequence[int]
     ) -> Sequence[TokenTree]:
         if self.scored:
-            pairs = zip(sessions, budgets, strict=True)
-            return [session.scored(budget) for session, budget in pairs]
+            return [
+                session.scored(budget) for session, budget in zip(sessions, budgets, strict=True)
+            ]
         with self.memory.lock, self._mixing:
             draft = self.mixer.draft(
                 *self._evidence(sessions),

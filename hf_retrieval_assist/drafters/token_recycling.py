@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,26 +102,20 @@ def template_of(child_counts: Sequence[int], top_k: int) -> Ranks:
     Raises:
         ValueError: the counts do not describe one whole tree.
     """
-    counts = [int(count) for count in child_counts]
-    if not counts or min(counts) < 0 or sum(counts) != len(counts) - 1:
+    counts = np.array(child_counts, np.int64)
+    nodes = np.arange(len(counts))
+    if not len(counts) or counts.min() < 0 or counts.sum() != len(counts) - 1:
         raise ValueError(
             "template: expected one non-negative child count per node, the root's first, and as "
             f"many nodes as children plus the root; got {len(counts)} counts with sum {sum(counts)}"
         )
-    places = {-1: -1}  # of kept nodes; the root is −1
-    parents: list[int] = []
-    ranks: list[int] = []
-    children = 0
-    for node, count in enumerate(counts, -1):
-        if node >= children:
-            raise ValueError(f"template: node {node + 1} has a child count but no parent")
-        for rank in range(count if node in places else 0):
-            if rank < top_k:
-                places[children + rank] = len(parents)
-                parents.append(places[node])
-                ranks.append(rank)
-        children += count
-    return np.array(parents, np.int32), np.array(ranks, np.int32)
+    first = counts.cumsum() - counts  # child of each node, where it has any
+    if len(early := np.flatnonzero(first < nodes)):
+        raise ValueError(f"template: node {early[0]} has a child count but no parent")
+    ranks: Any = nodes[:-1] - first.repeat(counts)
+    parents: Any = (nodes - 1).repeat(counts)
+    tree = TokenTree.build(ranks, parents, ranks).without(ranks >= top_k)
+    return tree.parents, tree.token_ids
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -145,6 +140,7 @@ class TokenRecyclingDrafter(Drafter):
     """
 
     name = "token_recycling"
+    origins = ("token recycling", "last logits")
 
     def __init__(
         self, top_k: int = 8, template: str | Sequence[int] = "2.2.2", last_logits: bool = False
@@ -205,10 +201,6 @@ class TokenRecyclingDrafter(Drafter):
     def priors(self) -> Float32Array:
         return _RATES
 
-    @property
-    def origins(self) -> tuple[str, ...]:
-        return ("token recycling", "last logits")
-
     def origins_of(self, classes: Int32Array) -> Int32Array:
         return (classes >= _FIRST_LAST_LOGITS).astype(np.int32)
 
@@ -253,17 +245,13 @@ class SuccessorTable:
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        top_k: int,
-        template: successors.Template,
-        first_rows: int = _FIRST_ROWS,
+        self, vocab_size: int, top_k: int, template: successors.Template, rows: int = _FIRST_ROWS
     ) -> None:
         self.vocab_size = vocab_size
         self.top_k = top_k
         self.template = template
         self._lock = Lock()
-        self._successors, self._classes = self._unknown(min(vocab_size, first_rows) + 1)
+        self._successors, self._classes = self._unknown(min(vocab_size, rows) + 1)
         self._text_kinds = (_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)).astype(np.uint8)
 
     def _unknown(self, count: int) -> tuple[Int32Array, NDArray[np.uint8]]:
@@ -276,10 +264,9 @@ class SuccessorTable:
         rows = self._numbers_of(tokens)
         needed, known = int(rows.max(initial=_UNKNOWN)) + 1, len(self._successors) - 1
         if needed > known:
-            table, classes = self._unknown(1 + min(self.vocab_size, max(needed, 2 * known)))
-            table[:known] = self._successors[:known]
-            classes[:known] = self._classes[:known]
-            self._successors, self._classes = table, classes
+            table, classes = self._unknown(min(self.vocab_size, max(needed, 2 * known)) - known)
+            self._successors = np.concatenate([self._successors, table])
+            self._classes = np.concatenate([self._classes, classes])
         return rows
 
     def _numbers_of(self, tokens: Int32Array) -> Int32Array:
