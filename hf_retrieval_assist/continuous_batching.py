@@ -33,9 +33,8 @@ from .planning.account import Drafting
 from .planning.cost_store import CostKey, size_bucket
 from .planning.cost_views import PackedCost
 from .stats import CallStats
-from .structures import draft_tree
 from .system.log import get_logger
-from .token_tree import Forest, Limits, TokenTree
+from .token_tree import Limits, TokenTree
 from .verification.verified import TopLogits
 
 if TYPE_CHECKING:
@@ -135,8 +134,8 @@ class RequestDrafts:
 
     def _left(self, state: DraftedRequest) -> int:
         """Tokens that a draft may have: the last one that may be generated needs none."""
-        most = math.inf if state.max_new_tokens is None else math.ceil(state.max_new_tokens) - 1
-        return int(min(self._positions - len(state.initial_tokens), most) - state.generated_len())
+        room = self._positions - len(state.initial_tokens) - state.generated_len()
+        return min(room, math.ceil(state.left) - 1)
 
     def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
         cost = PackedCost(self.assistant.costs.get(self._key), requests)
@@ -153,10 +152,10 @@ class RequestDrafts:
             if all(text.session for text in depths):
                 raise
             return
-        limits = Limits([*depths.values()], chains=True, packed=True)
+        limits = Limits([*depths.values()], total=room, chains=True, packed=True)
         planned = drafting.planner.plan(drafts, cost, limits)
         self._drafting = drafting
-        for text, chain in zip(depths, _most_probable(planned, room), strict=True):
+        for text, chain in zip(depths, planned, strict=True):
             text.chain = chain
 
     def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None:
@@ -286,13 +285,3 @@ class _Text:
         if session is not None:
             self.counts.count_expected(session.expected.accepted, session.expected.rejected)
             session.close()
-
-
-def _most_probable(chains: Sequence[TokenTree], room: int) -> list[TokenTree]:
-    """The `room` most probable nodes of all chains."""
-    forest = Forest.of(chains)
-    if forest.nodes <= room:
-        return list(chains)
-    rows, _ = draft_tree.rank(forest.probs, forest.offsets)
-    counts = np.bincount(rows[:room], minlength=len(chains))
-    return [chain.prune(int(count)) for chain, count in zip(chains, counts, strict=True)]

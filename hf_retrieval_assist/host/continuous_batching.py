@@ -10,7 +10,6 @@ that fails with drafts is computed again without them.
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from bisect import bisect_left
@@ -72,6 +71,11 @@ class DraftedRequest(RequestState):
         state.text, self.text = self.text, None
         return state
 
+    @property
+    def left(self) -> float:
+        """Tokens that may still be generated."""
+        return self._new_tokens_limit - self.generated_len()
+
 
 class _Requests(queue.Queue[Any]):
     """A manager's queue, whose requests know their assistants."""
@@ -107,7 +111,7 @@ def serve(manager: ContinuousBatchingManager, drafts: Any) -> None:
         manager.drafts = drafts
         manager.input_queue.__class__ = _Requests
         if isinstance(manager.batch_processor, DraftingProcessor):
-            manager.batch_processor.drafts = manager.batch_processor.scheduler.drafts = drafts
+            manager.batch_processor.scheduler.drafts = drafts
     elif isinstance(manager, DraftingManager):
         manager.__class__ = ContinuousBatchingManager
         manager.batch_processor = None
@@ -146,7 +150,7 @@ class DraftingManager(ContinuousBatchingManager):
         scheduler.__class__ = _drafting(kind)
         processor.__class__ = DraftingProcessor
         processor.model_runner.__class__ = _DraftingRunner
-        processor.drafts = scheduler.drafts = self.drafts
+        scheduler.drafts = self.drafts
         scheduler.vocab_size = len(self.model.get_input_embeddings().weight)
         scheduler.most_tokens = _most_tokens(processor.cache, position_limit(self.model))
         return processor
@@ -284,19 +288,34 @@ class _DraftingScheduler(Scheduler):
 
 
 class _DraftingRunner(ModelRunner):
-    """Shows the logits [places, vocab_size] from which tokens are chosen.
-
-    Attributes:
-        checked: whether logits that are no numbers end the step, before tokens are drawn from them.
-    """
+    """Reads the logits [places, vocab_size] behind drafted tokens too, and shows them."""
 
     scores: torch.Tensor
-    checked = False
+
+    def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
+        requests = self.inputs_and_outputs.requests_in_batch
+        if _drafted(requests):
+            # The fed tokens whose logits are read, and whose request each one is of, counted among
+            # the requests that generate.
+            ends = accumulate(future.query_length for future in requests)
+            spans = [
+                range(end - 1 - len(future.state.draft), end)
+                for future, end in zip(requests, ends, strict=True)
+                if future.has_new_token
+            ]
+            places = [place for span in spans for place in span]
+            owners = [owner for owner, span in enumerate(spans) for _ in span]
+            arguments = batch_data["logits_processor_args"]
+            batch_data["logits_processor_args"] = arguments[:, owners]
+            batch_data["logits_indices"] = batch_data["logits_indices"].new_tensor(places)
+        super().compute_batch(model, batch_data)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         self.scores = scores[0]
         # One token whose states overflow makes NaN of whole rows, and of others' under a mask.
-        if self.checked and bool(self.scores[:, 0].isnan().any()):
+        # Logits that are no numbers end the step before tokens are drawn from them.
+        drafted = _drafted(self.inputs_and_outputs.requests_in_batch)
+        if drafted and bool(self.scores[:, 0].isnan().any()):
             raise FloatingPointError("logits that are no numbers")
         super()._sample(scores, output_ids)
 
@@ -307,8 +326,6 @@ class DraftingProcessor(ContinuousBatchProcessor):
     Greedily a place's token is its best one; where tokens are drawn, each place draws its own from
     the distribution behind the draft so far, so what is kept has plain decoding's distribution.
     """
-
-    drafts: Any
 
     def prepare_next_batch(self) -> bool:
         scheduler = self.scheduler
@@ -327,7 +344,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
             scheduler.block_new_requests = False
         ready = super().prepare_next_batch()
         running = chain(scheduler.active_requests.values(), scheduler.waiting_requests.values())
-        self.drafts.keep([*running])
+        scheduler.drafts.keep([*running])
         return ready
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
@@ -336,43 +353,18 @@ class DraftingProcessor(ContinuousBatchProcessor):
         self.output_router.fail_and_deliver(state, error)
 
     def _generation_step(self, model: torch.nn.Module) -> None:
-        requests = self.inputs_and_outputs.requests_in_batch
-        drafted = [future.state for future in requests if future.state.draft]
+        drafts, requests = self.scheduler.drafts, self.inputs_and_outputs.requests_in_batch
         self._remember()
-        self.model_runner.checked = bool(drafted)
         try:
-            step = self._drafted_step if drafted else super()._generation_step
-            with self.drafts.scope():
-                step(model)
+            with drafts.scope():
+                super()._generation_step(model)
         except Exception as error:
-            self.model_runner.checked = False
-            self.drafts.blame(drafted, error)
-            for saved in self._overwritten:
-                saved.restore(len(saved.slots))
+            drafts.blame(drafted := _drafted(requests), error)
+            for future in requests:
+                self._restore(future.state, future.query_length - 1)
             if drafted:
                 self._drop()
             super()._generation_step(model)
-
-    def _drafted_step(self, model: torch.nn.Module) -> None:
-        io = self.inputs_and_outputs
-        # int64 [places]: the fed tokens whose logits are read, and whose request each one is of,
-        # counted among the requests that generate.
-        ends = accumulate(future.query_length for future in io.requests_in_batch)
-        spans = [
-            range(end - 1 - len(future.state.draft), end)
-            for future, end in zip(io.requests_in_batch, ends, strict=True)
-            if future.has_new_token
-        ]
-        places = [place for span in spans for place in span]
-        owners = [owner for owner, span in enumerate(spans) for _ in span]
-        batch = io.get_model_kwargs(use_padding=False)
-        kind, device = batch["logits_indices"].dtype, self.model_device
-        batch["logits_indices"] = torch.tensor(places, dtype=kind, device=device)
-        arguments = batch["logits_processor_args"]
-        batch["logits_processor_args"] = arguments[:, torch.tensor(owners, device=device)]
-        with torch.no_grad():
-            self.model_runner.compute_batch(model, batch)
-        io.retrieve_device_outputs()
 
     def _remember(self) -> None:
         """Copy what the step overwrites of sliding windows, and what is read again.
@@ -380,20 +372,26 @@ class DraftingProcessor(ContinuousBatchProcessor):
         A window's slots go round: a token lies where an earlier one lies that is still seen, should
         the token be a draft and rejected, or the step computed again.
         """
-        self._overwritten = []
+        self._overwritten: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         for allocator in _windows(self.cache):
             for future in self.inputs_and_outputs.requests_in_batch:
                 state, count = future.state, future.query_length - 1
                 if count and state.position_offset > allocator.sliding_window:
                     first = state.position_offset - count
                     slots = allocator.get_write_indices(state.request_id, first, count)
+                    kept = self._overwritten.setdefault(state.request_id, [])
                     for view in chain(*allocator._kv_token_views.values()):
-                        self._overwritten.append(_Saved(state, view, slots))
+                        places = torch.tensor(slots, device=view.device)
+                        kept.append((view, places, view[places]))
+
+    def _restore(self, state: DraftedRequest, count: int) -> None:
+        """Write back what lay in windows where the last `count` fed tokens of a request lie."""
+        for view, slots, states in self._overwritten.get(state.request_id, ()) if count else ():
+            view[slots[-count:]] = states[-count:]
 
     def _drop(self) -> None:
         """Prepare a step again without its drafts."""
         io = self.inputs_and_outputs
-        dropped = sum(len(future.state.draft) for future in io.requests_in_batch)
         for future in io.requests_in_batch:
             state, count = future.state, len(future.state.draft)
             state.position_offset -= future.query_length
@@ -408,7 +406,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
             requests_in_batch=io.requests_in_batch,
             logits_processors=self.logit_processor,
             use_decode_fast_path=False,
-            num_q_tokens=io.num_q_tokens - dropped,
+            num_q_tokens=sum(future.query_length for future in io.requests_in_batch),
             max_kv_read=io.max_kv_read,
             use_padding=False,
         )
@@ -423,7 +421,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
                     view[slots] = 0
 
     def update_batch(self) -> None:
-        io = self.inputs_and_outputs
+        io, drafts = self.inputs_and_outputs, self.scheduler.drafts
         generating = [future for future in io.requests_in_batch if future.has_new_token]
         places = sum(1 + len(future.state.draft) for future in generating)
         chosen = io.output_ids[:, :places].clone()
@@ -444,10 +442,10 @@ class DraftingProcessor(ContinuousBatchProcessor):
             place += fed
         fed = sum(future.query_length for future in io.requests_in_batch)
         super().update_batch()
-        self.drafts.follow([future.state for future in generating], self.model_runner.scores)
+        drafts.follow([future.state for future in generating], self.model_runner.scores)
         del self.model_runner.scores
         if fed == places:
-            self.drafts.time(places, time.perf_counter() - self._started)
+            drafts.time(places, time.perf_counter() - self._started)
 
     def _take_back(self, future: Any, rejected: int, kept: int) -> None:
         """Forget the last fed tokens of a request; `kept` stay."""
@@ -455,31 +453,16 @@ class DraftingProcessor(ContinuousBatchProcessor):
         state.position_offset -= rejected + kept
         future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
         state.position_offset += kept
-        for saved in self._overwritten:
-            if saved.state is state:
-                saved.restore(rejected)
+        self._restore(state, rejected)
 
     def fail_all_requests(self, error: Exception) -> None:
         super().fail_all_requests(error)
-        self.drafts.keep([])
-
-    def reset(self) -> None:
-        super().reset()
-        self.drafts.keep([])
+        self.scheduler.drafts.keep([])
 
 
-class _Saved:
-    """Keys or values of a layer, [slots, heads, width], in slots that are about to be written."""
-
-    def __init__(self, state: RequestState, view: torch.Tensor, slots: Sequence[int]):
-        self.state, self.view = state, view
-        self.slots = torch.tensor(slots, device=view.device)
-        self.states = view[self.slots]
-
-    def restore(self, count: int) -> None:
-        """Write back what lay in the last `count` slots."""
-        if count:
-            self.view[self.slots[-count:]] = self.states[-count:]
+def _drafted(requests: Sequence[Any]) -> list[DraftedRequest]:
+    """The requests of a step that bring drafts."""
+    return [future.state for future in requests if future.state.draft]
 
 
 def _windows(cache: Any) -> list[Any]:
@@ -488,13 +471,9 @@ def _windows(cache: Any) -> list[Any]:
     return [kind for kind in kinds if kind.layer_type == SLIDING_ATTENTION]
 
 
-def _kept(state: DraftedRequest, chosen: Sequence[int]) -> list[int]:
+def _kept(state: DraftedRequest, chosen: list[int]) -> list[int]:
     """What plain decoding would have generated, given the token chosen behind each fed one."""
-    ends = state.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    most = math.inf if state.max_new_tokens is None else state.max_new_tokens
-    left = most - state.generated_len()
     for count, (drafted, token) in enumerate(zip(state.draft, chosen, strict=False), 1):
-        if token in ends or count >= left or token != drafted:
-            return [*chosen[:count]]
-    return [*chosen]
+        if token in state._eos_token_ids or count >= state.left or token != drafted:
+            return chosen[:count]
+    return chosen

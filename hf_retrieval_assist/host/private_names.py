@@ -141,14 +141,14 @@ CONTINUOUS_BATCHING = _listed(
         },
         f"{_BATCHING}.continuous_api:ContinuousBatchProcessor": {
             "prepare_next_batch(); _generation_step(model); update_batch()": "a step's course",
-            "fail_all_requests(error); reset(); _handle_request_error(error, "
-            "state)": "requests that were dropped",
-            "scheduler; model_runner; inputs_and_outputs; cache; logit_processor; model_device; "
+            "fail_all_requests(error); _handle_request_error(error, state)": "requests that were "
+            "dropped",
+            "scheduler; model_runner; inputs_and_outputs; cache; logit_processor; "
             "use_async_batching; distributed_helper; output_router; return_logprobs": "its parts",
         },
         f"{_BATCHING}.model_runner:ModelRunner": {
             "_sample(scores, output_ids)": "a step's logits",
-            "compute_batch(model, batch_data); pad_inputs": "a step's forward",
+            "compute_batch(model, batch_data); inputs_and_outputs; pad_inputs": "a step's forward",
         },
         f"{_BATCHING}.scheduler:Scheduler": {
             "schedule_batch(token_budget, cache_budget); active_requests; waiting_requests; "
@@ -170,16 +170,16 @@ CONTINUOUS_BATCHING = _listed(
             "tokens_per_page": "what a draft overwrites of a window"
         },
         f"{_BATCHING}.input_outputs:ContinuousBatchingIOs": {
-            "get_model_kwargs(use_padding); requests_in_batch": "a step's inputs",
+            "requests_in_batch": "a step's inputs",
             "prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, "
             "num_q_tokens, max_kv_read, use_padding)": "a step that is computed again",
-            "retrieve_device_outputs(); output_ids": "a step's tokens",
+            "output_ids": "a step's tokens",
         },
         f"{_BATCHING}.requests:RequestState": {
             "update_and_check_completion(token_id, logprob); to_generation_output(); request_id; "
             "status; generated_len(); initial_tokens; generated_tokens; position_offset; "
-            "tokens_to_process; remaining_prefill_tokens; eos_token_id; max_new_tokens; "
-            "streaming; create_equivalent_initial_request()": "a request's text"
+            "tokens_to_process; remaining_prefill_tokens; _eos_token_ids; max_new_tokens; "
+            "_new_tokens_limit; streaming; create_equivalent_initial_request()": "a request's text"
         },
         f"{_BATCHING}.requests:FutureRequestState": {
             "state; query_length; has_new_token; complete_blocks": "a request in a step"
