@@ -57,8 +57,8 @@ def build(
     if append and overwrite:
         raise BadParameter("--overwrite: expected no --append beside it")
     encoder = load_encoder(tokenizer)
-    skipped = Skipped()
-    texts = read_texts(sources, field, split, skip_bad, skipped)
+    skipped = Skipped() if skip_bad else None
+    texts = read_texts(sources, field, split, skipped)
     options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
     documents: Iterable[Ids] = encoder.encode_stream(texts)
     if ray is not None:
@@ -75,7 +75,7 @@ def build(
     seconds = time.perf_counter() - began
     added = store.token_count - (0 if before is None else before.token_count)
     print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
-    if skipped.bad:
+    if skipped and skipped.bad:
         print(f"{skipped.bad:,} bad rows or files skipped, such as {skipped.example}")
     _print_summary(store)
 

@@ -62,16 +62,7 @@ class Datastore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.manifest, self._shards = _mapped(self.path)
-        self.index = SuffixArray(
-            [
-                (codes, suffixes, starts, shard.bucket_shift)
-                for (codes, suffixes, starts), shard in zip(
-                    self._shards, self.manifest.shards, strict=True
-                )
-            ],
-            code_width(self.vocab_size),
-            self.vocab_size,
-        )
+        self.index = SuffixArray(self._shards, code_width(self.vocab_size), self.vocab_size)
 
     def __repr__(self) -> str:
         return (
@@ -213,7 +204,7 @@ class Datastore:
     def documents(self) -> Iterator[NDArray[np.uint32]]:
         """Every document's token ids: uint32 arrays, in the order in which they were added."""
         width = code_width(self.vocab_size)
-        for codes, _, _ in self._shards:
+        for codes, *_ in self._shards:
             code_bytes = codes.reshape(-1, width)
             start = 0
             for end in _document_ends(code_bytes):
@@ -302,7 +293,7 @@ class Datastore:
         return str(commit)
 
 
-def _mapped(path: Path) -> tuple[Manifest, list[list[NDArray[Any]]]]:
+def _mapped(path: Path) -> tuple[Manifest, list[tuple[Any, ...]]]:
     """The manifest at `path` and the files of its shards.
 
     A writer may delete them in between: then there is another manifest by now.

@@ -193,15 +193,17 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def map_shard(path: Path, shard: Shard, vocab_size: int) -> list[NDArray[Any]]:
-    """A shard's files mapped read-only: uint8 codes, uint32 suffixes, uint32 starts.
+def map_shard(path: Path, shard: Shard, vocab_size: int) -> tuple[Any, ...]:
+    """A shard as a `SuffixArray` takes it: its files mapped read-only (uint8 codes, uint32
+    suffixes, uint32 starts), and its bucket shift.
 
     Raises:
         ValueError: a file is missing or has another size than the manifest implies.
     """
     dtypes = (np.uint8, np.uint32, np.uint32)
     files = zip(shard.files(), shard.sizes(vocab_size), dtypes, strict=True)
-    return [np.frombuffer(_map_file(path / name, size), dtype) for name, size, dtype in files]
+    arrays = (np.frombuffer(_map_file(path / name, size), dtype) for name, size, dtype in files)
+    return *arrays, shard.bucket_shift
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

@@ -43,7 +43,6 @@ def read_texts(
     sources: Iterable[str],
     field: str = "text",
     split: str = "train",
-    skip_bad: bool = False,
     skipped: Skipped | None = None,
 ) -> Iterator[str]:
     """The texts of all sources, one after another, as a stream.
@@ -55,22 +54,20 @@ def read_texts(
             the `datasets` library reads.
         field: the column that holds the text of a row.
         split: of a data set that has several.
-        skip_bad: pass over bad rows, and what is left of bad files; blank lines of a `.jsonl` file
-            are passed over in any case.
-        skipped: counts what is passed over.
+        skipped: counts bad rows and files, which are passed over, with what is left of a bad file.
+            None: they raise. Blank lines of a `.jsonl` file are passed over in any case.
 
     Raises:
         FileNotFoundError: there is no such source.
-        ValueError: a file of another kind; unless they are to be skipped, one that cannot be read
-            or a row without text in `field`. It names the file, and the line or row.
+        ValueError: a file of another kind; without `skipped`, one that cannot be read or a row
+            without text in `field`. It names the file, and the line or row.
         ImportError: a Parquet file or data set without the `datasets` extra.
     """
-    skipped = Skipped() if skipped is None else skipped
     for source in sources:
         for text in _read_source(source, field, split):
             if isinstance(text, str):
                 yield text
-            elif not skip_bad:
+            elif skipped is None:
                 raise text
             else:
                 skipped.bad += 1

@@ -32,7 +32,8 @@ def fingerprint(model: Any) -> str:
     loaded from, nor an update of transformers, nor settings of a run matter, such as the dtype.
     Weights are read once: a model keeps its fingerprint while it is trained.
     """
-    adapters = json.dumps(_adapters(model))
+    in_use = {name for layer in _adapted_layers(model) for name in _in_use(layer)}
+    adapters = json.dumps(sorted(in_use))
     known = _fingerprints.setdefault(model, {})
     if adapters not in known:
         facts = config_fingerprint(model.config) + adapters + _weights_digest(model)
@@ -58,17 +59,13 @@ def _lasting(settings: Any) -> Any:
     }
 
 
-def _adapters(model: nn.Module) -> list[str]:
-    """Names of the adapters that change what the model computes."""
-    return sorted({name for layer in _adapted_layers(model) for name in _in_use(layer)})
-
-
 def _adapted_layers(model: nn.Module) -> list[Any]:
     """Modules with adapters, which PEFT puts in the places of the model's own."""
     return [layer for layer in modules_of(model) if hasattr(type(layer), "adapter_layer_names")]
 
 
 def _in_use(layer: Any) -> list[str]:
+    """Names of the adapters that change what a layer computes."""
     if layer.disable_adapters:
         return list(layer.merged_adapters)
     return [*layer.active_adapters, *layer.merged_adapters]

@@ -140,15 +140,10 @@ class OutputLog(SharedOutputs):
             database.execute("PRAGMA shrink_memory")  # the pages may be those of another file now
             database.execute("BEGIN IMMEDIATE")
             self._patience = _PATIENCE
-            try:
+            with database:
                 self._prepare(database)
                 self._hear_from(database)
                 yield database
-                if database.in_transaction:
-                    database.execute("COMMIT")
-            finally:
-                if database.in_transaction:
-                    database.execute("ROLLBACK")
         # Messages that quote a damaged file are not always UTF-8.
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             # A file that may be written to is not read-only, whatever its damaged header says.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class cached_property(Generic[T]):  # noqa: N801
+class cached_property(functools.cached_property[T]):  # noqa: N801
     """`functools.cached_property` without a lock, which that of Python before 3.12 holds.
 
     One lock serves every instance there: threads wait for each other, and a fork while one of them
@@ -17,16 +19,5 @@ class cached_property(Generic[T]):  # noqa: N801
     """
 
     def __init__(self, compute: Callable[[Any], T]):
-        self._compute = compute
-        self.__doc__ = compute.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object | None, owner: type) -> T:
-        if instance is None:
-            return self  # type: ignore[return-value]  # of the class, which only tools ask for
-        value = self._compute(instance)
-        # Found before this descriptor from now on; a frozen dataclass forbids setattr.
-        instance.__dict__[self._name] = value
-        return value
+        super().__init__(compute)
+        self.lock = nullcontext()

@@ -89,7 +89,7 @@ def test_bad_rows_and_files_are_passed_over_if_wanted(tmp_path):
     parquet.write_table(pa.table({"text": ["three", None, "four"]}), tmp_path / "c.parquet")
     (tmp_path / "d.txt").write_bytes(b"\xff")
     skipped = Skipped()
-    found = texts(tmp_path, skip_bad=True, skipped=skipped)
+    found = texts(tmp_path, skipped=skipped)
     assert found == ["one", "two", "three", "four"]
     assert skipped.bad == 5
     assert skipped.example.startswith(f"{tmp_path / 'a.jsonl'}:2: expected JSON")
