@@ -87,12 +87,12 @@ def test_a_token_goes_the_way_that_is_told():
 
 
 WITHOUT = """
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from tests.support.lossless import build, run
 from transformers import LlamaForCausalLM
 import torch
 
-model, assistant = build(LlamaForCausalLM), SamAssistant()
+model, assistant = build(LlamaForCausalLM), SamAssistant(memory=OutputMemory())
 options = {"do_sample": True, "temperature": 0.7}
 assert torch.equal(run(model, **options), run(model, **options, assistant=assistant))
 assert assistant.stats.last.tier == "tree", assistant.stats.last
@@ -104,14 +104,15 @@ FEATURES = ("grammars", "record", "serving", "vllm", "demo", "demo_model.py", "c
 FEATURES += ("continuous_batching.py", "simulation.py", "suggestion.py")
 FEATURES += ("draft_models/eagle*.py", "draft_models/mtp*.py", "draft_models/dflash.py")
 FEATURES += ("draft_models/layers_follower.py",)
+FEATURES += ("memory/log.py", "memory/redis_server.py", "memory/stream.py")
 
 
 def test_the_rest_works_where_single_features_are_absent(tmp_path):
     assert not [name for name in FEATURES if not [*PACKAGE.glob(name)]]
     absent = {path for name in FEATURES for path in PACKAGE.glob(name)}
-    rest = [path for path in PACKAGE.iterdir() if path.name != "draft_models"]
-    for path in [*rest, *(PACKAGE / "draft_models").iterdir()]:
-        if path not in absent and path.name != "__pycache__":
+    parts = PACKAGE / "draft_models", PACKAGE / "memory"
+    for path in [*PACKAGE.iterdir(), *(file for part in parts for file in part.iterdir())]:
+        if path not in {*absent, *parts} and path.name != "__pycache__":
             link = tmp_path / path.relative_to(PACKAGE.parent)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)

@@ -14,6 +14,7 @@ from tests.support.eagle_fixtures import CASES, load_case, outputs
 from tests.support.feature_following import assert_same
 from tests.support.heads import assisted
 from tests.support.lossless import padded
+from tests.support.oracle_drafter import agreeing
 from tests.support.wrapped_models import WRAPS
 
 
@@ -74,6 +75,7 @@ def test_a_long_text_is_followed_in_parts(name):
 
 # Every kind of fallback; the last two are recorded heads, one of another width than its target's.
 FALLBACKS = [*NAMES, "early exit", "eagle1_fcbias", "eagle3_target_hidden48_theta5e5"]
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
@@ -84,18 +86,16 @@ FALLBACKS = [*NAMES, "early exit", "eagle1_fcbias", "eagle3_target_hidden48_thet
 )
 def test_output_is_plain(name, rows, sampling, tmp_path):
     target, drafter = make(name, tmp_path)
-    options = {"max_new_tokens": 20, "do_sample": False} | padded(rows) | sampling
-    options |= {"eos_token_id": None, "pad_token_id": 0}
-    torch.manual_seed(1)
-    expected = target.generate(**options)
-    for assistant in (
-        Assistant([drafter], budget=8),
-        SamAssistant(expected.tolist(), fallback=[drafter, "token_recycling"], budget=16),
-        SuffixAssistant(fallback=drafter, budget="paper"),
+    options = OPTIONS | sampling | {"pad_token_id": 0}
+    for make_assistant in (
+        lambda plain: Assistant([drafter], budget=8),
+        lambda plain: SamAssistant(
+            plain.tolist(), fallback=[drafter, "token_recycling"], budget=16
+        ),
+        lambda plain: SuffixAssistant(fallback=drafter, budget="paper"),
     ):
-        torch.manual_seed(1)
-        assert target.generate(**options, assistant=assistant).tolist() == expected.tolist()
-        assert assistant.stats.total.drafted > 0
+        _, _, found = agreeing(target, padded(rows), seed=1, make=make_assistant, **options)
+        assert found.stats.total.drafted > 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient")
@@ -107,8 +107,6 @@ def test_wrapped_targets(name, wrap, tmp_path):
     head = EagleHead.from_pretrained(case.save(tmp_path), target)
     exact = EagleHead.from_pretrained(tmp_path, case.target())
     torch.testing.assert_close(outputs(head), outputs(exact), atol=0.5, rtol=0.05)
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None} | padded(1)
     assistant = Assistant([EagleDrafter(head, total=16)], budget=12)
-    plain = target.generate(**options)
-    assert torch.equal(target.generate(**options, assistant=assistant), plain)
+    agreeing(target, padded(1), make=lambda plain: assistant, **OPTIONS)
     assert assistant.stats.total.drafted > 0

@@ -1,5 +1,6 @@
 """Drafts of a model's own MTP layers: transformers' candidates, and trees of the same."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,11 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.drafted_texts import Texts
 from tests.support.feature_following import TEXT, chains_of, features_of, seen
-from tests.support.heads import give_mtp_layer
-from tests.support.lossless import PHRASE, build, knowing
+from tests.support.heads import assisted
+from tests.support.lossless import PHRASE, build, knowing, run, same
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.plain_layers import PlainLayers
-from tests.support.tiny_models import VOCAB, randomise
+from tests.support.tiny_models import VOCAB
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",
@@ -101,9 +102,8 @@ def chain_of(model):
 def test_the_chain_is_transformers_own(name, models, monkeypatch):
     model = models[name]
     candidates, drafts = chains_of(monkeypatch, MTPCandidateGenerator)
-    options = {"max_new_tokens": NEW, "do_sample": False}
-    expected = model.generate(IDS, use_mtp=True, **options)
-    found = model.generate(IDS, assistant=chain_of(model), **options)
+    expected = run(model, IDS, use_mtp=True, max_new_tokens=NEW)
+    found = run(model, IDS, assistant=chain_of(model), max_new_tokens=NEW)
     assert found.tolist() == expected.tolist()
     assert len(candidates) >= NEW // 2
     for text, chain in candidates.items():
@@ -133,11 +133,7 @@ def test_every_family_drafts_what_its_layers_say(name, models):
 
 @pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a layer of LlamaForCausalLM"])
 def test_every_node_of_a_tree_has_the_layers_probability(name, models):
-    if name in FAMILIES:
-        model = models[name]
-    else:
-        model = build(transformers.LlamaForCausalLM)
-        randomise(give_mtp_layer(model).layers, 0.3)
+    model = models[name] if name in FAMILIES else assisted("MTP")[0]
     layers, features = mtp_layers(model), features_of(model)
     tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0)
     assert tree.fault(1 << 30, 1 << 30) is None
@@ -165,33 +161,21 @@ def test_one_pass_catches_up_on_what_was_missed(glm):
 
 @pytest.mark.parametrize("name", ["InklingForCausalLM", "Qwen3_5ForCausalLM"])
 def test_beside_retrieval_on_lower_tiers(name, models):
-    model = models[name]
-    expected = model.generate(IDS, max_new_tokens=NEW, do_sample=False)
-    assistant = knowing(expected, fallback="mtp")
-    found = model.generate(IDS, max_new_tokens=NEW, do_sample=False, assistant=assistant)
-    assert found.tolist() == expected.tolist()
+    beside = functools.partial(knowing, fallback="mtp")
+    _, _, assistant = same(models[name], IDS, beside, max_new_tokens=NEW)
     assert assistant.stats.last.accepted > 0
 
 
 def test_several_turns(glm):
     """A second turn's prefill shows the hidden states of its own tokens only."""
     assistant, ids = Assistant([MtpDrafter(top_k=4)], budget=10), IDS
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True}
     for _ in range(2):
-        plain = glm.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
-        cached = glm.generate(
-            ids,
-            max_new_tokens=6,
-            do_sample=False,
-            return_dict_in_generate=True,
-            assistant=assistant,
-        )
-        assert cached.sequences.tolist() == plain.sequences.tolist()
+        plain, cached, _ = same(glm, ids, assistant, **options)
         more = torch.cat([plain.sequences, torch.tensor([[3, 8, 2]])], dim=1)
-        again = glm.generate(
-            more, **{CACHE: cached[CACHE]}, max_new_tokens=6, do_sample=False, assistant=assistant
-        )
-        ids = glm.generate(more, max_new_tokens=6, do_sample=False)
-        assert again.tolist() == ids.tolist()
+        again = run(glm, more, **{CACHE: cached[CACHE]}, assistant=assistant, **options)
+        ids = run(glm, more, max_new_tokens=6)
+        assert again.sequences.tolist() == ids.tolist()
         assert assistant.stats.last.drafted > 0
 
 

@@ -17,23 +17,12 @@ from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.translation import DraftTranslation, Tokenizer, TranslatedText
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.support.lossless import build
+from tests.support.lossless import build, same
 
 TEXT = (
     "the walk is plain decoding and the tree only makes logits available early. Thé wälk: 'tis "
     "plain!\n\nEvery drafted node carries a probability, and the walk walks on - 12 + 30 = 42.\n"
 )
-
-
-def byte_level():
-    tokenizer = FastTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def sentence_pieces(byte_fallback):
@@ -59,7 +48,14 @@ def sentence_pieces(byte_fallback):
 
 @pytest.fixture(scope="module")
 def byte_tokens():
-    return byte_level()
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +191,13 @@ def test_drafts_what_the_draft_model_writes(draft_model, byte_tokens, pieces, ta
 )
 def test_output_is_plain(target, drafter, byte_tokens, rows, sampling):
     ids = prompt(byte_tokens, TEXT)[0, : 12 * rows].view(rows, 12)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20} | sampling
-    torch.manual_seed(1)
-    expected = target.generate(ids, **options)
-    for assistant in (
-        Assistant([drafter], budget=8),
-        SamAssistant(expected.tolist(), fallback=[drafter, "token_recycling"], budget=12),
+    for make in (
+        lambda plain: Assistant([drafter], budget=8),
+        lambda plain: SamAssistant(
+            plain.tolist(), fallback=[drafter, "token_recycling"], budget=12
+        ),
     ):
-        torch.manual_seed(1)
-        assert target.generate(ids, assistant=assistant, **options).tolist() == expected.tolist()
+        _, _, assistant = same(target, ids, make, **sampling)
         assert assistant.stats.total.drafted > 0
 
 
@@ -213,12 +207,8 @@ def test_tokenizers_are_found_in_the_folders(target, draft_model, byte_tokens, p
         tokenizer.save_pretrained(tmp_path / name)
     llama = transformers.LlamaForCausalLM
     loaded, small = (llama.from_pretrained(tmp_path / name).eval() for name in "td")
-    expected = target.generate(prompt(byte_tokens), max_new_tokens=8, do_sample=False)
     assistant = SamAssistant(fallback=small, budget=6)
-    found = loaded.generate(
-        prompt(byte_tokens), max_new_tokens=8, do_sample=False, assistant=assistant
-    )
-    assert found.tolist() == expected.tolist()
+    same(loaded, prompt(byte_tokens), assistant, max_new_tokens=8)
     assert assistant.stats.last.drafted > 0
 
 

@@ -12,6 +12,8 @@ from hf_retrieval_assist.draft_models.sequoia import (
     ShapeChooser,
     TreeShape,
 )
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.support import trees
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures/sequoia_examples.json").read_text())
 TREES = EXAMPLES["trees"]
@@ -19,12 +21,8 @@ TREES = EXAMPLES["trees"]
 
 def paths(shape):
     """0-based child indices from the root to every node, in one order."""
-    spelt = []
-    for node in range(len(shape)):
-        parent = shape.parents[node]
-        above = [] if parent < 0 else spelt[parent]
-        spelt.append([*above, int(shape.ranks[node])])
-    return sorted(spelt)
+    tree = TokenTree.build(shape.ranks, shape.parents, np.ones(len(shape)))
+    return sorted(map(list, trees.paths(tree)))
 
 
 def expected_tokens(shape, acceptance):
@@ -48,31 +46,23 @@ def check_case(shape, expected, acceptance):
         assert paths(shape) == sorted(expected["paths"])
 
 
-def test_there_are_49_cases():
-    assert len(TREES) == 49
-
-
 @pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case['p'][:2]}-{case['n']}")
-def test_unbounded_depth(case):
-    solved = OptimalTrees(case["p"], case["n"])
-    assert solved.values[case["n"], -1] == pytest.approx(case["unbounded"]["F"], abs=1e-12)
-    shape = solved.tree(case["n"])
-    assert len(shape) == case["n"] - 1
-    check_case(shape, case["unbounded"], case["p"])
-
-
-@pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case['p'][:2]}-{case['n']}")
-def test_bounded_depth(case):
-    solved = OptimalTrees(case["p"], case["n"], max(map(int, case["bounded"])))
-    for levels, expected in case["bounded"].items():
-        value = solved.values[case["n"], int(levels)]
+def test_worked_examples(case):
+    nodes, vector = case["n"], case["p"]
+    bounds = {int(levels): expected for levels, expected in case["bounded"].items()}
+    whole, bounded = OptimalTrees(vector, nodes), OptimalTrees(vector, nodes, max(bounds))
+    check_case(whole.tree(nodes), case["unbounded"], vector)
+    assert len(whole.tree(nodes)) == nodes - 1
+    assert whole.values[nodes, -1] == pytest.approx(case["unbounded"]["F"], abs=1e-12)
+    for levels, expected in bounds.items():
+        value = bounded.values[nodes, levels]
         if expected is None:
             assert value == -np.inf
             continue
         assert value == pytest.approx(expected["F"], abs=1e-12)
-        shape = solved.tree(case["n"], int(levels))
-        assert shape.levels <= int(levels)
-        check_case(shape, expected, case["p"])
+        shape = bounded.tree(nodes, levels)
+        assert shape.levels <= levels
+        check_case(shape, expected, vector)
 
 
 def test_an_infeasible_size_gives_the_best_smaller_tree():

@@ -52,6 +52,10 @@ WRONG = {
         lambda: build(transformers.LlamaForCausalLM, vocab_size=VOCAB + 1),
         "assistant_tokenizer: expected a tokenizer",
     ),
+    "draft model without a cache": (
+        lambda: build(transformers.RwkvForCausalLM),
+        "token trees, got RwkvForCausalLM",
+    ),
     "more layers than there are": (lambda: EarlyExit(3), "layer: expected 1 to 2"),
 }
 
@@ -63,6 +67,23 @@ def test_it_is_named_before_the_prompt_is_processed(llama, name):
     for fallback in (make(), ["token_recycling", make()]):
         with pytest.raises(ValueError, match=message):
             run(llama, assistant=SamAssistant(fallback=fallback))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("Qwen3NextForCausalLM", "recurrent state"),
+        ("Lfm2ForCausalLM", "convolution state"),
+        ("BloomForCausalLM", "no position_ids"),
+        ("T5ForConditionalGeneration", "encoder-decoder"),
+    ],
+)
+def test_models_that_take_no_trees(name, match):
+    """As targets of what drafts with them; their first layers may have another reason."""
+    model = build(getattr(transformers, name))
+    for fallback, reason in (("quantized_self", match), (EarlyExit(1), "fed token trees")):
+        with pytest.raises(ValueError, match=reason):
+            run(model, assistant=SamAssistant(fallback=fallback))
 
 
 def test_an_unknown_name():

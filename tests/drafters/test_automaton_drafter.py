@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.base import Target
+from tests.support.trees import check_draft
 
 TARGET = Target(vocab_size=262_144)
 tokens = st.lists(st.integers(0, 3), max_size=20)
@@ -14,14 +15,6 @@ tokens = st.lists(st.integers(0, 3), max_size=20)
 
 def start(drafter, prompt, target=TARGET):
     return drafter.start(np.array(prompt, dtype=np.int32), target)
-
-
-def check(tree, drafter, budget):
-    """The contract, and probabilities that are the products of the classes' priors."""
-    assert tree.fault(1 << 30, 1 << 30) is None
-    assert len(tree) <= budget
-    expected = [drafter.priors()[tree.classes[tree.path(node)]].prod() for node in range(len(tree))]
-    assert np.allclose(tree.probs, expected, rtol=1e-5)
 
 
 @given(tokens, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6))
@@ -34,7 +27,7 @@ def test_every_draft_keeps_the_contract(prompt, steps):
         for accepted in steps:
             session.commit(accepted, None)
             for budget in (0, 1, 5, 40):
-                check(session.propose(budget), drafter, min(budget, 9))
+                check_draft(session.propose(budget), drafter, min(budget, 9))
         session.close()
 
 

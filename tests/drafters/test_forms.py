@@ -11,10 +11,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.tool_calls import CALLS, FORMATS, TOOLS, recorded
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
-from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.forms import Form, Forms, schema_forms, tool_forms
 from hf_retrieval_assist.drafters.grammar import FormSession
-from hf_retrieval_assist.drafters.token_recycling import PrivateTable, TokenRecyclingDrafter
 from tests.support.byte_model import byte_tokenizer
 from tests.support.lossless import build, same
 
@@ -226,15 +224,6 @@ def test_hostile_schemas(tokenizer, kind):
     found = simulate(assistant, [request])
     assert found.tokens == len(output) - 1
     assert found.steps <= simulate(SamAssistant(budget=16), [request]).steps
-
-
-def test_schemas_are_told_in_confidence(tokenizer):
-    """What verified drafts of a schema show does not reach the table that others draft from."""
-    drafter = TokenRecyclingDrafter()
-    forms = SamAssistant().expecting(schema=SCHEMA, tokenizer=tokenizer).expected.forms
-    prompt = np.array([1, 2], np.int32)
-    sessions = [drafter.start(prompt, Target(vocab_size=256, forms=told)) for told in (forms, None)]
-    assert [isinstance(session.table, PrivateTable) for session in sessions] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from tests.support.threads import in_threads
-from tests.support.trees import paths
+from tests.support.trees import check_draft, paths
 
 VOCAB = 50
 TARGET = Target(VOCAB)
@@ -64,13 +64,9 @@ def test_drafts_keep_the_contract(datastore, seed, budget, sources):
     for token in text[6:].tolist():
         session.commit([token], None)
         tree = session.propose(budget)
-        assert tree.fault(1 << 30, 1 << 30) is None
-        assert len(tree) <= min(budget, 32)
+        check_draft(tree, drafter, min(budget, 32))
         assert tree.depths.max(initial=0) <= 5
-        assert ((tree.classes >= 0) & (tree.classes < len(drafter.priors()))).all()
-        rates = drafter.priors()[tree.classes]
-        parents = np.where(tree.parents < 0, np.float32(1), tree.probs[tree.parents])
-        np.testing.assert_allclose(tree.probs, parents * rates, rtol=1e-6)
+        assert (tree.classes >= 0).all()
 
 
 def test_priors_rise_with_the_evidence(datastore):

@@ -69,11 +69,6 @@ def test_a_learnt_output_is_matched_as_its_context_is(earlier, prompt):
         assert mine.tolist() == pytest.approx(theirs.tolist())
 
 
-def test_the_prompt_is_continued():
-    tree = session(SuffixDrafter(), [1, 2, 3, 4, 5, 1, 2], [3]).propose(8)
-    assert tree.token_ids.tolist()[:2] == [4, 5]
-
-
 def test_outputs_teach_each_other_while_they_run_and_prompts_do_not():
     drafter = SuffixDrafter()
     running = session(drafter, [50, 51, 52], [1, 2, 3, 4])

@@ -17,7 +17,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.support.memories import check_memory, count, logged, output, random_output
+from tests.support.memories import check_memory, count, full_disk, logged, output, random_output
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
 SECRET = [777777] * 8
@@ -39,16 +39,6 @@ def on_disk(path, tokens=SECRET):
     wanted = np.array(tokens, "<u4").tobytes()
     files = [file for file in path.parent.iterdir() if file.is_file()]
     return any(wanted in file.read_bytes() for file in files)
-
-
-def test_outputs_survive_a_restart(tmp_path, path):
-    memory = OutputMemory(path=path)
-    memory.add([1, 2, 3], "model")
-    memory.add([4, 5], "model")
-    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in tmp_path.iterdir())
-    again = OutputMemory(path=path)
-    assert count(again, [1, 2, 3], "model") == count(again, [4, 5], "model") == 1
-    assert len(again) == 2
 
 
 def test_only_the_newest_outputs_are_kept(path):
@@ -107,6 +97,7 @@ def test_forgetting_empties_other_links_too_and_leaves_no_byte(tmp_path, path):
 DAMAGE = [*((place, b"\xff" * 9) for place in (0, 20, 30, 100, 5000)), (18, b"\xff"), (43, b"\0")]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("place", "damage"), DAMAGE)
 @pytest.mark.parametrize("begun", ["before", "after", "with an older copy"])
 def test_a_damaged_log_can_be_forgotten(path, place, damage, begun):
@@ -120,8 +111,7 @@ def test_a_damaged_log_can_be_forgotten(path, place, damage, begun):
         memory.forget()
     path.write_bytes(data)
     if begun == "after":
-        with suppress(ValueError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with suppress(ValueError):
             memory = OutputMemory(path=path)
             memory.add([1, 2])
     memory.forget()
@@ -344,12 +334,8 @@ def test_a_disk_that_is_full_for_a_while_costs_no_output_and_one_warning(path):
 
 
 def test_what_waits_for_the_log_is_bounded_and_the_oldest_goes_first(path, monkeypatch):
-    def full(*_):
-        raise sqlite3.OperationalError("database or disk is full")
-
     view = OutputLog(path, 3_000)
-    with monkeypatch.context() as broken:
-        broken.setattr(OutputLog, "_insert", full)
+    with full_disk(monkeypatch):
         for i in range(50):
             with pytest.raises(OSError, match="disk is full"):
                 view.append("m", output(i))
@@ -384,26 +370,29 @@ def test_a_log_that_is_damaged_in_use_costs_no_output(path):
 
 
 def test_other_kinds_of_files_are_refused(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"something else altogether, long enough")
-    with pytest.raises(ValueError, match="text: expected a log of outputs, got file is not a"):
-        OutputMemory(path=path)
+    (tmp_path / "text").write_bytes(b"something else altogether, long enough")
     endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c"
     execute(tmp_path / "other", f"CREATE VIEW outputs AS {endless}")
-    with pytest.raises(ValueError, match="other: expected a log of outputs, got another database"):
-        OutputMemory(path=tmp_path / "other")
     OutputMemory(path=tmp_path / "newer").add([1])
     execute(tmp_path / "newer", "PRAGMA user_version = 4")
-    with pytest.raises(ValueError, match="expected version 3, got 4"):
-        OutputMemory(path=tmp_path / "newer")
-    with pytest.raises(OSError, match="unable to open database file"):
-        OutputMemory(path=tmp_path)
+    for name, error, message in (
+        ("text", ValueError, "text: expected a log of outputs, got file is not a"),
+        ("other", ValueError, "other: expected a log of outputs, got another database"),
+        ("newer", ValueError, "expected version 3, got 4"),
+        (".", OSError, "unable to open database file"),
+    ):
+        with pytest.raises(error, match=message):
+            OutputMemory(path=tmp_path / name)
+
+
+def test_what_is_no_memory_and_no_output():
     with pytest.raises(ValueError, match="max_bytes: expected at least"):
         OutputMemory(max_bytes=100)
     with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
         OutputMemory().add([1, -1])
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "row",
     [
@@ -419,13 +408,11 @@ def test_other_kinds_of_files_are_refused(tmp_path):
 def test_rows_that_nobody_wrote_are_refused_or_skipped(path, row):
     OutputMemory(path=path).add([1, 2])
     execute(path, "INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        memory = OutputMemory(path=path)
-        memory.add([3])
-        other = OutputMemory(path=path)
-        other.add([4])
-        memory.refresh()
+    memory = OutputMemory(path=path)
+    memory.add([3])
+    other = OutputMemory(path=path)
+    other.add([4])
+    memory.refresh()
     assert len(memory) == len(other) == 3
     memory.forget()
     assert logged(path) == []
@@ -470,9 +457,10 @@ def test_a_link_to_a_log_is_the_log(tmp_path):
 
 @needs_posix
 @pytest.mark.parametrize("use", [lambda memory: memory.refresh(), lambda memory: memory.add([3])])
-def test_a_log_that_others_could_read_is_closed_to_them(path, use):
+def test_a_log_is_closed_to_others_from_the_beginning_and_where_it_was_not(path, use):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
-    os.chmod(path, 0o644)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
     use(memory)
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

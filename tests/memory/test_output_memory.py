@@ -123,6 +123,7 @@ def test_threads_share_a_memory(tmp_path):
 def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     memory = OutputMemory(max_depth=8, path=tmp_path / "log")
     memory.add([1, 2, 3], "a")
+    assert "1 outputs of 3 tokens" in str(memory)
     memory.add([1, 2, 4])
     running = memory.start()
     running.extend([1, 2, 5])
@@ -242,19 +243,3 @@ def test_256_running_outputs_take_the_bound_of_the_process(tmp_path, log):
     share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     print(f"{share:.2f} of the bound, {log or 'no log'}")
     assert share < 1.1
-
-
-def test_a_memory_of_this_process_alone_needs_neither_log_nor_server():
-    program = (
-        "import sys\n"
-        "for name in ('log', 'redis_server', 'stream'):\n"
-        "    sys.modules[f'hf_retrieval_assist.memory.{name}'] = None\n"
-        "from hf_retrieval_assist import OutputMemory, SamAssistant\n"
-        "SamAssistant()\n"
-        "memory = OutputMemory()\n"
-        "memory.add([1, 2, 3])\n"
-        "print(memory)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "1 outputs of 3 tokens" in ran.stdout

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,13 @@ pytestmark = needs_redis
 
 
 @pytest.fixture
-def server(tmp_path):
-    process = RedisProcess(tmp_path)
+def server(tmp_path, request):
+    process = RedisProcess(tmp_path, **getattr(request, "param", {}))
     yield process
     process.close()
+
+
+server_with = partial(pytest.mark.parametrize, "server", indirect=True)
 
 
 def test_a_server_that_dies_loses_nothing_and_outputs_are_delivered_later(server, caplog):
@@ -150,21 +154,18 @@ def test_new_outputs_show_though_the_servers_clock_was_set_back(server):
     assert known(reader) == Counter([0, 1])
 
 
-def test_a_node_of_a_cluster(tmp_path):
-    server = RedisProcess(tmp_path, cluster=True)
-    try:
-        server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-        wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
-        memories = [OutputMemory(url=server.url) for _ in range(2)]
-        for i, memory in enumerate(memories):
-            memory.add(output(i), "m")
-        sync(*memories)
-        assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
-        memories[0].forget()
-        assert memories[1].sync(WAIT)
-        assert known(memories[1]) == Counter()
-    finally:
-        server.close()
+@server_with([{"cluster": True}])
+def test_a_node_of_a_cluster(server):
+    server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
+    memories = [OutputMemory(url=server.url) for _ in range(2)]
+    for i, memory in enumerate(memories):
+        memory.add(output(i), "m")
+    sync(*memories)
+    assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
+    memories[0].forget()
+    assert memories[1].sync(WAIT)
+    assert known(memories[1]) == Counter()
 
 
 def test_the_documented_permissions_suffice(server):
@@ -230,15 +231,10 @@ def test_a_key_of_another_kind_stops_sharing_and_nothing_else(server, key):
     assert len(other.namespace("a")) <= (key == "forgotten")
 
 
-def test_passwords(tmp_path):
-    server = RedisProcess(tmp_path, PASSWORD)
-    try:
-        memory = OutputMemory(url=server.url)
-        assert memory.sync(WAIT)
-        refused = OutputMemory(url=f"redis://127.0.0.1:{server.port}")
-        assert not refused.sync(0.2)
-    finally:
-        server.close()
+@server_with([{"password": PASSWORD}])
+def test_passwords(server):
+    assert OutputMemory(url=server.url).sync(WAIT)
+    assert not OutputMemory(url=f"redis://127.0.0.1:{server.port}").sync(0.2)
 
 
 @pytest.mark.parametrize(

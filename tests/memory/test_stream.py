@@ -60,10 +60,16 @@ def numbers(view):
     return [int(output.token_ids[0]) // 1000 for output in view.read()[1]]
 
 
-def test_nothing_waits_for_a_server_that_does_not_answer():
+@pytest.fixture
+def shared():
+    """A server and two views of what it has."""
     keeper = Keeper()
+    return keeper, OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
+
+
+def test_nothing_waits_for_a_server_that_does_not_answer(shared):
+    keeper, view, other = shared
     keeper.answers.clear()
-    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(100):
         assert view.append("m", output(i))
         assert view.read() == ([], [])
@@ -74,10 +80,9 @@ def test_nothing_waits_for_a_server_that_does_not_answer():
     assert numbers(view) == []
 
 
-def test_an_output_that_is_delivered_twice_is_read_once():
-    keeper = Keeper()
+def test_an_output_that_is_delivered_twice_is_read_once(shared):
+    keeper, view, other = shared
     keeper.lose_answers = 3
-    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(5):
         view.append("m", output(i))
     sync(view, other)
@@ -105,9 +110,8 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
     assert 5 < len(arrived) < 20
 
 
-def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
-    keeper = Keeper()
-    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
+def test_forgetting_reaches_what_others_had_finished_but_not_delivered(shared):
+    keeper, view, other = shared
     view.append("m", output(0))
     sync(view, other)
     keeper.answers.clear()

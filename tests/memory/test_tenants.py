@@ -1,4 +1,6 @@
-"""A memory that tenants share: nothing that one wrote is drafted to another, or seen by it."""
+"""A memory that tenants share: nothing of one shows to another, and one is forgotten everywhere."""
+
+import warnings
 
 import numpy as np
 import pytest
@@ -10,13 +12,16 @@ from hf_retrieval_assist import (
     SuffixAssistant,
     simulate,
 )
+from hf_retrieval_assist.memory import log, redis_server
 from hf_retrieval_assist.planning.cost_store import CostModels
-from tests.support.memories import check_memory
+from tests.support.memories import check_memory, count, full_disk
+from tests.support.redis_process import needs_redis
+from tests.support.stores import Alone, OnDisk, OnServer, sync
 
 RANDOM = np.random.default_rng(0)
 TEXT = RANDOM.integers(1, 60, 60).tolist()
 # A text whose parts the first one has as well.
-OTHER = [*TEXT[:30], *range(60, 70), *TEXT[40:]]
+CHANGED = [*TEXT[:30], *range(60, 70), *TEXT[40:]]
 
 
 def test_outputs_of_no_named_model_are_adopted_within_a_tenant():
@@ -25,10 +30,10 @@ def test_outputs_of_no_named_model_are_adopted_within_a_tenant():
     a.add(TEXT)
     running = a.start()
     running.extend(TEXT)
-    b.add(OTHER)
+    b.add(CHANGED)
     assert a.tree("model").token_count == len(TEXT)
     assert memory.tree("model") is None
-    assert b.tree("model").token_count == len(OTHER)
+    assert b.tree("model").token_count == len(CHANGED)
     check_memory(memory)
 
 
@@ -41,11 +46,6 @@ def test_a_log_keeps_tenants_apart_and_does_not_name_them(tmp_path):
     assert again.tree("model") is None
     written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"customer" not in written
-
-
-def test_an_empty_name():
-    with pytest.raises(ValueError, match="tenant: expected a name"):
-        OutputMemory().namespace("")
 
 
 @pytest.mark.parametrize("half_life", [None, 2.0])
@@ -72,10 +72,185 @@ def test_no_step_tells_of_another_tenant(preset, budget, half_life):
         for _ in range(3):
             for name in others:
                 simulate(tenants[name], [(TEXT[:1], TEXT[1:])])
-            result = simulate(tenants["b"], [(TEXT[:1], OTHER[1:])])
+            result = simulate(tenants["b"], [(TEXT[:1], CHANGED[1:])])
             found.append((result.steps, result.nodes))
         return found
 
     alone = steps_of_b()
     assert steps_of_b("a") == steps_of_b("a", "a") == alone
     assert steps_of_b("b") != alone
+
+
+SECRET, OTHER, OPEN = [777777] * 8, [5, 6, 7], [8, 9]
+IDS = np.array(SECRET, "<u4").tobytes()
+
+
+@pytest.fixture(params=[Alone, OnDisk, pytest.param(OnServer, marks=needs_redis)])
+def store(request, tmp_path):
+    made = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+shared_alone = pytest.mark.parametrize(
+    "store", [OnDisk, pytest.param(OnServer, marks=needs_redis)], indirect=True
+)
+
+
+def found(memory):
+    """How often the three texts are remembered: a's, b's, and those of no tenant."""
+    views = memory.namespace("a"), memory.namespace("b"), memory
+    texts = SECRET[:8], OTHER, OPEN
+    return [count(view, text, "m") for view, text in zip(views, texts, strict=True)]
+
+
+def filled(memory):
+    memory.namespace("a").add(SECRET, "m")
+    memory.namespace("a").namespace("user").add(SECRET, "m")
+    memory.namespace("b").add(OTHER, "m")
+    memory.add(OPEN, "m")
+    return memory
+
+
+def test_one_tenant_is_forgotten_everywhere(store):
+    first, second = filled(store.view()), store.view()
+    sync(first, second)
+    a = first.namespace("a")
+    silent, speaking = a.start("m"), second.namespace("a").start("m")
+    speaking.extend(SECRET)
+    kept = second.namespace("b").start("m")
+    kept.extend(OTHER)
+    a.forget()
+    assert found(first)[0] == len(a) == len(a.namespace("user")) == 0
+    sync(first, second)
+    for running in (silent, speaking):
+        running.extend(SECRET)
+        running.close()
+    kept.close()
+    sync(first, second, third := store.view())
+    for memory in (first, second, third):
+        assert found(memory) == [0, 2, 1]
+        assert count(memory.namespace("a").namespace("user"), SECRET, "m") == 0
+        check_memory(memory)
+    assert not store.holds(IDS)
+    a.add(SECRET, "m")
+    sync(first, second, third)
+    assert [found(memory) for memory in (first, second, third)] == [[1, 2, 1]] * 3
+
+
+def test_the_whole_memory_is_forgotten_only_if_it_is_told_to(store):
+    first, second = filled(store.view()), store.view()
+    first.namespace("nobody").forget()
+    sync(first, second)
+    assert found(second) == [1, 1, 1]
+    running = first.start("m")
+    running.extend(OPEN)
+    first.forget()
+    sync(first, second)
+    assert found(first) == found(second) == [0, 0, 0]
+    assert len(second) == 0
+    running.extend(OPEN)
+    running.close()
+    assert not store.holds(IDS)
+    second.add(OTHER, "m")
+    sync(second, first)
+    for memory in (first, second):
+        assert found(memory) == [0, 0, 0]
+        assert count(memory, OTHER, "m") == 1
+        check_memory(memory)
+
+
+@shared_alone
+@pytest.mark.parametrize("stranger", ["quiet", "forgets another"])
+@pytest.mark.parametrize("forgotten", ["a tenant", "everything"])
+def test_an_older_copy_does_not_bring_back_what_was_forgotten(store, stranger, forgotten):
+    memory, left = filled(store.view()), [0, 1, 1] if forgotten == "a tenant" else [0, 0, 0]
+    sync(memory)
+    bring_back = store.older_copy()
+    (memory.namespace("a") if forgotten == "a tenant" else memory).forget()
+    bring_back()
+    other = store.view()  # knows nothing of the forgetting
+    sync(other)
+    if stranger == "forgets another":
+        other.namespace("c").forget()
+    other.add([1, 2], "m")
+    sync(memory, other)
+    memory.add([3, 4], "m")
+    sync(memory, other)
+    assert not store.holds(IDS)
+    for view in (memory, other, store.view()):
+        sync(view)
+        assert found(view) == left
+        assert count(view, [1, 2], "m") == count(view, [3, 4], "m") == 1
+
+
+@shared_alone
+def test_of_many_forgettings_the_oldest_become_one(store, monkeypatch):
+    """Who has heard of all of them keeps what it has; who has not forgets everything."""
+    for module in (log, redis_server):
+        monkeypatch.setattr(module, "MOST_FORGETTINGS", 2)
+    first, sleeper = filled(store.view()), store.view()
+    sync(first, sleeper)
+    store.asleep(sleeper, True)
+    sleeper._learn_finished("m", np.array([1, 2], np.int32))  # nobody else has it
+    for number in range(9):
+        first.namespace(f"tenant {number}").forget()
+        sync(first)
+    first.namespace("b").add(OTHER, "m")
+    sync(first)
+    store.asleep(sleeper, False)
+    sync(sleeper, late := store.view())
+    # What there still is comes back from the file or the server.
+    assert found(first) == found(sleeper) == found(late) == [1, 2, 1]
+    assert count(sleeper, [1, 2], "m") == 0
+    assert len(late._log._known) <= 4
+
+
+def test_what_waited_for_the_log_is_forgotten_with_its_tenant(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    first = OutputMemory(path=path)
+    with full_disk(monkeypatch), pytest.warns(UserWarning, match="not kept on disk"):
+        filled(first)
+    OutputMemory(path=path).namespace("a").forget()
+    first.add([1, 2], "m")
+    assert found(OutputMemory(path=path)) == found(first) == [0, 1, 1]
+    assert IDS not in path.read_bytes()
+
+
+def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_path):
+    path = tmp_path / "log"
+    memory = filled(OutputMemory(path=path))
+    path.write_bytes(b"something" * 1_000)
+    with pytest.raises(ValueError, match="expected a log of outputs"):
+        memory.namespace("a").forget()
+    assert found(memory) == [0, 1, 1]
+    memory.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.add([1, 2])
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a:b", "/", "\0", "x" * 100_000, "ä\n"])
+def test_any_name_is_a_tenant_of_its_own(name):
+    memory = OutputMemory()
+    memory.namespace(name).add(SECRET, "m")
+    assert found(memory) == [0, 0, 0]
+    assert len(memory.namespace(name[:1] + "other")) == 0
+    memory.namespace(name).forget()
+    assert len(memory) == 0
+
+
+@pytest.mark.parametrize("name", [None, 7, b"a", ["a"], ""])
+def test_what_is_no_name(name):
+    with pytest.raises((TypeError, ValueError), match="tenant: expected a name"):
+        OutputMemory().namespace(name)
+
+
+@pytest.mark.parametrize("half_life", [None, 4.0])
+def test_tenants_that_come_once_leave_nothing(half_life):
+    memory = OutputMemory(max_bytes=1 << 20, half_life=half_life)
+    for number in range(3_000):
+        memory.namespace(f"tenant {number}").add([1, 2, 3, number], "m")
+    check_memory(memory)
+    assert len(memory._kinds) == len(memory) < 200
+    assert not any((memory._running, memory._kept))

@@ -97,14 +97,6 @@ def test_follow_walks_as_far_as_the_tree_goes(tree, tokens):
         assert node == expected
 
 
-def test_chain():
-    tree = TokenTree.chain([5, 6, 7], [0.9, 0.5, 0.1])
-    assert tree.fault(1 << 30, 1 << 30) is None
-    assert len({*tree.depths}) == len(tree)
-    assert tree.expected_tokens == np.float32([0.9, 0.5, 0.1]).sum()
-    assert not len(TokenTree.empty())
-
-
 @given(st.lists(trees(), max_size=4))
 def test_the_best_path_has_the_largest_sum_of_probabilities(several):
     paths = Forest.of(several).best_paths()

@@ -1,6 +1,7 @@
 """Mixing of contexts against its definition, written down in Python."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -199,6 +200,21 @@ def test_probabilities_are_those_of_the_definition(memory, text, corpus):
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.lists(few, min_size=1, max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=4))
+def test_below_a_node_is_what_would_be_drafted_behind_its_token(memory, context):
+    """Of texts so short that every length has an order of its own."""
+    tree, mixer = grown(memory), Mixer(*mixture())
+    tokens, parents, probs, _ = drafted(mixer, beside(tree, context), 60)
+    for node in np.flatnonzero(parents < 0):
+        below = np.flatnonzero(parents == node)
+        longer = drafted(mixer, beside(tree, [*context, int(tokens[node])]), 60)
+        expected = dict(zip(*_root(longer), strict=True))
+        for child in below:
+            given_it = probs[child] / probs[node]
+            assert given_it == pytest.approx(expected[tokens[child]], rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.lists(few, max_size=2), few, st.integers(0, 5))
 def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
     evidence, sources = started(memory, text, [])
@@ -226,12 +242,6 @@ def test_the_latest_continuation_survives_a_removal():
     tree.remove(2)
     draft = drafted(untrained().mixer(), beside(tree, [1], vocab_size=9), 8)
     assert set(draft[0].tolist()) == {2, 3}
-
-
-def test_a_shape_of_another_version_is_refused():
-    cells, *rest = mixture()
-    with pytest.raises(ValueError, match="cells, copy_cells and weights: expected shapes"):
-        Mixer(cells[:1], *rest)
 
 
 def test_a_mixture_is_written_and_read(tmp_path):
@@ -422,17 +432,15 @@ def test_texts_side_by_side_are_drafted_as_each_by_itself(memory, texts, budget)
 
 def test_what_does_not_fit_together_is_refused():
     evidence, _ = started([[1, 2]], [1], [])
-    with pytest.raises(ValueError, match="sequence: expected the id of one that is here, got 7"):
-        drafted(Mixture.trained().mixer(), (evidence[0], evidence[1], [7], None), 4)
-    with pytest.raises(ValueError, match="budgets: expected 1 of them, got 2"):
-        Mixture.trained().mixer().draft(*evidence, [4, 4])
-
-
-@pytest.mark.parametrize("offsets", [[0], [0, 2], [0, 1, 1], [1, 1], [0, -1]])
-def test_offsets_that_do_not_fit_texts_and_tokens_are_refused(offsets):
-    evidence, _ = started([], [1, 2], [])
-    told = array([3]), np.array(offsets)
-    with pytest.raises(ValueError, match="offsets: expected"):
-        Mixture.trained().mixer().learn(*evidence, *told)
-    with pytest.raises(ValueError, match="offsets: expected"):
-        extend_texts(evidence[0], *told)
+    (cells, *rest), mixer, one = mixture(), Mixture.trained().mixer(), array([3])
+    for wrong, message in (
+        (lambda: Mixer(cells[:1], *rest), "cells, copy_cells and weights: expected shapes"),
+        (lambda: drafted(mixer, (*evidence[:2], [7], None), 4), "sequence: .* is here, got 7"),
+        (lambda: mixer.draft(*evidence, [4, 4]), "budgets: expected 1 of them, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+    for offsets in ([0], [0, 2], [0, 1, 1], [1, 1], [0, -1]):
+        for learn_them in (partial(mixer.learn, *evidence), partial(extend_texts, evidence[0])):
+            with pytest.raises(ValueError, match="offsets: expected"):
+                learn_them(one, np.array(offsets))

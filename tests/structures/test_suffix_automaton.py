@@ -89,16 +89,6 @@ def test_every_substring_is_found_where_it_occurs(text):
 
 
 @given(texts(), texts())
-def test_cursor_holds_the_longest_matching_suffix(text, query):
-    automaton = build(text)
-    cursor = automaton.cursor()
-    for i, token in enumerate(query):
-        expected = longest_suffix(query[: i + 1], text)
-        assert cursor.advance(token) == cursor.length == len(expected)
-        assert cursor.earliest == (ends_of(expected, text)[0] if expected else 0)
-
-
-@given(texts(), texts())
 def test_a_cursor_stays_exact_while_the_text_grows(text, query):
     """Splits move matched strings to other states behind the cursor's back."""
     automaton, grown = SuffixAutomaton(), []
@@ -141,17 +131,6 @@ def test_latest_is_exact_with_enough_refreshing_and_else_true_but_older(text, re
             found.append(cursor.latest)
         assert found[0] == [first, *others][-1]
         assert found[1] in [first, *others]
-
-
-@given(texts(max_size=32))
-def test_the_cursor_must_move_before_the_text_grows(text):
-    """The other order matches the text with itself."""
-    automaton = SuffixAutomaton()
-    cursor = automaton.cursor()
-    for token in text:
-        automaton.extend(array([token]))
-        cursor.advance(token)
-    assert cursor.length == len(text)
 
 
 @given(texts(max_size=32), st.integers(1, 8), st.booleans())
@@ -225,15 +204,11 @@ def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
 
 
 def test_draft_tree_keeps_the_frequent_children():
-    docs = [[1, token] for token in [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]]
-    automaton, _ = build_documents(docs)
+    automaton, _ = build_documents([[1, token] for token in [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]])
     cursor = automaton.cursor()
     cursor.advance(1)
-    tokens, parents, counts, totals, _ = cursor.draft_tree(10, max_children=3)
-    assert tokens.tolist() == [8, 7, 6]
-    assert parents.tolist() == [-1, -1, -1]
-    assert counts.tolist() == [4, 3, 2]
-    assert totals.tolist() == [10, 10, 10]
+    tree = cursor.draft_tree(10, max_children=3)[:4]
+    assert [part.tolist() for part in tree] == [[8, 7, 6], [-1] * 3, [4, 3, 2], [10] * 3]
 
 
 def fibonacci_word(n):
@@ -243,24 +218,13 @@ def fibonacci_word(n):
     return b[:n]
 
 
-def de_bruijn(n_symbols, order):
-    """Every word of `order` symbols once, by always appending the largest symbol that is new."""
-    seen, word = set(), [0] * order
-    while True:
-        tail = tuple(word[-(order - 1) :])
-        fresh = (s for s in reversed(range(n_symbols)) if (*tail, s) not in seen)
-        symbol = next(fresh, None)
-        if symbol is None:
-            return word
-        seen.add((*tail, symbol))
-        word.append(symbol)
-
-
+RANDOM = np.random.default_rng(0)
 HARD_TEXTS = {
     "one token": [3] * 20_000,
     "fibonacci": fibonacci_word(20_000),
-    "de bruijn 2": de_bruijn(2, 14),
-    "de bruijn 16": de_bruijn(16, 3),
+    # Nearly every word of 14 or of 3 symbols.
+    "2 symbols": RANDOM.integers(0, 2, 20_000),
+    "16 symbols": RANDOM.integers(0, 16, 20_000),
     "one change": [0] + [1] * 20_000,
     "squares": [i * i % 251 for i in range(20_000)],
     "distinct": list(range(20_000)),
@@ -323,22 +287,18 @@ def test_bad_tokens_are_refused_and_nothing_is_appended(tokens, error):
 
 
 def test_misuse_is_refused():
-    automaton, other = build([1, 2]), build([1])
-    cursor = automaton.cursor()
-    with pytest.raises(ValueError, match="over another"):
-        automaton.extend(array([3]), other.cursor())
-    with pytest.raises(ValueError, match="expected a frozen automaton"):
-        cursor.draft_tree(4)
-    with pytest.raises(ValueError, match="token: expected"):
-        cursor.advance(-1)
-    with pytest.raises(ValueError, match="capacity"):
-        SuffixAutomaton(capacity=-1)
-    with pytest.raises(ValueError, match="refresh"):
-        SuffixAutomaton(refresh=-1)
-    automaton.freeze()
-    automaton.freeze()
-    for misuse in (lambda: automaton.extend(array([3])), automaton.end_document):
-        with pytest.raises(ValueError, match="expected a growing automaton"):
+    automaton, other, frozen = build([1, 2]), build([1]), build([1])
+    frozen.freeze()
+    frozen.freeze()
+    for misuse, message in (
+        (lambda: automaton.extend(array([3]), other.cursor()), "over another"),
+        (lambda: automaton.cursor().draft_tree(4), "expected a frozen automaton"),
+        (lambda: automaton.cursor().advance(-1), "token: expected"),
+        (lambda: SuffixAutomaton(capacity=-1), "capacity"),
+        (lambda: SuffixAutomaton(refresh=-1), "refresh"),
+        (lambda: frozen.extend(array([3])), "expected a growing automaton"),
+        (frozen.end_document, "expected a growing automaton"),
+        (lambda: frozen.cursor().draft_tree(-1), "limit"),
+    ):
+        with pytest.raises(ValueError, match=message):
             misuse()
-    with pytest.raises(ValueError, match="limit"):
-        cursor.draft_tree(-1)

@@ -263,29 +263,22 @@ def test_sequences_extended_together_are_as_one_after_another(sequences, max_byt
         assert together.tokens(one).tolist() == each.tokens(other).tolist()
 
 
-def test_nothing_is_appended_where_one_of_several_sequences_is_wrong():
+def test_nothing_is_appended_where_something_is_wrong():
     tree = SuffixTree()
-    good = tree.add_sequence()
-    offsets = np.array([0, 1, 2])
-    with pytest.raises(ValueError, match="sequence: expected the id of one that is here, got 5"):
-        tree.extend_all([good, 5], array([1, 2]), offsets)
-    with pytest.raises(ValueError, match="token_ids: expected 0 or more, got -2"):
-        tree.extend_all([good, good], array([1, -2]), offsets)
-    with pytest.raises(ValueError, match="offsets: expected 2 of them, got 3"):
-        tree.extend_all([good], array([1, 2]), offsets)
+    good, gone = tree.add_sequence(), tree.add_sequence()
+    tree.remove(gone)
+    one, two, offsets = array([1]), array([1, 2]), np.array([0, 1, 2])
+    for wrong, message in (
+        (lambda: SuffixTree(0), "max_depth: expected 1 to 65536, got 0"),
+        (lambda: SuffixTree(max_bytes=10), "max_bytes: expected at least"),
+        (lambda: tree.extend(good, array([1, -1])), "token_ids: expected 0 or more, got -1"),
+        (lambda: tree.extend(gone, one), f"sequence: .* one that is here, got {gone}"),
+        (lambda: tree.extend(-1, one), "sequence: expected the id of one that is here, got -1"),
+        (lambda: tree.extend(7, one), "sequence: expected the id of one that is here, got 7"),
+        (lambda: tree.extend_all([good, 5], two, offsets), "sequence: .* here, got 5"),
+        (lambda: tree.extend_all([good, good], array([1, -2]), offsets), "0 or more, got -2"),
+        (lambda: tree.extend_all([good], two, offsets), "offsets: expected 2 of them, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
     assert tree.token_count == 0
-
-
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="max_depth: expected 1 to 65536, got 0"):
-        SuffixTree(0)
-    with pytest.raises(ValueError, match="max_bytes: expected at least"):
-        SuffixTree(max_bytes=10)
-    tree = SuffixTree()
-    sequence = tree.add_sequence()
-    with pytest.raises(ValueError, match="token_ids: expected 0 or more, got -1"):
-        tree.extend(sequence, array([1, -1]))
-    tree.remove(sequence)
-    for missing in (sequence, -1, 7):
-        with pytest.raises(ValueError, match="sequence: expected the id of one that is here"):
-            tree.extend(missing, array([1]))

@@ -33,10 +33,10 @@ def assert_same(tree, other):
     np.testing.assert_allclose(tree.probs, other.probs, rtol=2e-3)
 
 
-def chains_of(monkeypatch, generator):
+def chains_of(monkeypatch, generator, drafter=FeatureDrafter):
     """What one of transformers' candidate generators drafts behind each text, and what ours do."""
     theirs, ours = {}, {}
-    get_candidates, propose_rows = generator.get_candidates, FeatureDrafter.propose_rows
+    get_candidates, propose_rows = generator.get_candidates, drafter.propose_rows
 
     def record_theirs(self, input_ids, *args, **kwargs):
         result = get_candidates(self, input_ids, *args, **kwargs)
@@ -47,9 +47,10 @@ def chains_of(monkeypatch, generator):
     def record_ours(self, sessions, budgets):
         trees = propose_rows(self, sessions, budgets)
         for session, tree in zip(sessions, trees, strict=True):
-            ours[tuple(session.tokens)] = tree.token_ids.tolist()
+            text = session.tokens if drafter is FeatureDrafter else session.text
+            ours[tuple(text)] = tree.token_ids.tolist()
         return trees
 
     monkeypatch.setattr(generator, "get_candidates", record_theirs)
-    monkeypatch.setattr(FeatureDrafter, "propose_rows", record_ours)
+    monkeypatch.setattr(drafter, "propose_rows", record_ours)
     return theirs, ours

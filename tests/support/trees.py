@@ -1,5 +1,6 @@
 """Random token trees, and what their nodes stand for."""
 
+import numpy as np
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.token_tree import TokenTree
@@ -25,3 +26,12 @@ def paths(tree):
     """Every node of a tree that is one, as the tokens that lead to it."""
     assert tree.fault(1 << 30, 1 << 30) is None
     return [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
+
+
+def check_draft(tree, drafter, budget):
+    """The contract, and probabilities that are the products of the classes' priors."""
+    assert tree.fault(1 << 30, 1 << 30) is None
+    assert len(tree) <= budget
+    rates = drafter.priors()[tree.classes]
+    expected = [rates[tree.path(node)].prod() for node in range(len(tree))]
+    np.testing.assert_allclose(tree.probs, expected, rtol=1e-5)

@@ -2,8 +2,10 @@
 
 from contextlib import suppress
 
+import pytest
+
 from hf_retrieval_assist.system import files
-from hf_retrieval_assist.system.files import read_json_lines, replacing
+from hf_retrieval_assist.system.files import read_json_lines, read_kept, replacing
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -51,3 +53,13 @@ def test_json_lines_have_their_places_and_their_errors(tmp_path):
     assert (lines[f"{path}:1"], lines[f"{path}:6"]) == ({"a": 1}, "last")
     for number in (4, 5):
         assert str(lines[f"{path}:{number}"]).startswith(f"{path}:{number}: expected JSON, got")
+
+
+def test_what_only_saves_time_is_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "kept"
+    path.write_text('"abcdef"')
+    monkeypatch.setattr(files, "_MOST_KEPT", 8)
+    assert read_kept(path, "it", str) == "abcdef"
+    monkeypatch.setattr(files, "_MOST_KEPT", 7)
+    with pytest.warns(UserWarning, match="ignoring it in .*expected at most 7 bytes"):
+        assert read_kept(path, "it", str) is None
