@@ -15,7 +15,6 @@ from transformers.generation import CandidateGenerator
 
 from .assistants import Assistant
 from .drafters.base import Target
-from .host.fingerprint import fingerprint
 from .token_tree import Limits
 
 
@@ -44,13 +43,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         cls, assistant: Assistant, model: Any, max_length: int | None = None
     ) -> RetrievalCandidateGenerator:
         """A generator for one call to a model's loop."""
-        target = Target(
-            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
-            device=model.device,
-            fingerprint=fingerprint(model),
-            model=model,
-        )
-        return cls(assistant, target, max_length)
+        return cls(assistant, Target.of(model), max_length)
 
     def get_candidates(
         self, input_ids: torch.LongTensor

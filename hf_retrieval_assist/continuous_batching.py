@@ -8,7 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,6 @@ from .drafters.base import Target
 from .drafters.feedback import RowFeedback
 from .drafting.policy import AssistantSession
 from .host import transformers_private
-from .host.fingerprint import fingerprint
-from .host.positions import position_limit
 from .host.private_names import CONTINUOUS_BATCHING, absent
 from .kernels.norms import learn_norms
 from .kernels.reroute import reroute
@@ -79,12 +76,7 @@ class RequestDrafts:
 
     def __init__(self, assistant: Assistant, model: Any):
         self.assistant = assistant
-        self.target = Target(
-            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
-            device=model.device,
-            fingerprint=fingerprint(model),
-            model=model,
-        )
+        self.target = Target.of(model)
         self._key = CostKey(
             fingerprint=self.target.fingerprint,
             device=str(model.device),
@@ -93,7 +85,6 @@ class RequestDrafts:
             batch_size=1,
             cache_length=size_bucket(0),
         )
-        self._positions = position_limit(model)
         self._texts: set[_Text] = set()
         self._told: set[type[Exception]] = set()
         self._drafting: Drafting | None = None
@@ -115,27 +106,23 @@ class RequestDrafts:
         return reroute(self._rerouted)
 
     def propose(
-        self, requests: Sequence[DraftedRequest], room: int, longest: int
+        self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
     ) -> list[list[int]]:
-        """A draft of each request; their expected tokens pay for the time they take."""
+        """A draft of each request, of at most so many tokens, and of at most `room` together; their
+        expected tokens pay for the time they take."""
         self._drafting = None
         for text in self._texts:
             text.chain = None
         depths: dict[_Text, int] = {}
-        for state in requests if room else ():
-            text, depth = self._text(state), min(longest, self._left(state))
-            if text.session and depth > 0:
+        for state, depth in zip(requests, longest, strict=True):
+            text = self._text(state)
+            if text.session and room and depth > 0:
                 depths[text] = depth
         if depths:
             with self._at_the_cost_of(*depths):
                 self._propose(depths, len(requests), room)
         chains = [state.text and state.text.chain for state in requests]
         return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
-
-    def _left(self, state: DraftedRequest) -> int:
-        """Tokens that a draft may have: the last one that may be generated needs none."""
-        room = self._positions - len(state.initial_tokens) - state.generated_len()
-        return min(room, math.ceil(state.left) - 1)
 
     def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
         cost = PackedCost(self.assistant.costs.get(self._key), requests)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _LOOKUP_TOKENS = 10  # of prompt lookup's drafts, as in transformers' examples
 _SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
 COPIES = "without drafts"  # by kernels, and what assisted calls have besides
+
+Inputs = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -220,31 +223,26 @@ def suggest(
                 f"candidates: expected a function that makes {name}, got {kind_of(make)}"
             )
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
+    generate = partial(model.generate, **options)
     plain = Trial(PLAIN, None, Record(tokenizer))
     others: dict[str, Any] = {}
     if model.device.type == "cpu":
         others = {KERNELS: None, COPIES: lambda: Assistant([], budget=0)}
     with suppress(ValueError):  # how transformers refuses
-        _call(model, inputs[0], LOOKUP, None, {**options, "max_new_tokens": 2})
+        _call(partial(generate, max_new_tokens=2), inputs[0], LOOKUP, None)
         others[LOOKUP] = None
     baselines = [plain]
     baselines += [Trial(name, make, Record(tokenizer), plain) for name, make in others.items()]
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
     for turn in range(1 + repeats):
-        _turn(model, inputs, every, turn, options)
+        _turn(generate, inputs, every, turn)
     for trial in every:
         del trial.rounds[0]  # it warmed up
     return Suggestion(baselines, trials)
 
 
-def _turn(
-    model: Any,
-    inputs: Sequence[dict[str, torch.Tensor]],
-    every: Sequence[Trial],
-    turn: int,
-    options: dict[str, Any],
-) -> None:
+def _turn(generate: Any, inputs: Sequence[Inputs], every: Sequence[Trial], turn: int) -> None:
     """One repeat, from assistants that have learnt nothing; the first one is recorded."""
     assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
     for trial in every:
@@ -255,7 +253,7 @@ def _turn(
             assistant = assistants.get(trial.name)
             scope: Any = nullcontext(Record()) if turn or assistant is None else assistant.record()
             with scope as record:
-                seconds, texts[trial.name] = _call(model, prompt, trial.name, assistant, options)
+                seconds, texts[trial.name] = _call(generate, prompt, trial.name, assistant)
             trial.rounds[-1].append(seconds)
             trial.record.calls += record.calls
         for trial in every:
@@ -263,7 +261,7 @@ def _turn(
                 trial.different.add(number)
 
 
-def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> dict[str, torch.Tensor]:
+def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> Inputs:
     if isinstance(prompt, torch.Tensor):
         ids = prompt.to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -272,19 +270,12 @@ def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> dict[str,
     return dict(tokenizer(prompt, return_tensors="pt").to(model.device))
 
 
-def _call(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    name: str,
-    assistant: Assistant | None,
-    options: dict[str, Any],
-) -> tuple[float, torch.Tensor]:
+def _call(generate: Any, inputs: Inputs, name: str, assistant: Any) -> tuple[float, torch.Tensor]:
     """Seconds and token ids of a call under a seed, decoded as a trial's name says."""
-    if name == LOOKUP:
-        options = options | {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+    lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if name == LOOKUP else {}
     torch.manual_seed(_SEED)
     with reroute(name == KERNELS):
         started = time.perf_counter()
-        ids = model.generate(**inputs, assistant=assistant, **options)
+        ids = generate(**inputs, assistant=assistant, **lookup)
         seconds = time.perf_counter() - started
     return seconds, ids.cpu()

@@ -115,14 +115,10 @@ class TokenTree(_Nodes):
     ) -> TokenTree:
         """A tree from sequences or arrays of equal length, converted to the contract's dtypes."""
         tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-        return cls(
-            tokens,
-            np.ascontiguousarray(parents, dtype=np.int32),
-            np.ascontiguousarray(probs, dtype=np.float32),
-            np.full(len(tokens), -1, np.int32)
-            if classes is None
-            else np.ascontiguousarray(classes, dtype=np.int32),
-        )
+        kinds = np.full(len(tokens), -1) if classes is None else classes
+        parents = np.ascontiguousarray(parents, dtype=np.int32)
+        probs = np.ascontiguousarray(probs, dtype=np.float32)
+        return cls(tokens, parents, probs, np.ascontiguousarray(kinds, dtype=np.int32))
 
     @classmethod
     def chain(
@@ -171,13 +167,9 @@ class TokenTree(_Nodes):
         """The tree of the given nodes (ascending, and with every node its parent)."""
         new_index = np.full(len(self) + 1, -1, np.int32)
         new_index[nodes] = np.arange(len(nodes), dtype=np.int32)
-        return TokenTree(
-            self.token_ids[nodes],
-            # The spare last entry answers for the root, whose index −1 reads it.
-            new_index[self.parents[nodes]],
-            self.probs[nodes],
-            self.classes[nodes],
-        )
+        # The spare last entry answers for the root, whose index −1 reads it.
+        parents = new_index[self.parents[nodes]]
+        return TokenTree(self.token_ids[nodes], parents, self.probs[nodes], self.classes[nodes])
 
     def prune(self, budget: int) -> TokenTree:
         """The `budget` most probable nodes; closed under parents.

@@ -327,7 +327,7 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
     for state in states:
         state.initial_tokens = Prompt(state.initial_tokens)
     for step in range(12):
-        assert len(drafts.propose(states, 64, 8)) == (3 if step else len(states))
+        assert len(drafts.propose(states, [8] * 3, 64)) == (3 if step else len(states))
         for state in states:
             state.generated_tokens.append(4 + step % 3)
         follow()

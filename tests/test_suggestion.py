@@ -54,10 +54,10 @@ def test_prompts_may_be_texts_and_sampled():
 
 
 def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
-    def refuse(model, inputs, name, assistant, options):
+    def refuse(generate, inputs, name, assistant):
         if name == LOOKUP:
             raise ValueError("not this model")
-        return call(model, inputs, name, assistant, options)
+        return call(generate, inputs, name, assistant)
 
     call = module._call
     monkeypatch.setattr(module, "_call", refuse)

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ..system.arguments import kind_of, whole_number
+from ..system.versions import of_extra
 from ..token_tree import Ids, Int32Array, checked_ids
 from .format import (
     MAX_BYTES,
@@ -38,6 +39,7 @@ from .format import (
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
 _BLOCK = 1 << 18  # of an array that is worked on at a time, in a processor's own cache
 _NAME_DIGITS = 16  # of a hash
+_SORTER = "pydivsufsort", "building a datastore needs"
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
 
 
@@ -156,7 +158,7 @@ def build_shards(
         ImportError: the `corpus` extra is not installed.
     """
     require_documents("documents", documents)
-    _divsufsort()  # rather than after all documents were read
+    of_extra(*_SORTER)  # rather than after all documents were read
     shards: list[Shard] = []
     running: deque[Future[Shard]] = deque()
     sorting: AbstractContextManager[Executor] = (
@@ -249,14 +251,6 @@ def _encode(batch: list[Int32Array], vocab_size: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(code_bytes[:, 4 - code_width(vocab_size) :])
 
 
-def _divsufsort() -> Callable[[NDArray[np.uint8]], Any]:
-    try:
-        from pydivsufsort import divsufsort
-    except ImportError as error:
-        raise ImportError("building a datastore needs: pip install pydivsufsort") from error
-    return divsufsort
-
-
 def _index(text: Shard, directory: Path, vocab_size: int) -> Shard:
     """Write the suffix array and bucket table of a tokens file."""
     width = code_width(vocab_size)
@@ -265,7 +259,7 @@ def _index(text: Shard, directory: Path, vocab_size: int) -> Shard:
     shift = _bucket_shift(vocab_size, text.tokens)
     ranks = rank_codes(codes, width, counts)
     rank_width = ranks.shape[1]
-    by_bytes = _divsufsort()(ranks.reshape(-1))
+    by_bytes = of_extra(*_SORTER).divsufsort(ranks.reshape(-1))
     del ranks
     written: dict[str, NDArray[Any]] = {
         "suffixes": align_suffixes(by_bytes, rank_width, text.documents),

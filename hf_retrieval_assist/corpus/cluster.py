@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..system.versions import of_extra
 from .readers import load_encoder, text_batches
 
 _RETRIES = 10  # of a task whose worker or machine was lost
@@ -34,11 +35,7 @@ class RayExecutor(Executor):
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ImportError("a cluster needs: pip install 'ray[data]' pydivsufsort") from error
-        self._ray = ray
+        self._ray = ray = of_extra("ray", "a cluster needs", "'ray[data]' pydivsufsort")
         self._connected = not ray.is_initialized()
         if self._connected:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ..system.arguments import encodable
 from ..system.files import read_json_lines
+from ..system.versions import of_extra
 from ..token_tree import Ids, checked_ids
 from .build import require_documents
 from .datastore import Datastore
@@ -20,6 +21,7 @@ from .format import MANIFEST
 Document: TypeAlias = "str | Mapping[str, Any] | Ids"
 Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
 _DATASET = "datasets:"
+_PACKAGES = "datasets pyarrow"  # of the extra
 _SHOWN = 80  # characters of what is no path, or of a row without a text
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
 
@@ -119,7 +121,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Text]:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[Text]:
-    parquet = _import("pyarrow.parquet", "Parquet files")
+    parquet = of_extra("pyarrow.parquet", "Parquet files need", _PACKAGES)
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
@@ -136,7 +138,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[Text]:
 def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
     if not name:
         raise ValueError(f"{_DATASET}: expected a Hub id or a folder behind it, got nothing")
-    datasets = _import("datasets", "data sets")
+    datasets = of_extra("datasets", "data sets need", _PACKAGES)
     if (Path(name) / "dataset_info.json").is_file():
         rows = datasets.load_from_disk(name)
     elif (Path(name) / "dataset_dict.json").is_file():
@@ -157,15 +159,6 @@ def _text_of(row: Any, field: str, place: str) -> Text:
         return encodable(f"{place}: field {field!r}", text)
     except ValueError as error:
         return error
-
-
-def _import(module: str, purpose: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{purpose} need: pip install datasets pyarrow") from error
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Text]]] = {

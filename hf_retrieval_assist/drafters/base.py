@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..host.fingerprint import fingerprint
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.verified import TopLogits
 
@@ -84,6 +85,12 @@ class Target:
     processors: tuple[Any, ...] = ()
     row: int = 0
     graphs: bool = True
+
+    @classmethod
+    def of(cls, model: Any) -> Target:
+        """A transformers model, for texts that no call of `generate` writes."""
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        return cls(vocab_size, model.device, fingerprint(model), model)
 
     def known(self, token_ids: Any) -> Int32Array:
         """A text's ids as drafters are told them, int32 of the same shape.

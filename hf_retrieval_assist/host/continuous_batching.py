@@ -10,6 +10,7 @@ that fails with drafts is computed again without them.
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from bisect import bisect_left
@@ -245,8 +246,14 @@ class _DraftingScheduler(Scheduler):
             # Of what is fed at once a sliding window keeps no more than its size, and what is
             # accepted has to stay.
             sizes = (window.sliding_window - 1 for window in _windows(self.cache))
-            room, longest = self._room(token_budget), min(sizes, default=_LONGEST)
-            for state, draft in zip(going, self.drafts.propose(going, room, longest), strict=True):
+            most = min(sizes, default=_LONGEST)
+            # Behind the last token that may be generated nothing is drafted.
+            longest = [
+                math.ceil(min(most, state.left - 1, self.most_tokens - state.position_offset - 1))
+                for state in going
+            ]
+            drafts = self.drafts.propose(going, longest, self._room(token_budget))
+            for state, draft in zip(going, drafts, strict=True):
                 state.draft = draft
         return super().schedule_batch(token_budget, cache_budget)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import CodeType
 from typing import Any, NamedTuple
@@ -84,152 +84,120 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
                 yield from _codes(constant)
 
 
-def _listed(owners: dict[str, dict[str, str]]) -> tuple[PrivateName, ...]:
-    """The names of several owners; those with one use stand in one string."""
-    return tuple(
-        PrivateName(owner, text, use)
-        for owner, names in owners.items()
-        for texts, use in names.items()
-        for text in texts.split("; ")
-    )
+# Each group's owners, and what is used of each: names, and behind a bar their use. Without the
+# first group nothing is assisted, without the third managers of continuous batching run without
+# drafts, without the last `hf-retrieval-assist serve` does not start, or answers no request.
+_NAMES = """
+# Needed by every assisted call
+transformers:GenerationMixin
+  generate(custom_generate) | the loop in transformers' place
+  _prefill(input_ids, generation_config, model_kwargs) | the prompt's forward
+  _sample(input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
+    streamer) | plain decoding of calls without drafts
+  prepare_inputs_for_generation(input_ids, next_sequence_length, is_first_iteration);
+    _update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder) | the inputs of
+    forwards behind the prompt
+  _has_unfinished_sequences(this_peer_finished, synced_gpus, device) | other processes
+  _supports_default_dynamic_cache(); _is_user_defined | the call's cache
+  _valid_auto_compile_criteria(model_kwargs, generation_config) | plain steps
+  _optimize_model_for_decode() | the experts of mixtures
+  _pad_token_tensor | rows that have ended
+transformers:PreTrainedModel
+  _is_stateful | states that cannot be cropped
+transformers:PreTrainedConfig
+  _attn_implementation | the attention that runs
+# Needed by some models
+transformers:PreTrainedModel
+  enable_input_require_grads() | hooks of trainers that change nothing
+  _device_mesh | tensor and pipeline parallelism
+  _keys_to_ignore_on_load_unexpected | MTP layers in a checkpoint
+transformers.modeling_layers:MtpModel
+  _project_to_logits() | MTP layers
+# Needed by continuous batching
+transformers.generation.continuous_batching.continuous_api:ContinuousBatchingManager
+  add_request(input_ids, request_id) | an assistant of one request
+  _create_batch_processor(); batch_processor | the place of the parts that draft
+  input_queue | requests that know their assistant
+transformers.generation.continuous_batching.continuous_api:ContinuousBatchProcessor
+  prepare_next_batch(); _generation_step(model); update_batch() | a step's course
+  fail_all_requests(error); _handle_request_error(error, state) | requests that were dropped
+  scheduler; model_runner; inputs_and_outputs; cache; logit_processor; use_async_batching;
+    distributed_helper; output_router; return_logprobs | its parts
+transformers.generation.continuous_batching.model_runner:ModelRunner
+  _sample(scores, output_ids) | a step's logits
+  compute_batch(model, batch_data); inputs_and_outputs; pad_inputs | a step's forward
+transformers.generation.continuous_batching.scheduler:Scheduler
+  schedule_batch(token_budget, cache_budget); active_requests; waiting_requests;
+    waiting_requests_order; cache; block_new_requests; max_requests_per_batch | room
+  add_waiting_request(state); finish_request(request_id) | requests that cannot be served
+  _infer_request_tokens(state, request_ids_to_remove_from_waiting); _schedule_request(state,
+    request_tokens, token_budget, request_ids_to_remove_from_waiting) | a request's draft
+transformers.generation.continuous_batching.cache:PagedAttentionCache
+  can_store_request_tokens(state, request_len, dry_run); cache_allocators; read_cache_limit;
+    max_tokens_read | room
+  count_new_complete_blocks(state, request_len) | blocks behind a rejected draft
+transformers.generation.continuous_batching.cache_allocators
+  SLIDING_ATTENTION | layers with a window
+transformers.generation.continuous_batching.cache_allocators:SlidingAttentionCacheAllocator
+  get_write_indices(); _kv_token_views; sliding_window; layer_type; tokens_per_page | what a draft
+    overwrites of a window
+transformers.generation.continuous_batching.input_outputs:ContinuousBatchingIOs
+  requests_in_batch | a step's inputs
+  prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens,
+    max_kv_read, use_padding) | a step that is computed again
+  output_ids | a step's tokens
+transformers.generation.continuous_batching.requests:RequestState
+  update_and_check_completion(token_id, logprob); to_generation_output(); request_id; status;
+    generated_len(); initial_tokens; generated_tokens; position_offset; tokens_to_process;
+    remaining_prefill_tokens; _eos_token_ids; max_new_tokens; _new_tokens_limit; streaming;
+    create_equivalent_initial_request() | a request's text
+transformers.generation.continuous_batching.requests:FutureRequestState
+  state; query_length; has_new_token; complete_blocks | a request in a step
+# Needed by the server
+transformers.cli.serving.utils:GenerationState
+  get_manager(model_id, use_cb); is_cb_alive(); shutdown() | the kinds of managers
+transformers.cli.serving.utils:BaseGenerateManager
+  generate_streaming(model, processor, inputs, gen_config, request_id, response_parser);
+    generate_non_streaming(model, processor, inputs, gen_config, request_id) | a request's
+    prediction and length
+transformers.cli.serving.utils:CBGenerateManager
+  init_cb(model, gen_config); _cb | the longest request of continuous batching
+transformers.cli.serving.utils
+  _StreamError(msg) | answers
+transformers.cli.serving.utils:BaseHandler
+  _build_generation_config(body, model_generation_config, use_cb) | fields of requests
+transformers.cli.serving.chat_completion:ChatCompletionHandler
+  _build_completion(usage); _build_chunk_sse(usage) | tokens of predictions
+transformers.cli.serving.transcription:TranscriptionHandler
+  _prepare_audio_inputs() | files without sound
+transformers.cli.serving.model_manager:ModelManager
+  load_model_and_processor(); load_model_streaming() | the model with its assistant
+transformers.cli.serving.server
+  build_server(model_manager, generation_state, enable_cors) | the routes
+"""
 
 
-# Without these nothing is assisted.
-GENERATE = _listed(
-    {
-        "transformers:GenerationMixin": {
-            "generate(custom_generate)": "the loop in transformers' place",
-            "_prefill(input_ids, generation_config, model_kwargs)": "the prompt's forward",
-            "_sample(input_ids, logits_processor, stopping_criteria, generation_config, "
-            "synced_gpus, streamer)": "plain decoding of calls without drafts",
-            "prepare_inputs_for_generation(input_ids, next_sequence_length, is_first_iteration); "
-            "_update_model_kwargs_for_generation(outputs, model_kwargs, "
-            "is_encoder_decoder)": "the inputs of forwards behind the prompt",
-            "_has_unfinished_sequences(this_peer_finished, synced_gpus, device)": "other processes",
-            "_supports_default_dynamic_cache(); _is_user_defined": "the call's cache",
-            "_valid_auto_compile_criteria(model_kwargs, generation_config)": "plain steps",
-            "_optimize_model_for_decode()": "the experts of mixtures",
-            "_pad_token_tensor": "rows that have ended",
-        },
-        "transformers:PreTrainedModel": {
-            "_is_stateful": "states that cannot be cropped",
-        },
-        "transformers:PreTrainedConfig": {"_attn_implementation": "the attention that runs"},
-    }
-)
-
-# What only some models and set-ups have.
-SOME_MODELS = _listed(
-    {
-        "transformers:PreTrainedModel": {
-            "enable_input_require_grads()": "hooks of trainers that change nothing",
-            "_device_mesh": "tensor and pipeline parallelism",
-            "_keys_to_ignore_on_load_unexpected": "MTP layers in a checkpoint",
-        },
-        "transformers.modeling_layers:MtpModel": {"_project_to_logits()": "MTP layers"},
-    }
-)
-
-# Without these managers of continuous batching run without drafts.
-_BATCHING = "transformers.generation.continuous_batching"
-CONTINUOUS_BATCHING = _listed(
-    {
-        f"{_BATCHING}.continuous_api:ContinuousBatchingManager": {
-            "add_request(input_ids, request_id)": "an assistant of one request",
-            "_create_batch_processor(); batch_processor": "the place of the parts that draft",
-            "input_queue": "requests that know their assistant",
-        },
-        f"{_BATCHING}.continuous_api:ContinuousBatchProcessor": {
-            "prepare_next_batch(); _generation_step(model); update_batch()": "a step's course",
-            "fail_all_requests(error); _handle_request_error(error, state)": "requests that were "
-            "dropped",
-            "scheduler; model_runner; inputs_and_outputs; cache; logit_processor; "
-            "use_async_batching; distributed_helper; output_router; return_logprobs": "its parts",
-        },
-        f"{_BATCHING}.model_runner:ModelRunner": {
-            "_sample(scores, output_ids)": "a step's logits",
-            "compute_batch(model, batch_data); inputs_and_outputs; pad_inputs": "a step's forward",
-        },
-        f"{_BATCHING}.scheduler:Scheduler": {
-            "schedule_batch(token_budget, cache_budget); active_requests; waiting_requests; "
-            "waiting_requests_order; cache; block_new_requests; max_requests_per_batch": "room",
-            "add_waiting_request(state); finish_request(request_id)": "requests that cannot be "
-            "served",
-            "_infer_request_tokens(state, request_ids_to_remove_from_waiting); "
-            "_schedule_request(state, request_tokens, token_budget, "
-            "request_ids_to_remove_from_waiting)": "a request's draft",
-        },
-        f"{_BATCHING}.cache:PagedAttentionCache": {
-            "can_store_request_tokens(state, request_len, dry_run); cache_allocators; "
-            "read_cache_limit; max_tokens_read": "room",
-            "count_new_complete_blocks(state, request_len)": "blocks behind a rejected draft",
-        },
-        f"{_BATCHING}.cache_allocators": {"SLIDING_ATTENTION": "layers with a window"},
-        f"{_BATCHING}.cache_allocators:SlidingAttentionCacheAllocator": {
-            "get_write_indices(); _kv_token_views; sliding_window; layer_type; "
-            "tokens_per_page": "what a draft overwrites of a window"
-        },
-        f"{_BATCHING}.input_outputs:ContinuousBatchingIOs": {
-            "requests_in_batch": "a step's inputs",
-            "prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, "
-            "num_q_tokens, max_kv_read, use_padding)": "a step that is computed again",
-            "output_ids": "a step's tokens",
-        },
-        f"{_BATCHING}.requests:RequestState": {
-            "update_and_check_completion(token_id, logprob); to_generation_output(); request_id; "
-            "status; generated_len(); initial_tokens; generated_tokens; position_offset; "
-            "tokens_to_process; remaining_prefill_tokens; _eos_token_ids; max_new_tokens; "
-            "_new_tokens_limit; streaming; create_equivalent_initial_request()": "a request's text"
-        },
-        f"{_BATCHING}.requests:FutureRequestState": {
-            "state; query_length; has_new_token; complete_blocks": "a request in a step"
-        },
-    }
-)
-
-# Without these `hf-retrieval-assist serve` does not start, or answers no request.
-_SERVING = "transformers.cli.serving"
-SERVER = _listed(
-    {
-        f"{_SERVING}.utils:GenerationState": {
-            "get_manager(model_id, use_cb); is_cb_alive(); shutdown()": "the kinds of managers"
-        },
-        f"{_SERVING}.utils:BaseGenerateManager": {
-            "generate_streaming(model, processor, inputs, gen_config, request_id, "
-            "response_parser); generate_non_streaming(model, processor, inputs, gen_config, "
-            "request_id)": "a request's prediction and length"
-        },
-        f"{_SERVING}.utils:CBGenerateManager": {
-            "init_cb(model, gen_config); _cb": "the longest request of continuous batching"
-        },
-        f"{_SERVING}.utils": {"_StreamError(msg)": "answers"},
-        f"{_SERVING}.utils:BaseHandler": {
-            "_build_generation_config(body, model_generation_config, use_cb)": "fields of requests"
-        },
-        f"{_SERVING}.chat_completion:ChatCompletionHandler": {
-            "_build_completion(usage); _build_chunk_sse(usage)": "tokens of predictions"
-        },
-        f"{_SERVING}.transcription:TranscriptionHandler": {
-            "_prepare_audio_inputs()": "files without sound"
-        },
-        f"{_SERVING}.model_manager:ModelManager": {
-            "load_model_and_processor(); load_model_streaming()": "the model with its assistant"
-        },
-        f"{_SERVING}.server": {
-            "build_server(model_manager, generation_state, enable_cors)": "the routes"
-        },
-    }
-)
-
-GROUPS = {
-    "Needed by every assisted call": GENERATE,
-    "Needed by some models": SOME_MODELS,
-    "Needed by continuous batching": CONTINUOUS_BATCHING,
-    "Needed by the server": SERVER,
-}
+def _groups(text: str) -> dict[str, list[PrivateName]]:
+    """The names by the titles of their groups; lines that go on are indented further."""
+    groups: dict[str, list[PrivateName]] = {}
+    title = owner = ""
+    for line in text.strip().replace("\n    ", " ").split("\n"):
+        if line.startswith("# "):
+            title = line[2:]
+            groups[title] = []
+        elif line.startswith("  "):
+            names, _, use = line.strip().partition(" | ")
+            groups[title] += [PrivateName(owner, name, use) for name in names.split("; ")]
+        else:
+            owner = line
+    return groups
 
 
-def absent(names: tuple[PrivateName, ...]) -> list[str]:
+GROUPS = _groups(_NAMES)
+GENERATE, SOME_MODELS, CONTINUOUS_BATCHING, SERVER = GROUPS.values()
+
+
+def absent(names: Sequence[PrivateName]) -> list[str]:
     """What this release of transformers lacks of some names, a line each."""
     return [line for line in (name.lacking() for name in names) if line is not None]
 

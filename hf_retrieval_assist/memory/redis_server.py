@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from ..system.versions import of_extra
 from .outputs import MOST_FORGETTINGS, Forgettings, Output
 
 _KEYS = [f"{{hf-retrieval-assist}}:2:{name}" for name in ("outputs", "state", "forgotten")]
@@ -45,9 +46,7 @@ end
 # is now is read from the beginning. The stream is bounded in bytes, for which XADD has no limit.
 # ARGV: the epoch that the caller knows or "", the last entry it has read, entries to return at
 # most, bytes to keep, then by, seq, model and ids of each output.
-_EXCHANGE = (
-    _SIZE
-    + """
+_EXCHANGE = """
 local epoch = redis.call('HGET', KEYS[2], 'epoch') or '0'
 if ARGV[1] ~= epoch then
   if redis.call('HDEL', KEYS[2], 'forgotten') == 1 then redis.call('HSET', KEYS[3], epoch, '') end
@@ -72,15 +71,12 @@ end
 local after = #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 1 and '(' .. ARGV[2] or '-'
 return {epoch, {0, 0}, {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV[3])}
 """
-)
 
 # Delete the entries with a prefix and a name below a forgetting's: all entries for a new one, older
 # entries for one that an older copy of the server lacks. Later entries are named from the epoch on.
 # ARGV: the latest epoch that the caller knows, forgettings to keep one by one, then of each
 # forgetting its name, or "", and its prefix.
-_FORGET = (
-    _SIZE
-    + """
+_FORGET = """
 local last = redis.call('XADD', KEYS[1], '*', 'forgotten', '')
 local stored = tonumber(redis.call('HGET', KEYS[2], 'epoch') or 0)
 local epoch = math.max(tonumber(last:match('^%d+')), stored, tonumber(ARGV[1])) + 1
@@ -108,7 +104,6 @@ end
 redis.call('HSET', KEYS[2], 'epoch', string.format('%.0f', epoch), 'bytes', bytes)
 return string.format('%.0f', epoch)
 """
-)
 
 
 class Answer(NamedTuple):
@@ -146,10 +141,7 @@ class RedisServer:
 
     def __init__(self, url: str) -> None:
         self.place = _checked_place(url)
-        try:
-            import redis
-        except ImportError as error:
-            raise ImportError("a memory on a server needs: pip install redis") from error
+        redis = of_extra("redis", "a memory on a server needs")
         self._client = redis.Redis.from_url(
             url,
             socket_timeout=_TIMEOUT,
@@ -158,8 +150,8 @@ class RedisServer:
             protocol=2,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.ConnectionError,)),
         )
-        self._exchange = self._client.register_script(_EXCHANGE)
-        self._forget = self._client.register_script(_FORGET)
+        self._exchange = self._client.register_script(_SIZE + _EXCHANGE)
+        self._forget = self._client.register_script(_SIZE + _FORGET)
 
     def exchange(
         self,

@@ -148,10 +148,8 @@ class CallRecord:
 
     def begin(self, paths: Sequence[Path]) -> None:
         """The prefill brought the first tokens of each row."""
-        seconds = self._elapsed()
-        for row, path in enumerate(paths):
-            self._add(row, path.tokens, seconds)
-        self._forward += 1
+        rows = range(len(paths))
+        self.step(rows, [()] * len(rows), [TokenTree.empty()] * len(rows), paths)
 
     def step(
         self,
@@ -177,7 +175,7 @@ class CallRecord:
         for index in range(max(map(len, generated))):
             for row, token_ids in enumerate(generated):
                 if index < len(token_ids):
-                    self._add(row, [token_ids[index]], {})
+                    self._add(row, [token_ids[index]], {}, (), TokenTree.empty(), [])
             self._forward += 1
 
     def finish(self, end: int) -> None:
@@ -223,16 +221,16 @@ class CallRecord:
         row: int,
         tokens: Sequence[int],
         seconds: dict[str, float],
-        drafts: Sequence[TokenTree] = (),
-        tree: TokenTree | None = None,
-        accepted: Sequence[int] = (),
+        drafts: Sequence[TokenTree],
+        tree: TokenTree,
+        accepted: Sequence[int],
     ) -> None:
         step = Step(
             row,
             self._forward,
             self._lengths[row],
             tuple(drafts),
-            TokenTree.empty() if tree is None else tree,
+            tree,
             np.array(tokens, np.int32),
             np.array(accepted, np.int32),
             seconds,

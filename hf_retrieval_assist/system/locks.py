@@ -42,18 +42,14 @@ def _hold_all() -> None:
         if len(held) == len(locks) or time.monotonic() > deadline:
             _forking.held = held
             return
-        _release(held)
+        for lock in held:
+            lock.release()
         time.sleep(0.001)
 
 
-def _release(held: list[Lock]) -> None:
-    for lock in held:
-        lock.release()
-
-
 def _release_in_parent() -> None:
-    _release(_forking.held)
-    del _forking.held
+    while _forking.held:
+        _forking.held.pop().release()
 
 
 def _release_in_child() -> None:

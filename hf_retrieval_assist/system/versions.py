@@ -1,9 +1,11 @@
-"""Which versions of what this package works inside are supported."""
+"""What this package needs of others: versions that are supported, and modules of its extras."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 from packaging.version import Version
 
@@ -35,3 +37,11 @@ def require_compiled() -> None:
             "hf_retrieval_assist: expected its compiled structures, got a tree without them; "
             "run `pip install --editable .` in it, or `make build`"
         )
+
+
+def of_extra(module: str, needs: str, packages: str = "") -> Any:
+    """A module; where there is none, an ImportError that says what needs it and what brings it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{needs}: pip install {packages or module}") from error
