@@ -41,21 +41,19 @@ NEW = 16
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    transformers.logging.set_verbosity_error()
+    """Of a family, one that is loaded from a checkpoint."""
 
-    class Models(dict):
-        def __missing__(self, name):
-            folder = tmp_path_factory.mktemp(name)
-            self[name] = saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
-            return self[name]
+    def saved(name):
+        folder = tmp_path_factory.mktemp(name)
+        return saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
 
-    return Models()
+    return functools.cache(saved)
 
 
 @pytest.fixture(scope="module")
 def glm(models):
     """A model with three MTP layers, on the tree tier."""
-    return models["Glm4MoeForCausalLM"]
+    return models("Glm4MoeForCausalLM")
 
 
 def reference_logits(layers, features, text, path):
@@ -100,7 +98,7 @@ def chain_of(model):
 
 @pytest.mark.parametrize("name", [n for n, tier in TIERS.items() if tier != "replay"])
 def test_the_chain_is_transformers_own(name, models, monkeypatch):
-    model = models[name]
+    model = models(name)
     candidates, drafts = chains_of(monkeypatch, MTPCandidateGenerator)
     expected = run(model, IDS, use_mtp=True, max_new_tokens=NEW)
     found = run(model, IDS, assistant=chain_of(model), max_new_tokens=NEW)
@@ -114,7 +112,7 @@ def test_the_chain_is_transformers_own(name, models, monkeypatch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_drafts_what_its_layers_say(name, models):
     """Also the families that transformers refuses to assist, against its layers run afresh."""
-    model = models[name]
+    model = models(name)
     assert choose_service(model, {}).tier.value == TIERS[name]
     layers, features = mtp_layers(model), features_of(model)
     depth = len(layers) + 1
@@ -133,7 +131,7 @@ def test_every_family_drafts_what_its_layers_say(name, models):
 
 @pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a layer of LlamaForCausalLM"])
 def test_every_node_of_a_tree_has_the_layers_probability(name, models):
-    model = models[name] if name in FAMILIES else assisted("MTP")[0]
+    model = models(name) if name in FAMILIES else assisted("MTP")[0]
     layers, features = mtp_layers(model), features_of(model)
     tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0)
     assert tree.fault(1 << 30, 1 << 30) is None
@@ -162,7 +160,7 @@ def test_one_pass_catches_up_on_what_was_missed(glm):
 @pytest.mark.parametrize("name", ["InklingForCausalLM", "Qwen3_5ForCausalLM"])
 def test_beside_retrieval_on_lower_tiers(name, models):
     beside = functools.partial(knowing, fallback="mtp")
-    _, _, assistant = same(models[name], IDS, beside, max_new_tokens=NEW)
+    _, _, assistant = same(models(name), IDS, beside, max_new_tokens=NEW)
     assert assistant.stats.last.accepted > 0
 
 
@@ -250,7 +248,7 @@ class PlainQwenMtp(PlainLayers):
     "name", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
 )
 def test_qwen_layers_are_as_written_out(name, models):
-    model = models[name]
+    model = models(name)
     plain = PlainQwenMtp(model.config.name_or_path, model.config.get_text_config())
     features = features_of(model)
     for length in range(2, len(TEXT)):

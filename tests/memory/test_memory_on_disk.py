@@ -346,6 +346,7 @@ def test_what_waits_for_the_log_is_bounded_and_the_oldest_goes_first(path, monke
     assert 5 < len(numbers) < 20
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_log_that_is_damaged_in_use_costs_no_output(path):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
@@ -353,11 +354,9 @@ def test_a_log_that_is_damaged_in_use_costs_no_output(path):
     path.write_bytes(b"something" * 1_000)
     with pytest.warns(UserWarning, match="expected a log of outputs, got file is not a database"):
         running = memory.start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        running.extend([3, 4])
-        running.close()
-        memory.refresh()
+    running.extend([3, 4])
+    running.close()
+    memory.refresh()
     assert count(memory, [1, 2]) == count(memory, [3, 4]) == 1
     with pytest.raises(ValueError, match="file is not a database"):
         OutputMemory(path=path)
