@@ -153,9 +153,7 @@ def test_proposals_tell_what_was_drawn_below_every_fed_node():
     assert session.draw_at([VOCAB]) is None
     session.commit([1], None)
     assert session.draw_at([]) is None
-
-
-def test_without_a_temperature_nothing_is_drawn():
+    # Without a temperature nothing is drawn.
     session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
     session.propose(4)
     assert session.draw_at([]) is None

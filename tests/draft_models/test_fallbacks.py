@@ -1,6 +1,7 @@
 """Drafters that follow the target's hidden states, and what holds of every fallback."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist import Assistant, EagleHead, SamAssistant, SuffixAssistant
+from hf_retrieval_assist.draft_models import dflash, draft_model, layers_follower
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case, outputs
 from tests.support.feature_following import assert_same
-from tests.support.heads import assisted
-from tests.support.lossless import padded
+from tests.support.heads import DRAFTERS, assisted
+from tests.support.lossless import PROMPT, padded, run
 from tests.support.oracle_drafter import agreeing
 from tests.support.wrapped_models import WRAPS
 
@@ -110,3 +112,33 @@ def test_wrapped_targets(name, wrap, tmp_path):
     assistant = Assistant([EagleDrafter(head, total=16)], budget=12)
     agreeing(target, padded(1), make=lambda plain: assistant, **OPTIONS)
     assert assistant.stats.total.drafted > 0
+
+
+LEVELS = layers_follower.LayerNodes, "_logits"
+# What computes logits, but those of draft models.
+LOGITS = {"DFlash": (dflash.BlockFollower, "_logits"), "EAGLE": LEVELS, "MTP": LEVELS}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_output_is_plain_where_logits_are_not_finite(llama, name, rows, value, every, monkeypatch):
+    owner, method = LOGITS.get(name, (draft_model._Nodes, "_feed"))
+    compute, calls = getattr(owner, method), itertools.count(1)
+
+    def spoilt(*args, **kwargs):
+        logits = compute(*args, **kwargs)
+        if next(calls) % every == 0:
+            logits[..., ::2] = value
+        return logits
+
+    monkeypatch.setattr(owner, method, spoilt)
+    ids = PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]
+    assistant = Assistant([DRAFTERS[name](llama)], budget=8, residual=name == "draws")
+    assert torch.equal(run(llama, ids), run(llama, ids, assistant=assistant))
+    assert next(calls) > 2
+    assert assistant.stats.last.drafted or every == 1
+    if name == "draws":
+        sampled = run(llama, ids, assistant=assistant, do_sample=True)
+        assert sampled.shape == (rows, PROMPT.shape[1] + 20)

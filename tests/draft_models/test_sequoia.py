@@ -99,23 +99,17 @@ SPEEDUP = EXAMPLES["speedup"]
 TIMES = list(SPEEDUP["t_of_n"].values())
 
 
-def test_speedup_grid():
-    rates = OptimalTrees(SPEEDUP["p"], 7, 7).speedups(TIMES, SPEEDUP["c"])
-    for cell, expected in SPEEDUP["grid"].items():
-        size, levels = map(int, cell.split(","))
-        assert rates[size, levels] == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_fastest_tree():
+def test_speedups_and_the_fastest_tree():
     solved = OptimalTrees(SPEEDUP["p"], 7, 7)
+    rates = solved.speedups(TIMES, SPEEDUP["c"])
+    for cell, expected in SPEEDUP["grid"].items():
+        assert rates[tuple(map(int, cell.split(",")))] == pytest.approx(expected, abs=1e-6)
     shape = solved.fastest(TIMES, SPEEDUP["c"])
     assert f"{1 + len(shape)},{shape.levels}" == SPEEDUP["argmax"]
     milliseconds = [30 * t for t in TIMES]
     assert paths(solved.fastest(milliseconds, 30 * SPEEDUP["c"])) == paths(shape)
-
-
-def test_a_slow_draft_model_is_not_asked():
-    assert len(OptimalTrees(SPEEDUP["p"], 7, 7).fastest(TIMES, 10.0)) == 0
+    # A slow draft model is not asked.
+    assert len(solved.fastest(TIMES, 10.0)) == 0
 
 
 def test_shape_views():

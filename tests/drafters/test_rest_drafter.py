@@ -46,13 +46,10 @@ def test_continuations_of_the_longest_match_then_of_shorter_ones(tiny):
     tree = session.propose(64)
     assert paths(tree) == [(3,), (3, 4), (3, 5), (3, 4, 6), (7,)]
     assert paths(session.propose(3)) == [(3,), (3, 4), (3, 5)]
+    capped = RestDrafter(tiny, max_match=2).start(prompt(1, 2, 3), TARGET)
+    assert capped.match_length == 2
     published = RestDrafter(tiny, sources=1, continuation=2).start(prompt(1, 2), TARGET)
     assert paths(published.propose(64)) == [(3,), (3, 4), (3, 5)]
-
-
-def test_matches_are_capped(tiny):
-    session = RestDrafter(tiny, max_match=2).start(prompt(1, 2, 3), TARGET)
-    assert session.match_length == 2
 
 
 @settings(max_examples=40, deadline=None)

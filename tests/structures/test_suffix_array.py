@@ -162,24 +162,17 @@ def test_more_searches_than_are_allowed_end(max_nodes):
         assert ((counts > 0) & (counts <= parent_counts)).all()
 
 
-def test_align_suffixes_keeps_whole_codes():
-    codes, order, _, _ = make_shard([[3, 1, 3, 1], [1, 3]], 400, 2, 4)
-    data = codes.tobytes()
-    by_bytes = np.array(sorted(range(len(data)), key=lambda i: data[i:]), np.int32)
-    assert align_suffixes(by_bytes, 2, 2).tolist() == order.tolist()
-
-
 @settings(deadline=None)
 @given(corpora(), st.sampled_from([(4, 1), (300, 2), (70_000, 3)]))
-def test_ranks_sort_like_the_codes(documents, scale):
+def test_codes_and_their_ranks_sort_as_texts_do(documents, scale):
     factor, width = scale
     documents = [[token * factor // VOCAB for token in document] for document in documents]
     codes, order, _, _ = make_shard(documents, factor, width, max(factor.bit_length() - 4, 0))
     ranks = rank_codes(codes, width, count_codes(codes, width, factor))
     assert ranks.shape[1] == 1
-    data = ranks.tobytes()
-    by_bytes = np.array(sorted(range(len(data)), key=lambda i: data[i:]), np.int32)
-    assert align_suffixes(by_bytes, 1, len(documents)).tolist() == order.tolist()
+    for data, columns in ((codes.tobytes(), width), (ranks.tobytes(), 1)):
+        by_bytes = np.array(sorted(range(len(data)), key=lambda i: data[i:]), np.int32)
+        assert align_suffixes(by_bytes, columns, len(documents)).tolist() == order.tolist()
 
 
 def test_ranks_widen_with_the_number_of_distinct_codes():
