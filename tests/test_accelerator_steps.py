@@ -10,7 +10,7 @@ from hf_retrieval_assist.decoding.loop import Generation
 
 from .support.accelerator import DEVICE, Accelerator
 from .support.heads import DRAFTERS, as_launches, layers_of, put_head
-from .support.lossless import build
+from .support.lossless import build, padded
 from .support.oracle_drafter import oracle_assistant
 
 # What the first forward of a width does besides: it takes memory.
@@ -23,14 +23,6 @@ NEW_TOKENS = 16
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 
 
-def batch_of(rows):
-    torch.manual_seed(1)
-    ids = torch.randint(1, 60, (rows, 14))
-    mask = torch.ones_like(ids)
-    mask[1:2, :5] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
 def counted_steps(make, rows, monkeypatch, model_class=LlamaForCausalLM, **options):
     """The assistant of a call, whose tokens are plain decoding's, kernels of one of the model's
     forwards, and each step's counts and new tokens.
@@ -39,7 +31,7 @@ def counted_steps(make, rows, monkeypatch, model_class=LlamaForCausalLM, **optio
         make: makes the assistant from plain decoding's result, its mask, the model and the machine.
     """
     model, machine = build(model_class, num_hidden_layers=LAYERS), Accelerator()
-    inputs, options = batch_of(rows), OPTIONS | options
+    inputs, options = padded(rows), OPTIONS | options
     torch.manual_seed(0)
     plain = model.generate(**inputs, **options)
     assistant = make(plain, inputs["attention_mask"], model, machine)

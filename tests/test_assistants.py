@@ -1,6 +1,7 @@
 """Assistants: whom they ask, what they tell drafters, what they count."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -18,11 +19,9 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
-from hf_retrieval_assist.drafting.policy import union
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.stats import CallStats
+from hf_retrieval_assist.stats import CallStats, Stats
 from tests.support.threads import in_threads
-from tests.support.trees import paths
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
@@ -31,12 +30,16 @@ from .support.tiny_models import LAYERS, VOCAB
 
 
 class Recorder(Drafter):
-    """Proposes chains of what its text will be, if it knows, and writes down what it is told."""
+    """Proposes chains of what its text will be, if it knows, and writes down what it is told.
+
+    Args:
+        of_session: attributes of its sessions.
+    """
 
     name = "recorder"
 
-    def __init__(self, text=(), needs=None, costly=False):
-        self.text = list(text)
+    def __init__(self, text=(), needs=None, costly=False, **of_session):
+        self.text, self.of_session = list(text), of_session
         self.needs = needs or FeedbackNeeds()
         self.costly = costly
         self.proposals = self.costs_seen = self.closed = 0
@@ -49,6 +52,7 @@ class Recorder(Drafter):
 class RecorderSession(DraftSession):
     def __init__(self, drafter, length):
         self.drafter, self.length = drafter, length
+        vars(self).update(drafter.of_session)
 
     def see_cost(self, cost):
         self.drafter.costs_seen += 1
@@ -82,21 +86,21 @@ REQUEST = (list(range(10)), list(range(10, 210)))
 
 
 @pytest.mark.parametrize(
-    ("text", "budget", "cost", "least", "most"),
+    ("text", "budget", "cost", "steps"),
     [
         # What takes no time is asked in every step.
-        ([], "auto", lambda n: _AGES, 199, 199),
-        ([], 4, lambda n: 1.0, 199, 199),
-        ([], "paper", lambda n: 1.0, 199, 199),
-        ([], "auto", None, 199, 199),
+        ([], "auto", lambda n: _AGES, 199),
+        ([], 4, lambda n: 1.0, 199),
+        ([], "paper", lambda n: 1.0, 199),
+        ([], "auto", None, 199),
         # Four tokens and one in every step.
-        (REQUEST[0] + REQUEST[1], "auto", lambda n: _AGES, 40, 40),
+        (REQUEST[0] + REQUEST[1], "auto", lambda n: _AGES, 40),
     ],
 )
-def test_costly_drafters_are_consulted(text, budget, cost, least, most):
+def test_costly_drafters_are_consulted(text, budget, cost, steps):
     drafter = Recorder(text, costly=True)
     simulate(Assistant([drafter], budget=budget), [REQUEST], cost)
-    assert least <= drafter.proposals <= most
+    assert drafter.proposals == steps
     assert drafter.closed == 1
     consulted = budget == "auto" and cost is not None
     assert drafter.costs_seen == (drafter.proposals if consulted else 0)
@@ -135,28 +139,15 @@ def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
         run(model, assistant=assistant)
 
 
-def test_union_holds_all_paths_once():
-    drafts = [TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 3], [0.7, 0.6])]
-    tree = union(drafts)
-    assert {*paths(tree)} == {(1,), (1, 2), (1, 3)}
-    assert len(union([])) == 0
-
-
-def test_a_steep_cost_drafts_nothing(model, plain):
-    drafter = OracleDrafter([plain[0].tolist()])
-    assistant = Assistant([drafter], costs=FixedCosts(lambda n: n**2))
-    assert torch.equal(plain, run(model, assistant=assistant))
-    assert assistant.stats.last.drafted == 0
-    assert assistant.stats.last.steps == NEW_TOKENS - 1
-
-
-def test_a_step_in_the_cost_bounds_the_drafts(model, plain):
-    costs = FixedCosts(lambda n: _AGES if n <= 3 else 100 * _AGES)
-    assistant = Assistant([Recorder(plain[0].tolist())], costs=costs)
-    assert torch.equal(plain, run(model, assistant=assistant))
-    # Two nodes and a token a step; the last step has one token less to bring than it could.
-    assert assistant.stats.last.steps == -(-(NEW_TOKENS - 1) // 3)
-    assert assistant.stats.last.drafted <= 2 * assistant.stats.last.steps
+@pytest.mark.parametrize(
+    ("cost", "nodes"), [(lambda n: n**2, 0), (lambda n: _AGES if n <= 3 else 100 * _AGES, 2)]
+)
+def test_the_cost_bounds_the_drafts(model, plain, cost, nodes):
+    """The last step has one token less to bring than it could."""
+    assistant = Assistant([Recorder(plain[0].tolist())], costs=FixedCosts(cost))
+    same(model, assistant=assistant)
+    assert assistant.stats.last.steps == -(-(NEW_TOKENS - 1) // (nodes + 1))
+    assert assistant.stats.last.drafted <= nodes * assistant.stats.last.steps
 
 
 def test_real_costs_are_learnt(model):
@@ -214,17 +205,16 @@ def test_prompt_feedback_shows_the_last_tokens():
     prompt = np.arange(6, dtype=np.int32)
     logits, states = torch.randn(4, VOCAB), torch.randn(3, 8)
     needs = FeedbackNeeds(logits=True, hidden_layers=(2,))
-    feedback = prompt_feedback(prompt, needs, logits, {(2,): states})
-    assert feedback.token_ids.tolist() == [2, 3, 4, 5]
-    assert feedback.accepted.tolist() == [1, 2, 3]
-    assert torch.equal(feedback.logits, logits)
-    assert torch.equal(feedback.hidden_states, states)
     # Plain decoding computes the last logits alone, which does not shorten the states.
-    feedback = prompt_feedback(prompt, needs, logits[-1:], {(2,): states})
-    assert feedback.token_ids.tolist() == [3, 4, 5]
-    assert feedback.accepted.tolist() == [0, 1, 2]
-    assert torch.equal(feedback.logits, logits[-1:])
-    assert torch.equal(feedback.hidden_states, states)
+    for shown, fed, accepted in (
+        (logits, [2, 3, 4, 5], [1, 2, 3]),
+        (logits[-1:], [3, 4, 5], [0, 1, 2]),
+    ):
+        feedback = prompt_feedback(prompt, needs, shown, {(2,): states})
+        assert feedback.token_ids.tolist() == fed
+        assert feedback.accepted.tolist() == accepted
+        assert torch.equal(feedback.logits, shown)
+        assert torch.equal(feedback.hidden_states, states)
     short = prompt_feedback(prompt[:2], FeedbackNeeds(logits=True), logits, {})
     assert torch.equal(short.logits, logits[2:])
     assert prompt_feedback(prompt, FeedbackNeeds(), logits, {(2,): states}) is None
@@ -232,13 +222,7 @@ def test_prompt_feedback_shows_the_last_tokens():
 
 
 def test_sessions_are_closed_when_generation_fails(model, plain):
-    class Broken(Recorder):
-        def start(self, prompt_ids, target):
-            session = super().start(prompt_ids, target)
-            session.propose = lambda budget: 1 / 0
-            return session
-
-    drafters = [Recorder(), Broken()]
+    drafters = [Recorder(), Recorder(propose=lambda budget: 1 / 0)]
     with pytest.raises(ZeroDivisionError):
         run(model, assistant=Assistant(drafters, budget=4))
     assert [drafter.closed for drafter in drafters] == [1, 1]
@@ -246,15 +230,8 @@ def test_sessions_are_closed_when_generation_fails(model, plain):
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_idle_sessions_are_neither_asked_nor_told(idle, model, plain):
-    class Idle(Recorder):
-        def start(self, prompt_ids, target):
-            session = super().start(prompt_ids, target)
-            session.idle = idle
-            return session
-
-    drafter = Idle(plain[0].tolist())
-    assistant = Assistant([drafter], budget=4)
-    assert torch.equal(plain, run(model, assistant=assistant))
+    drafter = Recorder(plain[0].tolist(), idle=idle)
+    _, _, assistant = same(model, assistant=Assistant([drafter], budget=4))
     assert (assistant.stats.last.drafted == 0) is idle
     assert len(drafter.commits) == (1 if idle else 5)  # of the prefill and four steps
 
@@ -318,12 +295,7 @@ def test_drafters_of_one_name_are_told_apart():
 def test_calls_of_several_threads_are_all_counted():
     assistant = Assistant([])
     call = CallStats(calls=1, steps=2, tokens=3)
-
-    def work():
-        for _ in range(500):
-            assistant.count(call)
-
-    in_threads(lambda _: work(), range(4))
+    in_threads(lambda _: [assistant.count(call) for _ in range(500)], range(4))
     total = assistant.stats.total
     assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
 
@@ -388,3 +360,83 @@ def test_generate_with_a_private_assistant(model, tmp_path):
     assert assistant.stats.total.calls == 1
     run(model, assistant=assistant)
     assert assistant.memory.token_count == NEW_TOKENS
+
+
+# What the figures of calls print.
+
+
+def table_of(stats):
+    rows = re.findall(r"<tr>(.*?)</tr>", stats._repr_html_(), re.DOTALL)
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows]
+
+
+def test_notebooks_show_the_last_call_and_the_total():
+    stats = Stats([], {})
+    assert [row[1:4] for row in table_of(stats)[1:]] == [["", "0", "0"]] * 2
+    call = CallStats(tier="tree", calls=1, steps=4, forwards=4, tokens=13, drafted=20, accepted=8)
+    call.seconds |= {"forward": 0.6, "prefill": 0.2, "total": 1.0}
+    stats.record(call)
+    stats.record(call)
+    heading, last, total = table_of(stats)
+    assert len(heading) == len(last) == len(total)
+    assert last == ["last call", "tree", "13", "5", "2.60", "5.0", "8 of 20", "1.00", "80%"]
+    assert total == ["all 2 calls", "tree", "26", "10", "2.60", "5.0", "16 of 40", "2.00", "80%"]
+
+
+def call_of(saved_seconds=0.0, **changes):
+    figures = {"tier": "tree", "calls": 1, "steps": 15, "forwards": 15, "tokens": 48} | changes
+    call = CallStats(accepted=figures["tokens"] - figures["steps"] - 1, **figures)
+    call.saved_forwards, call.saved_seconds = 32, saved_seconds
+    call.seconds["total"] = 2.0
+    return call
+
+
+def test_a_sentence_says_whether_the_assistant_helped():
+    assert call_of(1.0).summary == (
+        "about 1.50 times as fast as plain steps: 48 tokens in 16 forwards (3.00 a forward, "
+        "32 forwards saved), 24.0 tokens/s, 2.00 s where plain steps take about 3.00 s"
+    )
+    assert call_of(-1.0).summary.startswith("only 0.50 times as fast as plain steps: 48 tokens")
+    assert call_of().summary.startswith("48 tokens in 16 forwards (3.00 a forward")
+    requests = CallStats(tier="continuous batching", calls=2, steps=6, forwards=4, tokens=16)
+    requests.accepted = 8
+    assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
+    plain = call_of(tier="plain", steps=47, forwards=47)
+    assert plain.summary == (
+        "not assisted, the log says why: 48 tokens in 48 forwards, 24.0 tokens/s"
+    )
+
+
+def test_figures_of_calls_add_up():
+    total = CallStats()
+    for call in (call_of(1.0), call_of(-0.5), call_of(rests=1)):
+        total.add(call)
+    assert (total.saved_seconds, total.plain_seconds, total.saved_forwards) == (0.5, 6.5, 96)
+    assert total.tokens_per_forward == 3.0
+    assert total.summary.endswith("1 of 3 calls rested")
+
+
+def test_sources_count_what_was_accepted_and_no_token_besides(llama):
+    """A drafter that knows the token behind an accepted one too has drafted no more of the step."""
+    texts = run(llama, max_new_tokens=12).tolist()
+
+    class Knowing(OracleDrafter):
+        """Drafts so many tokens of the text, the first `right` of them rightly."""
+
+        def __init__(self, name, depth, right):
+            super().__init__(texts, depth=depth)
+            self.name, self.right = name, right
+
+        def draft(self, coming, budget):
+            wrong = [(token + 1) % 67 for token in coming[self.right : self.depth]]
+            tokens = [*coming[: self.right], *wrong]
+            return TokenTree.chain(tokens, [0.9] * len(tokens))
+
+    drafters = {"two": (2, 2), "one of two": (2, 1), "nothing": (2, 0), "silent": (0, 0)}
+    assistant = Assistant([Knowing(name, *sizes) for name, sizes in drafters.items()], budget=16)
+    same(llama, assistant=assistant, max_new_tokens=12)
+    # The prefill's token, and three a step, of which the last is the model's own; then two.
+    assert assistant.stats.last.forwards == 4
+    assert assistant.stats.last.accepted == 7
+    counted = {name: assistant.stats.sources[name] for name in drafters}
+    assert counted == {"two": 7, "one of two": 4, "nothing": 0, "silent": 0}

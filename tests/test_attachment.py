@@ -11,8 +11,8 @@ from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausal
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
 
-from .support.lossless import build, knowing, run
-from .test_examples import small_model
+from .support.byte_model import small_model
+from .support.lossless import build, knowing, outcome, run
 
 
 @pytest.fixture
@@ -51,11 +51,14 @@ def test_scopes_nest_and_end_with_exceptions(model):
     assert (calls(outer), calls(inner)) == (1, 1)
 
 
-def test_an_assistant_of_the_calls_own_wins(model):
-    attached, own = SamAssistant(), SamAssistant()
-    with attached.attached(model):
-        run(model, assistant=own)
-    assert (calls(attached), calls(own)) == (0, 1)
+def test_what_a_call_says_of_its_own_wins(model):
+    plain, own = run(model), SamAssistant()
+    with SamAssistant().attached(model) as assistant:
+        for said in (own, None):
+            assert torch.equal(plain, run(model, assistant=said))
+        assert (calls(assistant), calls(own)) == (0, 1)
+        run(model)
+        assert calls(assistant) == 1
 
 
 def test_the_last_one_attached_serves_and_the_log_says_so(model, told):
@@ -67,15 +70,6 @@ def test_the_last_one_attached_serves_and_the_log_says_so(model, told):
     assert "another assistant was attached and is replaced" in told.text
     run(model)
     assert (calls(first), calls(second)) == (0, 1)
-
-
-def test_none_leaves_the_attached_one_out(model):
-    plain = run(model)
-    with SamAssistant().attached(model) as assistant:
-        assert torch.equal(plain, run(model, assistant=None))
-        assert calls(assistant) == 0
-        run(model)
-        assert calls(assistant) == 1
 
 
 def test_nothing_is_stored_on_the_model(model, tmp_path):
@@ -159,14 +153,6 @@ NOT_OURS = {
 }
 
 
-def outcome(model, options):
-    """What a call returns, or the exception that it raises."""
-    try:
-        return run(model, **options).tolist()
-    except Exception as exception:
-        return type(exception), str(exception)
-
-
 @pytest.mark.parametrize("by_model", [False, True])
 @pytest.mark.parametrize("name", NOT_OURS)
 def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, told, monkeypatch):
@@ -175,20 +161,17 @@ def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, tol
         for option, value in options.items():
             monkeypatch.setattr(model.generation_config, option, value)
         options = {}
-    plain = outcome(model, options)
+
+    def call():
+        return run(model, **options).tolist()
+
+    plain = outcome(call)
     with SamAssistant().attached(model) as assistant:
-        assert outcome(model, options) == plain
-        assert outcome(model, options) == plain
+        assert outcome(call) == outcome(call) == plain
     assert calls(assistant) == 0
     shown = [r for r in told.records if r.name == "transformers.hf_retrieval_assist.hook"]
     assert len(shown) == 1
     assert name in shown[0].getMessage()
-
-
-@pytest.mark.parametrize("assistant", [None, "sam", SamAssistant])
-def test_refuses_what_is_no_assistant(model, assistant):
-    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
-        attach(model, assistant)
 
 
 def test_texts_expected_row_by_row_are_refused_for_batches_of_others():
@@ -207,6 +190,8 @@ HEADLESS = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
 def test_refuses_what_does_not_generate(other):
     with pytest.raises(TypeError, match=r"^model: expected a transformers model that can generate"):
         attach(other, SamAssistant())
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
+        attach(build(LlamaForCausalLM), None)
 
 
 def test_copies_of_arguments_hold_the_same_assistant():

@@ -1,5 +1,6 @@
 """What one request of continuous batching, or a fault in drafting, must not do to the others."""
 
+import functools
 import gc
 import itertools
 import logging
@@ -18,6 +19,7 @@ from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
 from .support.lossless import build
 from .support.memories import wait_until
 from .support.tiny_models import VOCAB
+from .support.watching import calls_of
 
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
@@ -27,6 +29,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_retrieval_assist.host.continuous_batching import DraftedRequest
 
 from .support.batching import (
+    LENGTH,
+    drafted,
     greedy,
     guess,
     half_knowing,
@@ -130,9 +134,8 @@ def test_an_id_may_be_used_again(llama):
             assert [out.generated_tokens for out in finished(manager, 1)] == [plain[number]]
         settled(manager)
     tree = memory.tree(next(iter(memory._outputs)).fingerprint)
-    assert sorted(tree.tokens(output.sequence).tolist() for output in memory._outputs) == sorted(
-        plain[::2]
-    )
+    kept = [tree.tokens(output.sequence).tolist() for output in memory._outputs]
+    assert sorted(kept) == sorted(plain[::2])
     assert assistant.stats.total.calls == 4
 
 
@@ -143,19 +146,11 @@ def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
     plain = run(llama, inputs, greedy(max_new_tokens=90))
     memory = OutputMemory()
     assistant = SamAssistant(memory=memory, budget=4)
-    sent_back = []
-    make = DraftedRequest.create_equivalent_initial_request
-    monkeypatch.setattr(
-        DraftedRequest,
-        "create_equivalent_initial_request",
-        lambda state: sent_back.append(state) or make(state),
-    )
+    sent_back = calls_of(monkeypatch, DraftedRequest, "create_equivalent_initial_request")
     with manager_of(llama, assistant, greedy(max_new_tokens=90), **options) as manager:
-        manager.add_request(inputs[0], request_id="0")
-        for number in (1, 2):
-            manager.add_request(
-                inputs[number], request_id=str(number), assistant=assistant.private()
-            )
+        for number, prompt in enumerate(inputs):
+            twin = assistant.private() if number else None
+            manager.add_request(prompt, request_id=str(number), assistant=twin)
         found = {out.request_id: out.generated_tokens for out in finished(manager, 3)}
         settled(manager)
     assert sent_back
@@ -183,8 +178,6 @@ def test_assistants_of_requests_that_never_began_are_let_go(llama, monkeypatch):
             manager.cancel_request(f"r{number}")
         manager.add_request([], assistant=twin())
         manager.add_request(LONE, assistant=twin(), warmth=1)
-        with pytest.raises(ValueError, match="a twin of the manager's own"):
-            manager.add_request(LONE, assistant=SamAssistant())
         manager.add_request(LONE, assistant=twin(), max_new_tokens=2)
         manager.add_request(LONE, request_id="last", max_new_tokens=2)
         finished(manager, 5)
@@ -221,28 +214,27 @@ class Faulty(Drafter):
 
 @pytest.mark.parametrize("place", [*PLACES, "a draft that breaks the contract"])
 def test_a_fault_in_drafting_costs_no_answer(llama, place, told):
-    inputs = prompts(6)
-    plain = run(llama, inputs)
-    knowing = half_knowing(inputs, plain)
     faulty = Faulty(place) if place in PLACES else guess(99_999)
-    assistant = Assistant([*knowing.drafters, faulty], budget="auto", max_nodes=8)
-    assert run(llama, inputs, assistant=assistant, max_requests_per_batch=3) == plain
+
+    def make(*known):
+        drafters = [*half_knowing(*known).drafters, faulty]
+        return Assistant(drafters, budget="auto", max_nodes=8)
+
+    total = drafted(llama, prompts(6), make=make, max_requests_per_batch=3)
     assert not isinstance(faulty, Faulty) or faulty.faults
     assert told.text.count("requests go on without drafts") == 1
-    total = assistant.stats.total
-    assert (total.calls, total.tokens) == (len(inputs), sum(map(len, plain)))
+    assert (total.calls, total.tokens) == (6, 6 * LENGTH)
 
 
 @pytest.mark.parametrize("place", ["start", "propose"])
 def test_a_fault_for_one_request_leaves_the_others_their_drafts(llama, place):
-    inputs = [[1, 2, 3, 63], [4, 5, 6], [7, 8, 9]]
-    plain = run(llama, inputs, greedy(max_new_tokens=40))
-    knowing = half_knowing(inputs, plain)
-    faulty = Faulty(place, 63)
-    assistant = Assistant([*knowing.drafters, faulty], budget=5)
-    assert run(llama, inputs, greedy(max_new_tokens=40), assistant) == plain
+    inputs, faulty = [[1, 2, 3, 63], [4, 5, 6], [7, 8, 9]], Faulty(place, 63)
+
+    def make(*known):
+        return Assistant([*half_knowing(*known).drafters, faulty], budget=5)
+
+    total = drafted(llama, inputs, greedy(max_new_tokens=40), make)
     assert faulty.faults in (1, 2)  # with the others, and then alone
-    total = assistant.stats.total
     assert total.accepted > 15
     assert total.calls == 3
 
@@ -269,10 +261,8 @@ def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
     assert assistant.stats.total.calls == len(inputs)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_kernels_that_fail_cost_no_answer(llama, drafted, monkeypatch):
-    inputs = prompts(4)
-    plain = run(llama, inputs)
+@pytest.mark.parametrize("knows", [False, True])
+def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
     scopes = []
 
     class Failing:
@@ -288,8 +278,7 @@ def test_kernels_that_fail_cost_no_answer(llama, drafted, monkeypatch):
             return False
 
     monkeypatch.setattr(batching, "reroute", Failing)
-    assistant = half_knowing(inputs, plain) if drafted else Assistant([guess(4)], budget=1)
-    assert run(llama, inputs, assistant=assistant) == plain
+    drafted(llama, prompts(4), make=None if knows else lambda *_: Assistant([guess(4)], budget=1))
     assert scopes.count(True) == 1
 
 
@@ -311,26 +300,19 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
             Prompt.reads += isinstance(place, slice)
             return super().__getitem__(place)
 
-    drafts = batching.RequestDrafts(SamAssistant(budget=8), llama)
-    states = []
-    for number in range(3):
-        state = DraftedRequest(request_id=f"r{number}", initial_tokens=[3, 4, 5, 6] * 50)
+    drafts, logits = batching.RequestDrafts(SamAssistant(budget=8), llama), torch.zeros(3, VOCAB)
+    states = [DraftedRequest(f"r{number}", [3, 4, 5, 6] * 50) for number in range(3)]
+    for number, state in enumerate(states):
         state.max_new_tokens, state.generated_tokens = 1000, [3]
         state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
-        states.append(state)
-    logits = torch.zeros(3, VOCAB)
-
-    def follow():
-        drafts.follow(states, logits)
-
-    follow()
+    drafts.follow(states, logits)
     for state in states:
         state.initial_tokens = Prompt(state.initial_tokens)
     for step in range(12):
-        assert len(drafts.propose(states, [8] * 3, 64)) == (3 if step else len(states))
+        assert len(drafts.propose(states, [8] * 3, 64)) == 3
         for state in states:
             state.generated_tokens.append(4 + step % 3)
-        follow()
+        drafts.follow(states, logits)
         drafts.keep(states)
     assert Prompt.reads == 0
 
@@ -338,11 +320,9 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
 def test_drafts_end_where_positions_do():
     model = build(GPT2LMHeadModel, n_positions=40)
     inputs = [[5, 9, 33] * 3, [7, 8] * 4]
-    plain = run(model, inputs, greedy(max_new_tokens=31))
-    assistant = half_knowing(inputs, plain, budget=16)
-    assert run(model, inputs, greedy(max_new_tokens=31), assistant) == plain
-    assert assistant.stats.total.accepted > 0
-    with manager_of(model, assistant, greedy(max_new_tokens=90)) as manager:
+    make = functools.partial(half_knowing, budget=16)
+    assert drafted(model, inputs, greedy(max_new_tokens=31), make).accepted > 0
+    with manager_of(model, SamAssistant(budget=16), greedy(max_new_tokens=90)) as manager:
         manager.add_request(inputs[0])
         manager.add_request([5] * 41)
         for output in finished(manager, 2):
@@ -385,15 +365,11 @@ def test_a_manager_that_is_kept_goes_on_without_the_assistant(llama):
 
     plain = run(llama, inputs)
     assistant = half_knowing(inputs, plain)
-    calls = lambda: assistant.stats.total.calls  # noqa: E731
+    given, calls = {"assistant": assistant}, 0
     try:
-        assert tokens(assistant=assistant) == plain
-        assert tokens(assistant=assistant) == plain
-        assert calls() == 4
-        assert tokens() == plain
-        assert tokens(assistant=None) == plain
-        assert calls() == 4
-        assert tokens(assistant=assistant) == plain
-        assert calls() == 6
+        for more in (given, given, {}, {"assistant": None}, given):
+            assert tokens(**more) == plain
+            calls += 2 * (more is given)
+            assert assistant.stats.total.calls == calls
     finally:
         llama.destroy_cached_continuous_batching_manager()

@@ -13,8 +13,9 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.drafters.base import Target
 
+from .support.lossless import NEW_TOKENS, build, run
 from .support.oracle_drafter import OracleDrafter, oracle_assistant
-from .support.tiny_models import tiny_config, tiny_model
+from .support.watching import fed_shapes
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44]])
 
@@ -28,18 +29,15 @@ class RetrievalLlama(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(RetrievalLlama, tiny_config(LlamaForCausalLM.config_class))
+    return build(RetrievalLlama)
 
 
-def test_loop_gives_the_same_tokens_in_fewer_forwards(model, monkeypatch):
-    plain = model.generate(PROMPT, do_sample=False, max_new_tokens=30)
+def test_loop_gives_the_same_tokens_in_fewer_forwards(model):
+    plain = run(model, PROMPT)
     model.generator = RetrievalCandidateGenerator.for_model(oracle_assistant(plain), model, 37)
-    forwards = []
-    handle = model.register_forward_hook(lambda *args: forwards.append(1))
-    drafted = model.generate(PROMPT, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=1)
-    handle.remove()
-    assert torch.equal(plain, drafted)
-    assert len(forwards) < 30
+    with fed_shapes(model) as shapes:
+        assert torch.equal(plain, run(model, PROMPT, prompt_lookup_num_tokens=1))
+    assert len(shapes) < NEW_TOKENS
 
 
 def test_candidates_extend_the_text():
@@ -65,7 +63,7 @@ def test_drafts_stay_below_the_length_limit():
 
 
 def test_models_do_not_draft_from_each_others_texts(model):
-    other = tiny_model(RetrievalLlama, tiny_config(LlamaForCausalLM.config_class, vocab_size=80))
+    other = build(RetrievalLlama, vocab_size=80)
     text = [*PROMPT[0].tolist(), 3, 8, 12]
     memory = OutputMemory()
     first, second = (
@@ -90,7 +88,7 @@ def test_the_loop_lets_go_of_a_generator_which_finishes_its_text(model, tmp_path
         return RetrievalCandidateGenerator.for_model(assistant, model, 37)
 
     monkeypatch.setattr(RetrievalLlama, "_get_candidate_generator", make)
-    output = model.generate(PROMPT, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=1)
+    output = run(model, PROMPT, prompt_lookup_num_tokens=1)
     kept = OutputMemory(path=tmp_path / "log")
     assert len(kept) == 1
     # To a session the prompt's last token is the first one generated.

@@ -1,6 +1,7 @@
 """Continuous batching with drafts generates what it would without them."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,6 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.private_names import PrivateName
 from hf_retrieval_assist.kernels import norms
-from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
 from .support.fixed_costs import FixedCosts
@@ -33,6 +33,7 @@ from hf_retrieval_assist.host import continuous_batching as hosted
 
 from .support.batching import (
     LENGTH,
+    drafted,
     greedy,
     guess,
     half_knowing,
@@ -43,6 +44,7 @@ from .support.batching import (
     small,
 )
 from .support.scripted import Scripted
+from .support.watching import calls_of
 
 
 @pytest.mark.parametrize(
@@ -59,13 +61,9 @@ from .support.scripted import Scripted
     ids=str,
 )
 def test_greedy_requests(llama, options):
-    inputs = prompts()
-    plain = run(llama, inputs, **options)
-    assistant = half_knowing(inputs, plain)
-    assert run(llama, inputs, assistant=assistant, **options) == plain
-    total = assistant.stats.total
-    assert total.calls == len(inputs)
-    assert total.tokens == len(inputs) * LENGTH
+    total = drafted(llama, prompts(), **options)
+    assert total.calls == 8
+    assert total.tokens == 8 * LENGTH
     assert 0 < total.accepted < total.drafted
     # The prompt brings the first token of each, and every accepted one saves a step.
     assert total.steps == total.tokens - total.calls - total.accepted
@@ -73,12 +71,7 @@ def test_greedy_requests(llama, options):
 
 def test_requests_are_drafted_while_others_wait_behind_them(llama):
     """Prompts that cannot begin yet take nothing of a step."""
-    inputs = prompts() * 3
-    options = {"max_requests_per_batch": 2, "max_batch_tokens": 32}
-    plain = run(llama, inputs, **options)
-    assistant = half_knowing(inputs, plain)
-    assert run(llama, inputs, assistant=assistant, **options) == plain
-    total = assistant.stats.total
+    total = drafted(llama, prompts() * 3, max_requests_per_batch=2, max_batch_tokens=32)
     assert total.accepted > total.tokens / 2
     assert total.forwards < (total.tokens - total.calls) / 2  # two at a time would take this many
 
@@ -96,11 +89,9 @@ def test_requests_are_drafted_while_others_wait_behind_them(llama):
 def test_windows_that_go_round(name, attention, budget, changes):
     model = build(getattr(transformers, name), **changes)
     model.set_attn_implementation(attention)
-    inputs = prompts(seed=1)
-    plain = run(model, inputs, greedy(max_new_tokens=40))
-    assistant = half_knowing(inputs, plain, budget=budget)
-    assert run(model, inputs, greedy(max_new_tokens=40), assistant) == plain
-    assert 0 < assistant.stats.total.accepted < assistant.stats.total.drafted
+    make = partial(half_knowing, budget=budget)
+    total = drafted(model, prompts(seed=1), greedy(max_new_tokens=40), make)
+    assert 0 < total.accepted < total.drafted
 
 
 def test_requests_end_where_they_would(llama):
@@ -117,10 +108,7 @@ def test_requests_end_where_they_would(llama):
 def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
     inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
     config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
-    plain = run(llama, inputs, config)
-    assistant = SuffixAssistant(budget=5)
-    assert run(llama, inputs, config, assistant) == plain
-    assert assistant.stats.total.accepted > 0
+    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
 
 
 def test_what_requests_wrote_is_drafted_to_later_ones(llama):
@@ -139,10 +127,11 @@ def test_attached_assistants_serve(llama):
     with half_knowing(inputs, plain).attached(llama) as assistant:
         assert run(llama, inputs) == plain
         assert assistant.stats.total.accepted > 0
-        calls = assistant.stats.total.calls
         results = llama.generate_batch(inputs, greedy(), small(), assistant=None, warmup=False)
         assert [output.generated_tokens for output in results.values()] == plain
-        assert assistant.stats.total.calls == calls
+        assert assistant.stats.total.calls == 3
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
+        run(llama, inputs, assistant="sam")
 
 
 def streamed(model, inputs, assistant):
@@ -236,13 +225,9 @@ def test_where_nothing_can_be_drafted_requests_are_decoded_plainly(
 ):
     """Where a release of transformers lacks something, or a configuration leaves no room."""
     monkeypatch.setattr(module, name, value)
-    inputs = prompts(2)
-    plain = run(llama, inputs)
-    assistant = half_knowing(inputs, plain)
-    assert run(llama, inputs, assistant=assistant) == plain
+    assert drafted(llama, prompts(2)).steps == 0
     assert "continuous batching without the assistant" in told.text
     assert shown in told.text
-    assert assistant.stats.total.steps == 0
 
 
 def processor(**changes):
@@ -267,29 +252,20 @@ def test_why_a_configuration_leaves_no_room_for_drafts():
     assert "LogitsProcessor" in _why_not(processor(logit_processor=counting))
 
 
-def test_refuses_what_is_no_assistant(llama):
-    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
-        run(llama, prompts(1), assistant="sam")
-
-
 def test_a_request_may_have_a_twin_of_the_assistant(llama):
     inputs = prompts(3)
     plain = run(llama, inputs)
     memory = OutputMemory()
     assistant = SamAssistant(memory=memory, budget=8, fallback=None)
+    twins = [None, assistant.private(), assistant.expecting(plain[2])]
     with manager_of(llama, assistant) as manager:
-        twins = {
-            "usual": None,
-            "private": assistant.private(),
-            "expecting": assistant.expecting(plain[2]),
-        }
-        for (name, twin), prompt in zip(twins.items(), inputs, strict=True):
+        for name, twin, prompt in zip("abc", twins, inputs, strict=True):
             assert manager.add_request(prompt, request_id=name, assistant=twin) == name
-        assert manager.add_request(inputs[1], assistant=assistant.private()) not in twins
+        assert manager.add_request(inputs[1], assistant=assistant.private()) not in "abc"
         found = {output.request_id: output.generated_tokens for output in outputs(manager, 4)}
         with pytest.raises(ValueError, match="a twin of the manager's own"):
             manager.add_request(inputs[0], assistant=SamAssistant())
-    assert [found[name] for name in twins] == plain
+    assert [found[name] for name in "abc"] == plain
     assert {*map(tuple, found.values())} == {*map(tuple, plain)}
     # The private ones were never known.
     assert len(memory) == 2
@@ -320,23 +296,15 @@ def test_a_drafter_that_brings_nothing_is_left_alone(llama):
     drafter, asked = never()
     # However quick or busy the machine is, drafting takes longer than such steps.
     assistant = Assistant([drafter], budget="auto", costs=FixedCosts(lambda n: 1e-6 * n))
-    inputs = prompts(4)
-    config = greedy(max_new_tokens=24)
-    plain = run(llama, inputs, config)
     for _ in range(2):
-        assert run(llama, inputs, config, assistant) == plain
-    assert 0 < len(asked) < assistant.stats.total.steps / 8
+        total = drafted(llama, prompts(4), greedy(max_new_tokens=24), lambda *_: assistant)
+    assert 0 < len(asked) < total.steps / 8
 
 
 @pytest.mark.parametrize("rerouted", [True, False])
 def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatch):
     """Whoever had drafted the tokens; and the steps run by the kernels."""
-    normed, seen, came = [], [], []
-    monkeypatch.setattr(norms, "fused_norm", lambda *x: normed.append(x) or fused_norm(*x))
-    inputs = prompts(4)
-    plain = run(llama, inputs)
-    knowing = half_knowing(inputs, plain)
-    normed.clear()
+    normed, seen, came = calls_of(monkeypatch, norms, "fused_norm"), [], []
 
     def commit(tokens, feedback):
         if feedback is not None:
@@ -345,9 +313,13 @@ def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatc
             seen.append(best[:, 0].tolist())
             came.append(list(tokens))
 
-    seeing, _ = never(commit, needs=FeedbackNeeds(top_k=1))
-    assistant = Assistant([*knowing.drafters, seeing], budget=5, reroute=rerouted)
-    assert run(llama, inputs, assistant=assistant) == plain
+    def make(*known):
+        normed.clear()
+        seeing, _ = never(commit, needs=FeedbackNeeds(top_k=1))
+        drafters = [*half_knowing(*known).drafters, seeing]
+        return Assistant(drafters, budget=5, reroute=rerouted)
+
+    drafted(llama, prompts(4), make=make)
     assert came == seen
     assert sum(map(len, came)) == 4 * LENGTH
     assert max(map(len, came)) > 2

@@ -8,11 +8,7 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import (
-    Assistant,
-    SamAssistant,
-    SequoiaAssistant,
-)
+from hf_retrieval_assist import Assistant, SamAssistant, SequoiaAssistant
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
@@ -168,15 +164,11 @@ def test_a_draw_after_a_failed_recording(llama):
 def test_two_threads_record_at_once(llama):
     models = [copy.deepcopy(llama) for _ in range(2)]
     plain = run(llama, max_new_tokens=60)
-    found = [None, None]
 
-    def call(number):
-        for _ in range(3):
-            assistant = oracle_assistant(plain)
-            found[number] = run(models[number], max_new_tokens=60, assistant=assistant)
+    def texts(model):
+        return [run(model, max_new_tokens=60, assistant=oracle_assistant(plain)) for _ in range(3)]
 
-    in_threads(call, range(2))
-    assert all(torch.equal(plain, text) for text in found)
+    assert all(torch.equal(plain, text) for found in in_threads(texts, models) for text in found)
 
 
 @pytest.mark.parametrize("kind", ["draft model", "EAGLE", "MTP"])
@@ -238,9 +230,7 @@ def test_a_step_waits_once(llama, name, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [{}, {"do_sample": True, "top_p": 0.9}], ids=["greedy", "top-p"]
-)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_p": 0.9}], ids=str)
 def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
     """Texts, and of greedy calls the logits, bit for bit."""
     if isinstance(any_model, transformers.MixtralForCausalLM):
@@ -298,11 +288,8 @@ def test_no_kernel_of_attention_is_planned_anew(llama, graphs):
 def test_compiled_steps_are_graphs(llama, mode):
     """Of the package's own, one launch a step, whatever mode the caller has compiled in."""
     model = copy.deepcopy(llama)
-    options = {
-        "cache_implementation": "static",
-        "max_new_tokens": 60,
-        "compile_config": transformers.CompileConfig(mode=mode),
-    }
+    config = transformers.CompileConfig(mode=mode)
+    options = {"cache_implementation": "static", "max_new_tokens": 60, "compile_config": config}
     plain = run(model, **options)
     before = compilations()
     for _ in range(3):

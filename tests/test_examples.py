@@ -36,9 +36,10 @@ def test_example(name, capsys):
     assert SCRIPTS[name] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name", ["explore", pytest.param("compare", marks=pytest.mark.slow), "structured"]
-)
+COMPARE = pytest.param("compare", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["explore", COMPARE, "structured"])
 def test_notebook(name, monkeypatch, capsys):
     if name == "structured":
         pytest.importorskip("xgrammar", reason="make test-structured")

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import hf_retrieval_assist
-from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant
+from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant, attach
 
 from .support.lossless import PROMPT
 from .support.tiny_models import VOCAB
@@ -26,27 +26,24 @@ def reinstalled():
 
 
 def test_uninstall_and_install(model, reinstalled):
-    wrapper = GenerationMixin.generate
-    hf_retrieval_assist.uninstall()
-    original = GenerationMixin.generate
-    assert original is not wrapper
+    """As often as one likes; the wrapper looks like `generate`."""
+    for _ in range(2):
+        hf_retrieval_assist.install()
+        wrapper = GenerationMixin.generate
+        hf_retrieval_assist.install()
+        assert GenerationMixin.generate is wrapper
+        hf_retrieval_assist.uninstall()
+        original = GenerationMixin.generate
+        hf_retrieval_assist.uninstall()
+        assert GenerationMixin.generate is original is not wrapper
+    assert (wrapper.__doc__, wrapper.__name__) == (original.__doc__, original.__name__)
+    assert inspect.signature(wrapper) == inspect.signature(original)
     with pytest.raises((TypeError, ValueError), match="assistant"):
         model.generate(PROMPT, assistant=SamAssistant(), **LENGTH)
     plain = model.generate(PROMPT, **LENGTH)
     assert torch.equal(plain, model.generate(PROMPT, custom_generate=SamAssistant(), **LENGTH))
     hf_retrieval_assist.install()
     assert torch.equal(plain, model.generate(PROMPT, assistant=SamAssistant(), **LENGTH))
-
-
-def test_both_are_idempotent(reinstalled):
-    hf_retrieval_assist.install()
-    wrapper = GenerationMixin.generate
-    hf_retrieval_assist.install()
-    assert GenerationMixin.generate is wrapper
-    hf_retrieval_assist.uninstall()
-    original = GenerationMixin.generate
-    hf_retrieval_assist.uninstall()
-    assert GenerationMixin.generate is original
 
 
 def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monkeypatch):
@@ -74,22 +71,11 @@ def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monk
 def test_refuses_an_assistant_in_a_configuration(model, monkeypatch):
     config = GenerationConfig(assistant=SamAssistant(), **LENGTH)
     message = "^assistant: expected none in a generation configuration, got a SamAssistant"
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, generation_config=config)
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, config)
-    monkeypatch.setattr(model.generation_config, "assistant", SamAssistant(), raising=False)
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **LENGTH)
-
-
-def test_the_wrapper_looks_like_generate(reinstalled):
-    wrapper = GenerationMixin.generate
-    hf_retrieval_assist.uninstall()
-    original = GenerationMixin.generate
-    assert wrapper.__doc__ == original.__doc__
-    assert wrapper.__name__ == original.__name__
-    assert inspect.signature(wrapper) == inspect.signature(original)
+    for arguments, options in (((), {"generation_config": config}), ((config,), {}), ((), LENGTH)):
+        if options is LENGTH:
+            monkeypatch.setattr(model.generation_config, "assistant", SamAssistant(), raising=False)
+        with pytest.raises(ValueError, match=message):
+            model.generate(PROMPT, *arguments, **options)
 
 
 def test_positional_arguments(model):
@@ -159,6 +145,8 @@ def test_uninstalled_batches_of_requests_are_transformers_own(model, reinstalled
 def test_refuses_what_is_no_assistant(model, assistant):
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
         model.generate(PROMPT, assistant=assistant, **LENGTH)
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
+        attach(model, assistant)
 
 
 @pytest.mark.parametrize("bad_id", [VOCAB, 2**31 - 1])
@@ -192,7 +180,7 @@ def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, 
 
 # Run in a process of its own, where nothing has been imported.
 LAZY = """
-import sys
+import inspect, sys
 import hf_retrieval_assist.memory.output_memory, hf_retrieval_assist.drafters.suffix
 assert "transformers" not in sys.modules
 from transformers import GenerationMixin
@@ -200,8 +188,9 @@ own = set(sys.modules)
 original = GenerationMixin.generate
 import hf_retrieval_assist
 assert GenerationMixin.generate is original
-hf_retrieval_assist.SamAssistant
+exec(sys.argv[1])
 assert GenerationMixin.generate is not original
+assert "assistant" in inspect.signature(GenerationMixin.generate, follow_wrapped=False).parameters
 late = {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"}
 assert not late & set(sys.modules) - own
 hf_retrieval_assist.uninstall()
@@ -211,12 +200,17 @@ assert GenerationMixin.generate is original
 """
 
 
-def test_generate_gets_its_keyword_with_the_first_name_that_is_used(tmp_path):
+# Of the package, and of a module.
+NAMED = ("hf_retrieval_assist.SamAssistant", "from hf_retrieval_assist.presets import SamAssistant")
+
+
+@pytest.mark.parametrize("used", [NAMED[0], pytest.param(NAMED[1], marks=pytest.mark.slow)])
+def test_generate_gets_its_keyword_with_the_first_name_that_is_used(used, tmp_path):
     kept = tmp_path / "hf_retrieval_assist" / "linear_tuning.json"
     kept.parent.mkdir()
     kept.write_text("kept")
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", LAZY], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", LAZY, used], check=True, env=environment)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
     assert kept.read_text() == "kept"
 
@@ -224,15 +218,3 @@ def test_generate_gets_its_keyword_with_the_first_name_that_is_used(tmp_path):
 def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         hf_retrieval_assist.nothing  # noqa: B018
-
-
-@pytest.mark.slow
-def test_importing_an_assistant_from_its_module_gives_the_keyword():
-    program = (
-        "import inspect; from hf_retrieval_assist.presets import SamAssistant\n"
-        "from transformers import GenerationMixin\n"
-        "signature = inspect.signature(GenerationMixin.generate, follow_wrapped=False)\n"
-        "print('assistant' in signature.parameters)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.stdout.strip() == "True", result.stderr

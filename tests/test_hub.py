@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import hf_retrieval_assist
 
 from .support.lossless import NEW_TOKENS, PROMPT, run
+from .support.watching import fed_shapes
 
 HUB = Path(__file__).parent.parent / "hub"
 
@@ -24,24 +25,19 @@ def generate(monkeypatch, tmp_path):
     eager = partial(hf_retrieval_assist.SuffixAssistant, budget=8)
     monkeypatch.setattr(hf_retrieval_assist, "SuffixAssistant", eager)
     # The package is installed in place or only on the path; both will do.
-    monkeypatch.setattr(
-        "transformers.generation.utils.check_python_requirements", lambda *_, **__: None
-    )
-    return lambda model, **options: run(
-        model, custom_generate=str(HUB), trust_remote_code=True, **options
-    )
+    check = "transformers.generation.utils.check_python_requirements"
+    monkeypatch.setattr(check, lambda *_, **__: None)
+    return partial(run, custom_generate=str(HUB), trust_remote_code=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}])
 def test_tokens_are_plains(model, generate, options):
-    forwards = []
-    with_hook = model.register_forward_hook(lambda *_: forwards.append(1))
-    assisted = [generate(model, drafts="suffix", **options) for _ in range(3)]
-    with_hook.remove()
+    with fed_shapes(model) as shapes:
+        assisted = [generate(model, drafts="suffix", **options) for _ in range(3)]
     plain = run(model, **options)
     assert all(torch.equal(plain, ids) for ids in assisted)
     # A prefill and a forward for every further token, had nothing been drafted.
-    assert len(forwards) < 3 * NEW_TOKENS
+    assert len(shapes) < 3 * NEW_TOKENS
 
 
 def test_beside_a_models_own_weights(model, generate, tmp_path):
@@ -65,6 +61,5 @@ def test_unknown_drafts_are_refused(model, generate):
 def test_the_front_matter_names_the_kind_of_repository():
     _, front, _ = (HUB / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     assert "custom_generate" in yaml.safe_load(front)["tags"]
-    assert (HUB / "custom_generate" / "requirements.txt").read_text().split() == [
-        "hf-retrieval-assist"
-    ]
+    needed = (HUB / "custom_generate" / "requirements.txt").read_text().split()
+    assert needed == ["hf-retrieval-assist"]

@@ -2,7 +2,6 @@
 
 import json
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from tests.support.memories import check_memory
 
 from .support.damage import damaged
 from .support.eagle_fixtures import load_case, outputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 COUNTS = [100, pytest.param(10_000, marks=pytest.mark.slow)]
 VOCAB = 300
@@ -58,13 +59,6 @@ def damage(path, count, damage_of=damaged):
         path.write_bytes(damage_of(good, rng))
         yield
     path.write_bytes(good)
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def refused_or(use):

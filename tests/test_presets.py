@@ -26,7 +26,7 @@ from tests.support.memories import check_memory
 from .support.fixed_costs import FixedCosts
 from .support.heads import eagle_head
 from .support.laws import assert_follows, exact_law
-from .support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, run
+from .support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, run, same
 from .support.tiny_models import VOCAB
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
@@ -42,17 +42,12 @@ def draft_of(model):
     return draft
 
 
-def check_lossless(model, assistant, ids=PROMPT, **options):
+def check_lossless(model, assistant, ids=PROMPT):
     """Greedy, sampled and in a batch; the figures of the greedy call."""
-    plain = run(model, ids, **options)
-    assert torch.equal(plain, run(model, ids, **options, assistant=assistant))
+    same(model, ids, assistant)
     greedy = assistant.stats.last
-    sampled = options | SAMPLING
-    assert torch.equal(run(model, ids, **sampled), run(model, ids, **sampled, assistant=assistant))
-    batch = torch.cat([ids, ids.flip(1)])
-    assert torch.equal(
-        run(model, batch, **options), run(model, batch, **options, assistant=assistant)
-    )
+    same(model, ids, assistant, **SAMPLING)
+    same(model, torch.cat([ids, ids.flip(1)]), assistant)
     return greedy
 
 
@@ -64,9 +59,8 @@ def test_defaults_draft_a_text_that_repeats_itself(llama, tmp_path, preset):
         arguments = [Datastore.build([PHRASE * 20], path, vocab_size=VOCAB, progress=False)]
     assistant = preset(*arguments, costs=SLOW_STEPS)
     text = {"prefix_allowed_tokens_fn": lambda row, ids: [PHRASE[len(ids) % len(PHRASE)]]}
-    plain = run(llama, **text, max_new_tokens=60)
     for _ in range(3):
-        assert torch.equal(plain, run(llama, **text, max_new_tokens=60, assistant=assistant))
+        same(llama, assistant=assistant, max_new_tokens=60, **text)
     assert assistant.stats.total.accepted > 20
 
 
@@ -79,9 +73,8 @@ def test_the_default_draws_trees_of_a_draft_model_that_costs_little():
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
     assistant = SequoiaAssistant(draft, costs=SLOW_STEPS)
-    plain = run(target, max_new_tokens=60)
     for _ in range(3):
-        assert torch.equal(plain, run(target, max_new_tokens=60, assistant=assistant))
+        same(target, assistant=assistant, max_new_tokens=60)
     assert assistant.stats.total.accepted > 20
 
 
@@ -123,10 +116,8 @@ def made(request, tmp_path_factory):
     texts = [run(model)[0].tolist(), run(model, PROMPT.flip(1))[0].tolist()]
     path = tmp_path_factory.mktemp("corpus") / "store"
     store = Datastore.build(texts, path, vocab_size=VOCAB, progress=False)
-    drafter = TokenRecyclingDrafter(top_k=4)
-    return SimpleNamespace(
-        model=model, texts=texts, store=store, draft=draft_of(model), drafter=drafter
-    )
+    drafts = {"draft": draft_of(model), "drafter": TokenRecyclingDrafter(top_k=4)}
+    return SimpleNamespace(model=model, texts=texts, store=store, **drafts)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -166,12 +157,10 @@ def test_memory_may_be_filled_beforehand(llama, preset, named):
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
 def test_a_perfect_draft_model_is_accepted_to_the_end(llama, temperature):
-    assistant = SequoiaAssistant(
-        llama, temperature, max_nodes=4, max_levels=4, width=1, budget="paper"
-    )
+    sizes = {"max_nodes": 4, "max_levels": 4, "width": 1}
+    assistant = SequoiaAssistant(llama, temperature, budget="paper", **sizes)
     # Drafted at one temperature, accepted at any: greedy decoding draws nothing.
-    plain = run(llama)
-    assert torch.equal(plain, run(llama, assistant=assistant))
+    same(llama, assistant=assistant)
     if temperature is None:
         assert assistant.stats.last.accepted == assistant.stats.last.drafted
     else:
@@ -197,38 +186,29 @@ BAD_SIZES = [
     (RolloutAssistant, {"half_life": 16.0, "memory": OutputMemory()}),
     (RolloutAssistant, {"max_bytes": 1 << 20, "memory": OutputMemory()}),
     (SamAssistant, {"max_nodes": 0}),
-    (SamAssistant, {"budget": -1}),
-    (SamAssistant, {"budget": "papers"}),
-    (SamAssistant, {"corpus": []}),
-    (SamAssistant, {"corpus": [[], []]}),
-    (SamAssistant, {"corpus": [[1, -2]]}),
-    (SuffixAssistant, {"alpha": 0.0}),
-    (SuffixAssistant, {"min_prob": 0.0}),
-    (SuffixAssistant, {"max_depth": 0}),
-    (SuffixAssistant, {"max_depth": 1 << 17}),
+    *((SamAssistant, {"budget": bad}) for bad in (-1, "papers")),
+    *((SamAssistant, {"corpus": bad}) for bad in ([], [[], []], [[1, -2]])),
+    *((SuffixAssistant, {name: 0.0}) for name in ("alpha", "min_prob")),
+    *((SuffixAssistant, {"max_depth": bad}) for bad in (0, 1 << 17)),
     (SuffixAssistant, {"threshold": -1.0, "budget": "paper"}),
 ]
 
 
-@pytest.mark.parametrize(("preset", "options"), BAD_SIZES)
-def test_refuses_bad_values(preset, options):
-    with pytest.raises(ValueError, match=rf"\b{next(iter(options))}\b"):
-        preset(**options)
+OTHER_KINDS = [
+    *((SamAssistant, {"corpus": bad}) for bad in (5, [["a"]])),
+    *((preset, {"memory": []}) for preset in (SamAssistant, SuffixAssistant)),
+    (RestAssistant, {"datastore": [[1, 2]]}),
+    (SequoiaAssistant, {"draft_model": "a name"}),
+]
 
 
 @pytest.mark.parametrize(
-    ("preset", "options"),
-    [
-        (SamAssistant, {"corpus": 5}),
-        (SamAssistant, {"corpus": [["a"]]}),
-        (SamAssistant, {"memory": []}),
-        (SuffixAssistant, {"memory": {}}),
-        (RestAssistant, {"datastore": [[1, 2]]}),
-        (SequoiaAssistant, {"draft_model": "a name"}),
-    ],
+    ("error", "preset", "options"),
+    [*((ValueError, *bad) for bad in BAD_SIZES), *((TypeError, *bad) for bad in OTHER_KINDS)],
 )
-def test_refuses_other_kinds(preset, options):
-    with pytest.raises(TypeError, match=f"^{next(iter(options))}: "):
+def test_refuses_bad_values_and_other_kinds(error, preset, options):
+    start = "^" if error is TypeError else ""
+    with pytest.raises(error, match=rf"{start}\b{next(iter(options))}\b"):
         preset(**options)
 
 
@@ -243,9 +223,8 @@ def test_signatures_name_shared_options_with_the_policys_defaults(preset):
             assert signature.parameters[name].default == shared[name].default
             assert signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
     # All that the policy takes is shared, or what each preset decides itself.
-    assert set(shared) - {*Options.__annotations__} == {
-        *("drafters", "budget", "max_nodes", "residual")
-    }
+    own = {"drafters", "budget", "max_nodes", "residual"}
+    assert set(shared) - {*Options.__annotations__} == own
 
 
 def test_an_assistant_shows_what_it_was_told(llama):
@@ -298,9 +277,8 @@ def test_residual_sampling_keeps_the_law(small_models, temperature, top_p, budge
     target, draft = small_models
     prompt = [5, 9, 3, 5]
     law = exact_law(target, prompt, temperature, top_p)
-    assistant = SequoiaAssistant(
-        draft, temperature, max_nodes=4, max_levels=2, width=3, budget=budget
-    )
+    sizes = {"max_nodes": 4, "max_levels": 2, "width": 3}
+    assistant = SequoiaAssistant(draft, temperature, budget=budget, **sizes)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0, "do_sample": True}
     ids = torch.tensor([prompt]).expand(rows, -1)
     result = run(target, ids, **sampling, max_new_tokens=3, assistant=assistant)

@@ -41,9 +41,7 @@ from .support.served import (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    learned(path)
-    return str(path)
+    return learned(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["one by one", "side by side"])
@@ -135,54 +133,39 @@ def hello(served, **body):
 
 
 SURROGATE = "half of \ud83d"
+PARTS = [{"type": "text"}]
+OF_NO_TEXT = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+# What a field may not be, and what is said of it besides its name.
+FIELDS = {
+    "messages": [[], [OF_NO_TEXT], of_user(5)["messages"], of_user(SURROGATE)["messages"]],
+    "prediction": ["text", {"type": "content", "content": SURROGATE}],
+    "temperature": [-1, float("inf"), 10**400],
+    "max_tokens": [0],
+    "max_completion_tokens": [-5],
+    "top_p": [0],
+    "frequency_penalty": [-1],
+    "seed": [2**64],
+    "stop": [["a", ""]],
+    "chat_template_kwargs": [{"tokenize": False}, {"padding": "max_length", "max_length": 10**9}],
+    "logit_bias": [{"x": 1}, {"-1": 1}, {"20": float("nan")}, {"999999": 5}],
+    "generation_config": ["{", {"do_sample": False}, '{"top_k": "many", "do_sample": true}'],
+    "no_such_field": [1],
+}
+WAYS = ('{"num_return_sequences": 3}', '{"num_beams": 1000000}', '{"assistant_early_exit": 1}')
+UNSERVED = {"n": 2, "logprobs": True, "presence_penalty": 1.5, "tool_choice": "required"}
+UNSERVED["response_format"] = {"type": "json_object"}
 CHATS = [
-    ({"messages": []}, "messages"),
+    *(({name: bad}, name) for name, values in FIELDS.items() for bad in values),
+    *(({"generation_config": way}, "generation_config: ") for way in WAYS),
+    *(({name: value}, f"{name}: not served") for name, value in UNSERVED.items()),
     ({"messages": [5]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages: KeyError: 'role'"),
     ({"messages": [{"role": "nobody", "content": "x"}]}, "a role that nobody has"),
-    (of_user(5), "messages"),
-    (of_user([{"type": "text"}]), "messages: KeyError: 'text'"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
-        "messages",
-    ),
-    (of_user(SURROGATE), "messages"),
-    ({"prediction": {"type": "content", "content": SURROGATE}}, "prediction"),
-    ({"prediction": "text"}, "prediction"),
-    (
-        {"prediction": {"type": "content", "content": [{"type": "text"}]}},
-        "prediction.content.0.text",
-    ),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": float("inf")}, "temperature"),
-    ({"temperature": 10**400}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": -5}, "max_completion_tokens"),
-    ({"seed": 2**64}, "seed"),
-    ({"stop": ["a", ""]}, "stop"),
+    (of_user(PARTS), "messages: KeyError: 'text'"),
+    ({"prediction": {"type": "content", "content": PARTS}}, "prediction.content.0.text"),
     ({"tools": [5]}, "tools.0"),
     ({"tools": [{"type": "function", "function": 5}], "messages": [{"role": 1}]}, "tools"),
-    ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}}, "template_kwargs"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {"20": float("nan")}}, "logit_bias"),
-    ({"logit_bias": {"999999": 5}}, "logit_bias"),
     ({"logit_bias": {"999999": 5}, "stream": True}, "logit_bias"),
-    ({"generation_config": "{"}, "generation_config"),
-    ({"generation_config": {"do_sample": False}}, "generation_config"),
-    ({"generation_config": '{"num_return_sequences": 3}'}, "generation_config: "),
-    ({"generation_config": '{"num_beams": 1000000}'}, "generation_config: "),
-    ({"generation_config": '{"assistant_early_exit": 1}'}, "generation_config: "),
-    ({"generation_config": '{"top_k": "many", "do_sample": true}'}, "generation_config"),
-    ({"n": 2}, "n: not served"),
-    ({"logprobs": True}, "logprobs: not served"),
-    ({"presence_penalty": 1.5}, "presence_penalty: not served"),
-    ({"response_format": {"type": "json_object"}}, "response_format: not served"),
-    ({"tool_choice": "required"}, "tool_choice: not served"),
-    ({"no_such_field": 1}, "no_such_field"),
     ({SURROGATE: 1}, "ud83d"),
     ({"model": "another"}, "another"),
 ]
@@ -331,9 +314,8 @@ def test_prompts_end_where_the_cache_does(folder, stream):
 @pytest.mark.parametrize("batching", [False, True])
 def test_prompts_end_where_positions_do(tmp_path, batching):
     tokenizer = tokenizer_of_bytes()
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=64)
-    )
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)

@@ -28,21 +28,24 @@ def counts(report):
     return report.steps, report.tokens, report.nodes
 
 
-def test_a_copy_takes_one_step():
+# The steps, tokens and nodes of the copy by each kind of budget.
+COUNTED = [
     # Nine tokens follow the first; the last one needs no node.
-    assert counts(simulate(sam(), [COPY])) == (1, 9, 8)
-
-
-def test_a_fixed_budget_cuts_the_drafts():
+    ({}, (1, 9, 8)),
     # 4 nodes and a token, then 3 nodes and a token.
-    assert counts(simulate(sam(budget=4), [COPY])) == (2, 9, 7)
-
-
-def test_paper_mode_waits_for_a_match():
+    ({"budget": 4}, (2, 9, 7)),
     # One token a step until 5 are matched, then the remaining 5 with 4 nodes.
-    assert counts(simulate(sam(budget="paper"), [COPY])) == (5, 9, 4)
-    assert counts(simulate(sam(budget="paper", min_match=3), [COPY])) == (3, 9, 6)
-    assert counts(simulate(sam(budget="paper", max_draft=2), [COPY])) == (6, 9, 3)
+    ({"budget": "paper"}, (5, 9, 4)),
+    ({"budget": "paper", "min_match": 3}, (3, 9, 6)),
+    ({"budget": "paper", "max_draft": 2}, (6, 9, 3)),
+]
+
+
+@pytest.mark.parametrize(("options", "counted"), COUNTED)
+def test_budgets_decide_how_a_copy_is_drafted(options, counted):
+    arrays = ((np.array(p, np.int64), np.array(o, np.uint16)) for p, o in [COPY])
+    for requests in ([COPY], arrays):
+        assert counts(simulate(sam(**options), requests)) == counted
 
 
 def test_nothing_drafts_nothing():
@@ -71,11 +74,6 @@ def test_outputs_without_a_step(prompt, output):
     assert report.draft_us == report.update_us_per_token == 0
 
 
-def test_arrays_and_generators_are_requests():
-    requests = ((np.array(p, np.int64), np.array(o, np.uint16)) for p, o in [COPY])
-    assert counts(simulate(sam(), requests)) == (1, 9, 8)
-
-
 def test_speedup_at_a_cost():
     report = simulate(sam(budget=4), [COPY], cost=lambda n: 3 + 0.3 * (n - 1))
     # Two forwards, over 5 and 4 tokens, in units of one over 1.
@@ -101,32 +99,23 @@ def test_the_planner_follows_the_cost():
 
 
 def test_times_are_per_step_and_per_token():
-    report = SimulationReport(
-        steps=4,
-        tokens=10,
-        nodes=12,
-        draft_seconds=8e-6,
-        update_seconds=5e-6,
-        cost=5.0,
-        plain_forwards=10,
-    )
+    spent = {"draft_seconds": 8e-6, "update_seconds": 5e-6, "cost": 5.0, "plain_forwards": 10}
+    report = SimulationReport(steps=4, tokens=10, nodes=12, **spent)
     assert report.draft_us == pytest.approx(2)
     assert report.update_us_per_token == pytest.approx(0.5)
-    assert report.mean_accepted_tokens == 2.5
-    assert report.nodes_per_step == 3
     assert report.speedup == 2
     assert simulate(sam(), [COPY]).draft_us > 0
 
 
-def test_later_requests_profit_from_earlier_ones():
-    output = list(range(20, 40))
-    assistant = SuffixAssistant(fallback=None)
-    first, second = (simulate(assistant, [([1, 2, 3], output)]) for _ in range(2))
-    assert counts(first) == (19, 19, 0)
-    assert second.tokens == 19
-    assert second.steps <= 3
-    together = simulate(SuffixAssistant(fallback=None), [([1, 2, 3], output)] * 2)
-    assert together.steps == first.steps + second.steps
+@pytest.mark.parametrize("make", [lambda: SuffixAssistant(fallback=None), RolloutAssistant])
+def test_later_requests_profit_from_earlier_ones(make):
+    """A later epoch too, which has the same prompts."""
+    requests, assistant = [([1, 2, 3], list(range(20, 60)))], make()
+    first, second = (simulate(assistant, requests) for _ in range(2))
+    assert counts(first) == (39, 39, 0)
+    assert second.tokens == 39
+    assert second.steps < 8
+    assert simulate(make(), requests * 2).steps == first.steps + second.steps
 
 
 def test_what_it_learns_is_kept_from_real_models():
@@ -142,24 +131,21 @@ def test_statistics_are_not_touched():
     assert assistant.stats.total.calls == assistant.stats.total.tokens == 0
 
 
+OUTSIDE = [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1])]
+
+
 @pytest.mark.parametrize(
-    "request_", [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1]), ([[1, 2]], [3])]
+    ("request_", "options", "error", "said"),
+    [
+        *((one, {}, ValueError, "requests: expected ids from 0 to 4, got") for one in OUTSIDE),
+        (([[1, 2]], [3]), {}, ValueError, "requests: expected a flat sequence of ids, got"),
+        (([1.5], [2]), {}, TypeError, "requests: expected integer ids, got float64"),
+        (([1], [2]), {"corpus": [[9]]}, ValueError, "corpus: "),
+    ],
 )
-def test_refuses_ids_outside_the_vocabulary(request_):
-    with pytest.raises(
-        ValueError, match=r"^requests: expected (ids from 0 to 4|a flat sequence of ids), got"
-    ):
-        simulate(sam(), [request_], vocab_size=5)
-
-
-def test_refuses_what_is_no_id():
-    with pytest.raises(TypeError, match=r"^requests: expected integer ids, got float64"):
-        simulate(sam(), [([1.5], [2])])
-
-
-def test_refuses_corpora_outside_the_vocabulary():
-    with pytest.raises(ValueError, match=r"^corpus: "):
-        simulate(sam(corpus=[[9]]), [([1], [2])], vocab_size=5)
+def test_refuses_what_is_no_id_of_the_vocabulary(request_, options, error, said):
+    with pytest.raises(error, match=f"^{said}"):
+        simulate(sam(**options), [request_], vocab_size=5)
 
 
 # Of the paper's rule: a corpus of consecutive ids, and texts that match it in part.
@@ -198,26 +184,24 @@ def test_the_bias_may_be_none():
     assert draft == CORPUS[6:9]
 
 
-def test_rows_of_a_batch_go_in_lockstep():
+@pytest.mark.parametrize(
+    ("packed", "cost"),
+    [
+        # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
+        (False, (1 + 0.5 * 9) / 1.5 + 1),
+        # 9 tokens and 1, then 1 alone; plain decoding feeds both rows nine times.
+        (True, (1 + 0.5 * 10) / 2 + (1 + 0.5 * 1) / 2),
+    ],
+)
+def test_rows_of_a_batch_go_in_lockstep(packed, cost):
     # Alone: one forward over 8 nodes for 9 tokens, and two forwards without a draft.
-    new = (list(range(60, 70)), [80, 81, 82])
-    report = simulate(sam(budget=8), [COPY, new], cost=lambda n: 1 + 0.5 * n, batch_size=2)
+    requests = [COPY, (list(range(60, 70)), [80, 81, 82])]
+    price = {"cost": lambda n: 1 + 0.5 * n, "packed": packed}
+    report = simulate(sam(budget=8), requests, batch_size=2, **price)
     assert counts(report) == (1 + 2, 9 + 2, 8)
     assert report.forwards == 2
-    # The batch's first forward is 9 tokens wide, its second 1; plain decoding takes 9 of those.
     assert report.plain_forwards == 9
-    assert report.cost == pytest.approx((1 + 0.5 * 9) / 1.5 + 1)
-    assert report.speedup == pytest.approx(9 / report.cost)
-
-
-def test_packed_rows_are_charged_for_what_they_feed():
-    new = (list(range(60, 70)), [80, 81, 82])
-    report = simulate(
-        sam(budget=8), [COPY, new], cost=lambda n: 1 + 0.5 * n, batch_size=2, packed=True
-    )
-    assert counts(report) == (1 + 2, 9 + 2, 8)
-    # 9 tokens and 1, then 1 alone; plain decoding feeds both rows nine times.
-    assert report.cost == pytest.approx((1 + 0.5 * 10) / 2 + (1 + 0.5 * 1) / 2)
+    assert report.cost == pytest.approx(cost)
     assert report.speedup == pytest.approx(9 / report.cost)
 
 
@@ -247,15 +231,7 @@ def test_rows_of_a_batch_draft_from_one_another():
     assert beside.forwards < 40
     apart = [requests[0], ([1, 2, 4], output)]
     assert simulate(RolloutAssistant(), apart, batch_size=2).forwards == 40
-
-
-def test_a_later_epoch_drafts_from_the_one_before():
-    assistant = RolloutAssistant()
-    output = list(range(20, 60))
-    first = simulate(assistant, [([1, 2, 3], output)])
-    assert first.steps == 39
-    assert simulate(assistant, [([1, 2, 3], output)]).steps < 8
-    assert simulate(assistant, [([1, 2, 4], output)]).steps == 39
+    assert simulate(RolloutAssistant(), apart).forwards == 40 + 39
 
 
 @pytest.mark.parametrize("batch_size", [0, -1])

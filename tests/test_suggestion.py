@@ -10,14 +10,14 @@ from hf_retrieval_assist import suggestion as module
 from hf_retrieval_assist.record.record import Record
 from hf_retrieval_assist.suggestion import COPIES, KERNELS, LOOKUP, PLAIN, Suggestion, Trial
 
+from .support.byte_model import small_model
 from .support.lossless import PROMPT, build
-from .test_examples import small_model
+from .support.watching import calls_of
 
 
 def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch):
     model = build(LlamaForCausalLM)
-    calls, call = [], module._call
-    monkeypatch.setattr(module, "_call", lambda *args: (calls.append(args[2]), call(*args))[1])
+    calls = calls_of(monkeypatch, module, "_call")
     candidates = {"sam": SamAssistant, "suffix": lambda: SuffixAssistant(fallback=None)}
     found = suggest(
         model, [PROMPT, PROMPT.flip(1)], candidates=candidates, max_new_tokens=8, repeats=2
@@ -30,7 +30,8 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
         # The pass that was not timed.
         assert len(trial.record.calls) == (2 if trial.make else 0)
     names = [PLAIN, KERNELS, COPIES, LOOKUP, "sam", "suffix"]
-    rounds = [calls[1:][i : i + 6] for i in range(0, 36, 6)]
+    asked = [name for _, _, name, *_ in calls[1:]]
+    rounds = [asked[i : i + 6] for i in range(0, 36, 6)]
     assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
     assert found.best.name in str(found)
     assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
@@ -39,15 +40,8 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
 def test_prompts_may_be_texts_and_sampled():
     model, tokenizer = small_model()
     candidates = {"mine": lambda: SamAssistant(budget=8)}
-    found = suggest(
-        model,
-        ["one two one two"],
-        tokenizer=tokenizer,
-        candidates=candidates,
-        max_new_tokens=12,
-        repeats=1,
-        do_sample=True,
-    )
+    options = {"candidates": candidates, "max_new_tokens": 12, "repeats": 1, "do_sample": True}
+    found = suggest(model, ["one two one two"], tokenizer=tokenizer, **options)
     assert [trial.name for trial in found.trials] == ["mine"]
     assert found.best.identical == 1
     assert "text" in found.best.record.origins
@@ -62,9 +56,8 @@ def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
     call = module._call
     monkeypatch.setattr(module, "_call", refuse)
     candidates = {"sam": SamAssistant}
-    found = suggest(
-        build(LlamaForCausalLM), [PROMPT], candidates=candidates, max_new_tokens=4, repeats=1
-    )
+    model, options = build(LlamaForCausalLM), {"max_new_tokens": 4, "repeats": 1}
+    found = suggest(model, [PROMPT], candidates=candidates, **options)
     assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
 
 
@@ -137,13 +130,13 @@ def test_other_work_on_the_machine_does_not_change_the_advice(seed):
 
 def test_wrong_arguments():
     model = build(LlamaForCausalLM)
-    with pytest.raises(ValueError, match="prompts: expected at least 1"):
-        suggest(model, [])
-    with pytest.raises(ValueError, match="candidates: expected at least 1"):
-        suggest(model, [PROMPT], candidates={})
-    with pytest.raises(ValueError, match="repeats: expected at least 1"):
-        suggest(model, [PROMPT], repeats=0)
-    with pytest.raises(ValueError, match="tokenizer: expected one"):
-        suggest(model, ["text"])
+    for prompts, options, said in (
+        ([], {}, "prompts: expected at least 1"),
+        ([PROMPT], {"candidates": {}}, "candidates: expected at least 1"),
+        ([PROMPT], {"repeats": 0}, "repeats: expected at least 1"),
+        (["text"], {}, "tokenizer: expected one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            suggest(model, prompts, **options)
     with pytest.raises(TypeError, match="expected a function that makes mine, got SamAssistant"):
         suggest(model, [PROMPT], candidates={"mine": SamAssistant()})

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from hf_retrieval_assist import Assistant, TokenTree
-from tests.support.lossless import run
+from tests.support.lossless import run, same
 from tests.support.scripted import Scripted
 
 
@@ -61,8 +60,7 @@ def test_nodes_of_no_probability_are_dropped_with_what_is_below_them(llama, budg
     assert kept.parents.tolist() == [-1, 0]
     assert kept.without_nan() is kept
     for draft in (mixed, tree([5], [-1], [nan])):
-        assistant = Assistant([fixed(draft)], budget=budget)
-        assert torch.equal(run(llama, assistant=assistant), run(llama))
+        _, _, assistant = same(llama, assistant=Assistant([fixed(draft)], budget=budget))
         if draft is not mixed:
             assert not assistant.stats.last.drafted
         elif budget != "auto":
@@ -71,5 +69,4 @@ def test_nodes_of_no_probability_are_dropped_with_what_is_below_them(llama, budg
 
 def test_right_drafts_of_any_shape_are_taken(llama):
     right = tree([5, 6, 9, 7], [-1, -1, 0, 2], [0.5, 0.4, 0.5, 0.1], [1, -1, 0, 1])
-    assistant = Assistant([fixed(right, n_classes=2)], budget=8)
-    assert torch.equal(run(llama, assistant=assistant), run(llama))
+    same(llama, assistant=Assistant([fixed(right, n_classes=2)], budget=8))

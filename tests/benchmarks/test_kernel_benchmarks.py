@@ -100,9 +100,8 @@ def test_logits_belong_to_their_positions(model, monkeypatch):
     with torch.no_grad():
         expected = model(piece[None]).logits[0, 4:]
     for rows, scope in ((1, nullcontext), (5, reroute)):
-        torch.testing.assert_close(
-            kernel.logits_of(model, piece, rows, scope), expected, rtol=1e-4, atol=1e-4
-        )
+        found = kernel.logits_of(model, piece, rows, scope)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_is_split_without_gaps(model, options):

@@ -49,9 +49,8 @@ def test_a_trace_is_judged_with_weights_of_the_others(monkeypatch):
     report = mixture.judge([phrases("a", 0), phrases("b", 1), phrases("c", 2)], requests=1)
     assert trained_on == [["b", "c"], ["a", "c"], ["a", "b"]]
     rows = report.tables[0].rows
-    assert [(row["trace"], row["nodes"]) for row in rows[:5]] == [
-        ("a", nodes) for nodes in ("16", "32", "64", "CPU", "GPU")
-    ]
+    assert {row["trace"] for row in rows[:5]} == {"a"}
+    assert [row["nodes"] for row in rows[:5]] == ["16", "32", "64", "CPU", "GPU"]
     assert len(rows) == 15
     assert all(row["accepted"] > 1 for row in rows)
     assert [row["speed"] is None for row in rows[:5]] == [True, True, True, False, False]

@@ -15,16 +15,8 @@ from benchmarks.methods import Run
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
 
-NAMES = [
-    "plain",
-    "prompt lookup",
-    "prompt lookup in reroute",
-    "kernels",
-    "+ copies",
-    "+ recordings",
-    "+ drafts",
-    "+ drafts, a dozen before",
-]
+NAMES = ["plain", "prompt lookup", "prompt lookup in reroute", "kernels"]
+NAMES += ["+ copies", "+ recordings", "+ drafts", "+ drafts, a dozen before"]
 
 
 @pytest.fixture
@@ -61,9 +53,8 @@ def test_a_file_for_a_model_and_a_dtype_after_each_way_of_decoding(small, tmp_pa
     assert len(kinds.rows) == 3 * len(NAMES) * len({row["kind"] for row in kinds.rows})
     page = (tables.RESULTS.parent / "README.md").read_text(encoding="utf-8")
     (markers,) = re.findall(r"```markdown\n(.*?)```", page, re.DOTALL)
-    shown = tables.render(
-        markers.replace("model-smollm2-bfloat16", "model-small-float32"), tmp_path
-    )
+    markers = markers.replace("model-smollm2-bfloat16", "model-small-float32")
+    shown = tables.render(markers, tmp_path)
     assert shown.count("| + copies |") == 2
     assert re.search(r"at temperature 1 <!--.*?-->\d+\.\d\d<!-- end -->", shown)
 
@@ -146,9 +137,8 @@ def test_methods_of_llama_cpp_take_turns_with_ours():
     def generate(ids, new_tokens, ends, drafts):
         assert (new_tokens, ends) == (6, {0})
         ids = torch.tensor([ids])
-        new = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)[
-            :, ids.shape[1] :
-        ]
+        text = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        new = text[:, ids.shape[1] :]
         return Run(new.numel(), 3 if drafts else 6, 1.0, new, None, {})
 
     engine = SimpleNamespace(generate=generate)

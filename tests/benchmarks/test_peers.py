@@ -69,7 +69,7 @@ def test_racer_fills_up_beside_what_it_retrieved():
 
 
 VOCABULARY = 30
-FILL = range(30 - B, 30)  # named where a test names nothing more likely
+FILL = range(VOCABULARY - B, VOCABULARY)  # named where a test names nothing more likely
 EAST, NORTH = torch.eye(VOCABULARY)[:2]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hf_retrieval_assist import RestAssistant, SamAssistant
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.corpus.readers import tokenised
-from tests.test_examples import small_model
+from tests.support.byte_model import small_model
 
 TEXTS = ["one two three", "two three one"]
 

@@ -1,5 +1,7 @@
 """Batches with prompts and outputs of different lengths equal plain batched generation."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -12,26 +14,22 @@ from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
 from tests.support.watching import Spectator
 
-CLASSES = {
-    "tree": transformers.LlamaForCausalLM,
-    "windows": transformers.Gemma3ForCausalLM,
-    "chain": transformers.BartForCausalLM,
-    "convolution": transformers.Lfm2ForCausalLM,
+# Full attention, windows, no trees, and convolutions.
+TIERS = {
+    transformers.LlamaForCausalLM: "tree",
+    transformers.Gemma3ForCausalLM: "tree",
+    transformers.BartForCausalLM: "chain",
+    transformers.Lfm2ForCausalLM: "chain",
 }
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(scope="module", params=TIERS)
 def model(request):
-    return build(CLASSES[request.param])
-
-
-def tier_of(model):
-    chains = transformers.BartForCausalLM, transformers.Lfm2ForCausalLM
-    return "chain" if isinstance(model, chains) else "tree"
+    return build(request.param)
 
 
 def equal(model, inputs, **kwargs):
-    return agreeing(model, inputs, tier=tier_of(model), **kwargs)
+    return agreeing(model, inputs, tier=TIERS[type(model)], **kwargs)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
@@ -49,14 +47,9 @@ def test_rows_that_stop_at_different_lengths(model, batch_size):
 def test_several_sequences_per_prompt(model):
     inputs = padded(2)
     mask = inputs["attention_mask"].repeat_interleave(3, dim=0)
-    _, _, assistant = equal(
-        model,
-        inputs,
-        make=lambda plain: oracle_assistant(plain, mask),
-        do_sample=True,
-        num_return_sequences=3,
-        max_new_tokens=9,
-    )
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 9}
+    make = functools.partial(oracle_assistant, attention_mask=mask)
+    _, _, assistant = equal(model, inputs, make=make, **options)
     assert assistant.stats.last.keeps_seed
 
 
@@ -71,16 +64,13 @@ def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model, monkeypatch)
     """Convolutions are left with the states of plain decoding."""
     # It is taken for one of transformers' own, so that rows need not go in step.
     monkeypatch.setattr(selection, "_ROWWISE", (*selection._ROWWISE, StopsRowWise))
-    plain, assisted, _ = equal(
-        model,
-        padded(4),
-        do_sample=False,
-        max_new_tokens=40,
-        stopping_criteria=[StopsRowWise()],
-        return_dict_in_generate=True,
-    )
-    lengths = (plain.sequences[:, 18:] % 5 == 3).int().argmax(dim=1) + 1
+    options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
+    criteria = {"stopping_criteria": [StopsRowWise()]}
+    plain, assisted, assistant = equal(model, padded(4), **criteria, **options)
+    new = plain.sequences[:, 18:]
+    lengths = (new % 5 == 3).int().argmax(dim=1) + 1
     assert len(set(lengths.tolist())) > 1
+    assert assistant.stats.last.tokens == new.numel()
     pairs = zip(plain[CACHE].layers, assisted[CACHE].layers, strict=True)
     states = [pair for pair in pairs if isinstance(pair[0], LinearAttentionLayer)]
     assert bool(states) == isinstance(model, transformers.Lfm2ForCausalLM)
@@ -147,7 +137,7 @@ def test_what_follows_all_rows_couples_them(model, rows, kind, sample):
         return {"logits_processor": [Witness()]}
 
     _, _, assistant = compare(model, padded(rows), make, **options)
-    assert assistant.stats.last.tier == tier_of(model)
+    assert assistant.stats.last.tier == TIERS[type(model)]
     assert assistant.stats.last.accepted > 0
     assert assistant.stats.last.keeps_seed
 
@@ -156,21 +146,13 @@ def test_rows_that_end_are_padded_and_shown_as_plain_shows_them(model):
     inputs = padded(4)
     free = model.generate(**inputs, do_sample=False, max_new_tokens=24)[:, 18:]
     eos = [late_token(free[0], 7), late_token(free[-1], 13), late_token(free[1], 4)]
-    options = {
-        "do_sample": True,
-        "max_new_tokens": 40,
-        "eos_token_id": eos,
-        "pad_token_id": 61,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-    }
-    plain, assisted, assistant = compare(
-        model,
-        inputs,
-        lambda: {"logits_processor": [Witness()], "stopping_criteria": [Tracker(4)]},
-        **options,
-    )
+
+    def make():
+        return {"logits_processor": [Witness()], "stopping_criteria": [Tracker(4)]}
+
+    options = {"do_sample": True, "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": 61}
+    options |= dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
+    plain, assisted, assistant = compare(model, inputs, make, **options)
     assert (sequences_of(plain)[:, 18:] == 61).any()
     for name in ("scores", "logits"):
         torch.testing.assert_close(assisted[name], plain[name], atol=2e-3, rtol=2e-3)

@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.lossless import build, same
+from tests.support.lossless import build, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPTS = torch.tensor(
@@ -88,14 +88,7 @@ CALLERS = {
 
 
 def turn(model, ids, cache, assistant=None):
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=8,
-        **{CACHE: cache},
-        assistant=assistant,
-    )
+    return run(model, ids, max_new_tokens=8, **{CACHE: cache}, assistant=assistant)
 
 
 @pytest.mark.parametrize("kind", CALLERS)
@@ -221,13 +214,11 @@ def test_windows_hold_what_they_show_and_little_more():
 
 
 @pytest.mark.parametrize("window", [6, 20])
-@pytest.mark.parametrize(
-    "model_class", [MistralForCausalLM, Phi3ForCausalLM, Starcoder2ForCausalLM]
-)
-def test_one_token_behind_the_only_window_of_a_model(model_class, window):
+@pytest.mark.parametrize("kind", [MistralForCausalLM, Phi3ForCausalLM, Starcoder2ForCausalLM])
+def test_one_token_behind_the_only_window_of_a_model(kind, window):
     """It makes its own mask there, whether its window is longer than the self-test's text or not:
     steps without a draft show what it lets them see."""
-    model = build(model_class, sliding_window=window)
+    model = build(kind, sliding_window=window)
     assistant = SamAssistant(fallback=None, budget=8)
     same(model, PROMPTS[:1], assistant, max_new_tokens=40)
     last = assistant.stats.last
@@ -252,23 +243,15 @@ def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
     monkeypatch.setattr(torch, "Event", MagicMock)  # on a CPU everything is done at once
     window = {"sliding_window": 12} if model_class is MistralForCausalLM else {}
     model = build(model_class, **window)
-    eos = int(model.generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)[0, -3])
+    options = {"eos_token_id": int(run(model, PROMPTS[:1])[0, -3]), "max_new_tokens": 30}
 
     def conversation(assisted):
-        ids, kept = PROMPTS[:1], {}
-        for assistant in (SamAssistant(budget=8) if ours else None for ours in assisted):
-            named = {} if assistant is None else {"assistant": assistant}
-            result = model.generate(
-                ids,
-                **kept,
-                **named,
-                max_new_tokens=30,
-                do_sample=False,
-                eos_token_id=eos,
-                return_dict_in_generate=True,
-            )
+        ids, kept = PROMPTS[:1], {"return_dict_in_generate": True}
+        for ours in assisted:
+            named = {"assistant": SamAssistant(budget=8)} if ours else {}
+            result = run(model, ids, **kept, **named, **options)
             ids = torch.cat([result.sequences, PROMPTS[:1, :2]], dim=1)
-            kept = {CACHE: result[CACHE]}
+            kept[CACHE] = result[CACHE]
         return result.sequences.tolist(), result[CACHE].get_seq_length()
 
     plain = conversation((False, False))

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    BartForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    Qwen3NextForCausalLM,
-)
+from transformers import BartForCausalLM, Lfm2ForCausalLM, LlamaForCausalLM, Qwen3NextForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant

@@ -24,6 +24,7 @@ from tests.support.lossless import (
     knowing,
     run,
     same,
+    static,
 )
 from tests.support.oracle_drafter import agreeing
 
@@ -35,13 +36,6 @@ def _compiled_anew():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def static(**options):
-    """What a caller asks for to have forwards compiled, on a CPU as well."""
-    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
-    config._compile_all_devices = True
-    return {"cache_implementation": "static", "compile_config": config, **options}
 
 
 @pytest.mark.parametrize(
@@ -132,16 +126,14 @@ def test_a_compiled_wrapper_generates_as_its_model():
 @pytest.mark.parametrize("compiles", [False, True])
 def test_conversations_on_a_callers_static_cache(compiles):
     model = build(LlamaForCausalLM if compiles else Gemma3ForCausalLM)
-    options = static() if compiles else {}
+    options = (static() if compiles else {}) | {"max_new_tokens": 14}
     options.pop("cache_implementation", None)
     before, cache = compilations(), StaticCache(config=model.config, max_cache_len=ROOM)
     kinds, text = [type(layer) for layer in cache.layers], PROMPT
     for turn, assisted in enumerate((True, False, True)):
-        plain = run(model, text, max_new_tokens=14, **options)
+        plain = run(model, text, **options)
         assistant = knowing(plain) if assisted else None
-        found = run(
-            model, text, max_new_tokens=14, **{CACHE: cache}, **options, assistant=assistant
-        )
+        found = run(model, text, **{CACHE: cache}, **options, assistant=assistant)
         assert torch.equal(plain, found)
         assert int(cache.get_seq_length()) == found.shape[1] - 1
         # In each turn the caller adds tokens.

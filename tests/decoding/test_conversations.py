@@ -37,7 +37,7 @@ from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import build, rope_model, run
 from tests.support.oracle_drafter import oracle_assistant
-from tests.support.watching import Interrupt, InterruptedForward
+from tests.support.watching import Interrupt, interrupted_forward
 
 LONGEST = 70  # tokens, from which on no turn begins
 
@@ -101,22 +101,19 @@ KINDS = ("oracle", 0, "self", 1, "by time", "rest", "plain", "none")
 model_of = functools.cache(lambda name: MODELS[name]())
 
 
-def steer(module, args, out):
-    """A hook that changes every position alike."""
-    hidden = out[0] if isinstance(out, tuple) else out
-    hidden = hidden + torch.linspace(-0.5, 0.5, hidden.shape[-1])
-    return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+def steering(first, size):
+    """A hook that changes the positions of a forward from one on."""
+
+    def steer(module, args, out):
+        hidden = (out[0] if isinstance(out, tuple) else out).clone()
+        hidden[:, first:] += torch.linspace(-size, size, hidden.shape[-1])
+        return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+    return steer
 
 
-def steer_last(module, args, out):
-    """One that changes the last position of a forward only."""
-    hidden = (out[0] if isinstance(out, tuple) else out).clone()
-    hidden[:, -1] += torch.linspace(-2, 2, hidden.shape[-1])
-    return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
-
-
-# The first one only looks.
-HOOKS = {"note": lambda *arguments: None, "steer": steer, "steer last": steer_last}
+# One that only looks, and others that change every position or the last one.
+HOOKS = {"note": lambda *_: None, "steer": steering(0, 0.5), "steer last": steering(-1, 2)}
 
 
 class AllowedOfRows:
@@ -133,10 +130,9 @@ class AllowedOfRows:
 
 def frequencies_of(model):
     """What the model's RoPE keeps from forward to forward."""
-    modules = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
-    return [
-        (m, m.max_seq_len_cached, m.inv_freq.clone()) for m in modules if hasattr(m, "inv_freq")
-    ]
+    modules = [m for m in model.modules() if hasattr(m, "max_seq_len_cached")]
+    ropes = [module for module in modules if hasattr(module, "inv_freq")]
+    return [(rope, rope.max_seq_len_cached, rope.inv_freq.clone()) for rope in ropes]
 
 
 def set_frequencies(frequencies):
@@ -170,10 +166,8 @@ class Conversation(RuleBasedStateMachine):
         self.by_time = SamAssistant(memory=self.memory)
         self.drafts_itself = Assistant([QuantizedSelf()], budget=8)
         self.start_over()
-        if given:
-            self.caches = {
-                name: transformers.DynamicCache(config=self.model.config) for name in self.caches
-            }
+        for name in self.caches if given else ():
+            self.caches[name] = transformers.DynamicCache(config=self.model.config)
 
     def teardown(self):
         # Other conversations have the same model.
@@ -260,14 +254,9 @@ class Conversation(RuleBasedStateMachine):
         eos = None
         if ends:
             # A token that some row comes by on its way.
-            free = self.model.generate(
-                self.ids,
-                attention_mask=self.mask,
-                max_new_tokens=new,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
+            endless = {"max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
+            inputs = {"input_ids": self.ids, "attention_mask": self.mask}
+            free = self.model.generate(**inputs, do_sample=False, **endless)
             way = free[0, self.ids.shape[1] :]
             eos = int(way[len(way) // 2])
         plain = self.generate("plain", max_new_tokens=new, eos_token_id=eos)
@@ -356,7 +345,7 @@ class Conversation(RuleBasedStateMachine):
         self.extend(self.new_tokens(self.rows, 2))
         plain = self.generate("plain", max_new_tokens=new)
         cache, length = self.caches["ours"], self.ids.shape[1]
-        with suppress(Interrupt), InterruptedForward(self.model, forwards):
+        with suppress(Interrupt), interrupted_forward(self.model, forwards):
             assistant = self.assistant(kind, plain) or self.by_time
             self.generate("ours", kind=kind, max_new_tokens=new, assistant=assistant)
         everything = plain.sequences
@@ -364,9 +353,8 @@ class Conversation(RuleBasedStateMachine):
         if (stop := max(length, cache.get_seq_length() + 1)) < everything.shape[1]:
             mask = torch.cat([self.mask, torch.ones_like(everything[:, length:])], dim=1)
             missing = everything.shape[1] - stop
-            ours = self.generate(
-                "ours", everything[:, :stop], mask[:, :stop], max_new_tokens=missing
-            )
+            known = everything[:, :stop], mask[:, :stop]
+            ours = self.generate("ours", *known, max_new_tokens=missing)
             assert torch.equal(everything, ours.sequences)
         self.extend(everything[:, length:])
         self.caches = {"plain": plain[CACHE], "ours": cache}

@@ -17,7 +17,7 @@ from hf_retrieval_assist.kernels.quantized import WEIGHTS
 from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.support.copied_models import HIDDEN, TOKENS, Watch, compact_products, model_of
+from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
 from tests.support.lossless import PROMPT, padded, run
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
@@ -106,19 +106,12 @@ def test_batches(products):
 def test_memory_is_the_users_to_give(limit, read):
     model, known = rounded(), WEIGHTS.nbytes() + COMPACT.nbytes()
     for options in ({}, LOGITS):
-        with Watch() as watch, compact_products() as products:
+        with watch_screens() as watch, compact_products() as products:
             run(model, assistant=SamAssistant(extra_memory=limit), **options)
         assert bool(watch.screened) == ("screened" in read and not options)
         assert bool(products) == (limit >= 2 * HIDDEN * TOKENS and bool(options))
     taken = WEIGHTS.nbytes() + COMPACT.nbytes() - known
     assert taken <= (limit if "compact" in read else 2 * limit)
-
-
-def verifier(kind):
-    made = kind.__new__(kind)
-    if kind is not FixedVerifier:  # which names its own
-        made.reads = ""
-    return made
 
 
 @pytest.mark.parametrize(
@@ -133,12 +126,14 @@ def test_what_verifies_decides_what_is_read(kind, screened, compacted, products)
     other = nn.Linear(HIDDEN, TOKENS, bias=False).bfloat16().float().requires_grad_(False)
     model.extra = other
     COMPACT.of(other.weight)
-    found, made = Copies.of(model, True, False, None), verifier(kind)
+    found, made = Copies.of(model, True, False, None), kind.__new__(kind)
+    if kind is not FixedVerifier:  # which names its own
+        made.reads = ""
     with torch.no_grad():
         with found.watching():
             logits = model(PROMPT).logits
         found.begin(made, logits)
-        with found.watching(), Watch() as watch:
+        with found.watching(), watch_screens() as watch:
             model.lm_head(torch.randn(1, HIDDEN))
             other(torch.randn(1, HIDDEN))
     assert bool(watch.screened) == screened
@@ -152,7 +147,7 @@ def test_a_narrow_output_layer_has_no_copy_for_draws(draws, monkeypatch):
     monkeypatch.setattr(copies, "LEAST_SAVED", 3 * HIDDEN + 1)
     model = model_of(transformers.LlamaForCausalLM)
     run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
-    with Watch() as watch:
+    with watch_screens() as watch:
         run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
     assert bool(watch.screened) != draws
 
@@ -168,12 +163,12 @@ def test_copies_are_packed_once_they_have_paid(monkeypatch):
     packed = WEIGHTS.nbytes()
     assert packed > known
     assert assistant.stats.last.seconds["pack"] > 0
-    with Watch() as watch:
+    with watch_screens() as watch:
         run(model, assistant=SamAssistant(), max_new_tokens=4)
     assert watch.screened > 0
     with torch.no_grad():
         model.lm_head.weight.mul_(-1.0)
-    with Watch() as watch:  # computed in full until it has paid again
+    with watch_screens() as watch:  # computed in full until it has paid again
         run(model, assistant=SamAssistant(), max_new_tokens=9)
         assert watch.screened == 0
         run(model, assistant=SamAssistant())
@@ -227,7 +222,7 @@ def test_weights_that_a_hook_changes_within_a_call(name, options):
         warm = Assistant([], budget=4)
         run(model, assistant=warm, max_new_tokens=3, **options)
         model.lm_head.weight.data.copy_(original)
-        with Watch() as watch, compact_products() as products:
+        with watch_screens() as watch, compact_products() as products:
             ours = run(model, assistant=warm, **options)
     assert watch.screened or products
     if options:
@@ -242,7 +237,7 @@ def test_hooks_of_all_modules_leave_the_output_layer_alone():
     run(model, assistant=SamAssistant())
     handle = nn.modules.module.register_module_forward_hook(lambda *arguments: None)
     try:
-        with Watch() as watch:
+        with watch_screens() as watch:
             run(model, assistant=SamAssistant())
     finally:
         handle.remove()

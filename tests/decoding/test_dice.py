@@ -3,15 +3,14 @@
 import pytest
 import torch
 import transformers
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessorList, StoppingCriteria
 
 from hf_retrieval_assist.decoding import dice as module
 from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
-from tests.support.oracle_drafter import agreeing, both
-from tests.support.tiny_models import VOCAB
+from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 WIDTHS = [7, 16, 17, 1000, 70_001]
 
@@ -101,7 +100,9 @@ def test_another_way_of_drawing_is_left_alone(monkeypatch):
     model = build(transformers.LlamaForCausalLM)
     _, _, assistant = same(model, do_sample=True)
     assert assistant.stats.last.keeps_seed
-    _, _, assistant = both(model, padded(3), do_sample=True, max_new_tokens=24)
+    inputs = padded(3) | {"do_sample": True, "max_new_tokens": 24}
+    assistant = oracle_assistant(model.generate(**inputs), inputs["attention_mask"])
+    model.generate(**inputs, assistant=assistant)
     assert not assistant.stats.last.keeps_seed
     [row] = rows_of(1)
     select = TokenSelector(LogitsProcessorList(), do_sample=True, batch_size=1)
@@ -148,53 +149,3 @@ def test_sampled_batches_keep_the_seed(name, options):
     _, _, assistant = agreeing(model, inputs, seed=4, **options)
     assert assistant.stats.last.keeps_seed
     assert assistant.stats.last.accepted > 0
-
-
-class Foreign(LogitsProcessor):
-    """Counts what it is shown."""
-
-    def __init__(self):
-        self.seen = 0
-
-    def __call__(self, input_ids, scores):
-        self.seen += len(scores)
-        return scores
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_foresight_is_the_choice_of_the_walk(do_sample, batch_size):
-    """Along a path of drafted tokens, with warpers and processors that look at the text."""
-    foreign = Foreign()
-    processors = LogitsProcessorList(
-        [
-            transformers.RepetitionPenaltyLogitsProcessor(1.7),
-            transformers.NoRepeatNGramLogitsProcessor(2),
-            transformers.TemperatureLogitsWarper(0.8),
-            transformers.TopKLogitsWarper(20),
-            foreign,
-        ]
-    )
-    rows = rows_of(batch_size)
-    select = TokenSelector(processors, do_sample, batch_size)
-    torch.manual_seed(6)
-    dice = Dice(rows)
-    foresights = [RowForesight(select, dice, row) for row in rows]
-    logits = [law.log() for law in laws(batch_size, VOCAB, 5)]
-    foreseen = []
-    for row, foresight in zip(rows, foresights, strict=True):
-        path = []
-        for step in logits:
-            scores, ids = foresight.best(step[row.index : row.index + 1], [path], 3)
-            assert (scores.diff() <= 0).all()
-            path = [*path, int(ids[0, 0])]
-        foreseen.append(path)
-        assert foresight.knows(VOCAB)
-    assert not foreign.seen
-    for step in logits:
-        scores = select.process(rows, step.clone())
-        for row, token in zip(
-            rows, select.choose(scores, lambda p: dice.draw(p, rows)), strict=True
-        ):
-            row.generated.append(token)
-    assert [row.generated for row in rows] == foreseen

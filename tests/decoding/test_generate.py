@@ -1,11 +1,13 @@
 """`generate(assistant=...)` returns what plain `generate` returns, whatever is asked of it."""
 
+import functools
+
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, GenerationConfig, LlamaForCausalLM, pipeline
 
 from tests.support.byte_model import byte_tokenizer
-from tests.support.lossless import NEW_TOKENS, PROMPT, build, equal, knowing, run, same
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, equal, knowing, run
 from tests.support.oracle_drafter import agreeing
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
@@ -33,16 +35,10 @@ PROCESSING = {
     "allowed tokens": {"prefix_allowed_tokens_fn": allowed},
     "end-of-sequence ids": {"eos_token_id": [3, 4], "min_new_tokens": 6},
     "sequence bias": {"sequence_bias": [[[11], 4.0], [[5, 9], 6.0]]},
-    "all together": {
-        "temperature": 0.7,
-        "top_k": 20,
-        "top_p": 0.95,
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[7]],
-        "prefix_allowed_tokens_fn": allowed,
-    },
 }
+ALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "bad_words_ids": [[7]]}
+ALL |= {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "prefix_allowed_tokens_fn": allowed}
+PROCESSING["all together"] = ALL
 SAMPLERS = ("temperature", "min_p")
 
 
@@ -67,33 +63,25 @@ def tokenizer():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_stop_strings(model, tokenizer, do_sample):
+    """Of the call, and of its configuration."""
     free = run(model, do_sample=do_sample)[0].tolist()
-    options = {"do_sample": do_sample, "tokenizer": tokenizer}
-    options["stop_strings"] = [tokenizer.decode(free[-9:-6]), "nowhere"]
-    plain, _, _ = equal(model, **options)
-    assert plain.shape[1] < len(free)
-
-
-def test_stop_strings_of_a_configuration(model, tokenizer):
-    free = run(model)[0].tolist()
     stop = tokenizer.decode(free[-9:-6])
-    config = GenerationConfig(stop_strings=stop, do_sample=False, max_new_tokens=NEW_TOKENS)
-    plain, _, _ = same(model, tokenizer=tokenizer, generation_config=config)
-    assert plain.shape[1] < len(free)
+    config = GenerationConfig(stop_strings=stop, max_new_tokens=NEW_TOKENS)
+    for given in ({"stop_strings": [stop, "nowhere"]}, {"generation_config": config}):
+        plain, _, _ = equal(model, tokenizer=tokenizer, do_sample=do_sample, **given)
+        assert plain.shape[1] < len(free)
     assert config.stop_strings == stop
 
 
 def test_pipelines(model, tokenizer):
     text = tokenizer.decode(PROMPT[0])
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    by_call, by_pipeline = knowing(run(model)), knowing(run(model))
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    plain = pipe(text, **options)
-    assert pipe(text, **options, assistant=by_call) == plain
-    assert by_call.stats.last.accepted > 0
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant=by_pipeline)
-    assert pipe(text, **options) == plain
-    assert by_pipeline.stats.last.accepted > 0
+    pipe = functools.partial(pipeline, "text-generation", model=model, tokenizer=tokenizer)
+    plain, given = pipe()(text, **options), {"assistant": knowing(run(model))}
+    for of_pipeline, of_call in (({}, given), (given, {})):
+        assert pipe(**of_pipeline)(text, **options, **of_call) == plain
+        assert given["assistant"].stats.last.accepted > 0
+    assert given["assistant"].stats.total.calls == 2
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -19,18 +19,17 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import Tier, choose_service
 from hf_retrieval_assist.verification.verified import Verified
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.support.lossless import build, late_token, padded
+from tests.support.dense_attention import flash_like
+from tests.support.lossless import build, late_token, outcome, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 
 
-@pytest.fixture(
-    scope="module", params=[transformers.LlamaForCausalLM, transformers.Gemma3ForCausalLM]
-)
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def model(request):
-    return build(request.param, attn_implementation="eager")
+    return build(getattr(transformers, request.param), attn_implementation="eager")
 
 
 def equal(model, inputs=INPUTS, tier="tree", **kwargs):
@@ -96,25 +95,6 @@ def test_states_behind_the_end_of_a_text_are_left_out():
     assert len(outputs.result(torch.zeros(1, 4), None, None, 2).hidden_states) == 2
 
 
-@pytest.mark.parametrize("next_is_assisted", [False, True])
-@pytest.mark.parametrize(
-    ("model_class", "tier"),
-    [(transformers.InklingForCausalLM, "chain"), (transformers.FalconH1ForCausalLM, "replay")],
-)
-def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
-    model = build(model_class)
-    first, ours, _ = equal(model, tier=tier, return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
-    turn = {"do_sample": False, "max_new_tokens": 12}
-    expected = model.generate(ids, **turn)
-    assistant = oracle_assistant(expected) if next_is_assisted else None
-    actual = model.generate(ids, **{CACHE: ours[CACHE]}, **turn, assistant=assistant)
-    assert torch.equal(expected, actual)
-    cached = ours[CACHE].get_seq_length()
-    # Accepted tokens that wait to be replayed are not in the cache yet.
-    assert cached == actual.shape[1] - 1 or (tier == "replay" and cached < actual.shape[1] - 1)
-
-
 @pytest.mark.parametrize(
     ("options", "tier"),
     [
@@ -173,20 +153,8 @@ def test_mask_with_holes(model):
     equal(model, inputs, make=lambda plain: oracle_assistant(plain[:, shown]))
 
 
-def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attends causally and takes no 4D mask, as flash attention does."""
-    assert attention_mask is None
-    width, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    seen = torch.ones(width, length, dtype=torch.bool).tril(length - width)
-    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    states = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scaling
-    )
-    return states.transpose(1, 2), None
-
-
 def test_flash_attention_is_served_by_chains():
-    transformers.AttentionInterface.register("flash_toy", causal_kernel)
+    transformers.AttentionInterface.register("flash_toy", flash_like)
     transformers.AttentionMaskInterface.register("flash_toy", flash_attention_mask)
     model = build(transformers.LlamaForCausalLM)
     # Set past the check for its library.
@@ -194,22 +162,16 @@ def test_flash_attention_is_served_by_chains():
     equal(model, tier="chain")
 
 
-def failure(model, **options):
-    """The error of a call; None if it succeeds."""
-    try:
-        model.generate(**INPUTS, max_new_tokens=4, **options)
-    except Exception as error:
-        return type(error), str(error)
-    return None
-
-
 def test_flash_attention_that_is_not_there_fails_as_without_assistant():
     model = build(transformers.LlamaForCausalLM)
     model.config._attn_implementation_internal = "flash_attention_2"
     # Some versions of transformers fail in another way once they have tried to import it.
-    plain = [failure(model) for _ in range(2)]
-    assert None not in plain
-    assert failure(model, assistant=oracle_assistant(PROMPT)) in plain
+    *plain, ours = (
+        outcome(lambda given=given: model.generate(**INPUTS, max_new_tokens=4, **given))
+        for given in ({}, {}, {"assistant": oracle_assistant(PROMPT)})
+    )
+    assert isinstance(ours, tuple)
+    assert ours in plain
 
 
 @pytest.mark.parametrize(

@@ -45,26 +45,16 @@ class QwenImages:
     def __init__(self, model_class):
         config = tiny_config(model_class.config_class)
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-        sizes = {
-            "embed_dim": 16,
-            "num_heads": 2,
-            "fullatt_block_indexes": [1],
-            "deepstack_visual_indexes": [0, 1],
-            "num_position_embeddings": 64,
-            "window_size": 32,
-        }
+        sizes = {"embed_dim": 16, "num_heads": 2, "num_position_embeddings": 64}
+        sizes |= {"window_size": 32, "fullatt_block_indexes": [1]}
+        sizes |= {"deepstack_visual_indexes": [0, 1]}
         vision = config.vision_config.to_dict()
         vision |= {name: value for name, value in sizes.items() if name in vision}
         self.patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
         text = config.text_config.to_dict() | {"rope_parameters": rope}
-        config = model_class.config_class(
-            text_config=text,
-            vision_config=vision,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            vision_start_token_id=START,
-            vision_end_token_id=END,
-        )
+        ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+        ids |= {"vision_start_token_id": START, "vision_end_token_id": END}
+        config = model_class.config_class(text_config=text, vision_config=vision, **ids)
         self.model = tiny_model(model_class, config)
 
     def image(self):
@@ -94,8 +84,7 @@ class SquareImages:
         config = tiny_config(model_class.config_class, **ours)
         if hasattr(config.vision_config, "projection_dim"):
             config.vision_config.projection_dim = config.text_config.hidden_size
-        self.model = tiny_model(model_class, config)
-        self.nested = model_class is transformers.Idefics3ForConditionalGeneration
+        self.model, self.name = tiny_model(model_class, config), model_class.__name__
         merged = any(name in ours for name in sizes)
         self.tokens = 4 if merged else 16
 
@@ -104,16 +93,13 @@ class SquareImages:
 
     def extras(self, ids, seeds):
         images = torch.stack([pixels(3, 32, 32, seed=seed) for seed in seeds])
-        if self.nested:
+        if self.name == "Idefics3ForConditionalGeneration":
             images = images.view(len(ids), -1, 3, 32, 32)
         return {"pixel_values": images, **self.of_text(ids)}
 
     def of_text(self, ids):
-        typed = (
-            transformers.Gemma3ForConditionalGeneration,
-            transformers.PaliGemmaForConditionalGeneration,
-        )
-        return {"token_type_ids": (ids == IMAGE).int()} if isinstance(self.model, typed) else {}
+        typed = "Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration"
+        return {"token_type_ids": (ids == IMAGE).int()} if self.name in typed else {}
 
 
 @pytest.fixture(scope="module", params=[*QWEN, *OTHERS], ids=lambda kind: kind.__name__)

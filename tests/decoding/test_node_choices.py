@@ -89,10 +89,8 @@ def test_half_precision(dtype, walked):
         walked.clear()
         torch.manual_seed(3)
         assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
-        options = dict.fromkeys(names, True)
-        result = model.generate(
-            PROMPT, do_sample=True, max_new_tokens=14, assistant=assistant, **options
-        )
+        options = {"do_sample": True, "max_new_tokens": 14} | dict.fromkeys(names, True)
+        result = model.generate(PROMPT, assistant=assistant, **options)
         texts.append(sequences_of(result))
         assert (len(walked) == 1) is not bool(names)
     assert torch.equal(*texts)
@@ -114,15 +112,11 @@ class DrawingOracle(OracleDrafter):
 
     def start(self, prompt_ids, target):
         torch.rand(1)
-        session = super().start(prompt_ids, target)
-        propose = session.propose
+        return super().start(prompt_ids, target)
 
-        def drawing(budget):
-            torch.rand(1)
-            return propose(budget)
-
-        session.propose = drawing
-        return session
+    def draft(self, coming, budget):
+        torch.rand(1)
+        return super().draft(coming, budget)
 
 
 def test_rows_that_lost_their_place_go_on_without_the_seed(llama):

@@ -15,7 +15,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.screen import Sampling, Screened
 from hf_retrieval_assist.system import memory
-from tests.support.copied_models import Watch, model_of
+from tests.support.copied_models import model_of, watch_screens
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
 
@@ -65,7 +65,7 @@ def both(model, **options):
     """A call that has good drafts, equal to plain's in tokens and random state."""
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
-    with Watch() as watch:
+    with watch_screens() as watch:
         plain, ours, assistant = agreeing(model, inputs, make=knowing, **options)
     if not isinstance(plain, torch.Tensor):
         for found, expected in zip(ours.scores, plain.scores, strict=True):
@@ -96,7 +96,7 @@ def test_batches(llama, name):
     torch.manual_seed(3)
     free = llama.generate(**padded(4), **options)
     options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
-    with Watch() as watch:
+    with watch_screens() as watch:
         agreeing(llama, padded(4), seed=3, make=lambda plain: SamAssistant(budget=4), **options)
     assert watch.screened > 0
 
@@ -106,11 +106,11 @@ def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
     with mock.patch.object(copies, "is_kernel", return_value=True):
         with reroute():
             plain = run(model)
-        with Watch() as watch:
+        with watch_screens() as watch:
             ours = run(model, assistant=knowing(plain))
     assert torch.equal(ours, plain)
     assert watch.screened > 0
-    with mock.patch.object(copies, "is_kernel", return_value=False), Watch() as watch:
+    with mock.patch.object(copies, "is_kernel", return_value=False), watch_screens() as watch:
         run(model, assistant=SamAssistant())
     assert watch.screened == 0
 
@@ -189,36 +189,41 @@ def test_draws_that_bounds_do_not_tell(llama):
     assert 0 < watch.whole < watch.screened
 
 
-def test_processors_by_which_tokens_are_drawn():
-    def sampling(*processors, do_sample=True):
-        return TokenSelector(transformers.LogitsProcessorList(processors), do_sample, 1).sampling
-
-    warm, low = transformers.TemperatureLogitsWarper(0.5), transformers.MinPLogitsWarper(0.1)
-    nucleus = transformers.TopPLogitsWarper(0.9)
-    assert sampling() == Sampling()
-    assert sampling(warm, nucleus, low) == Sampling(0.5, 0.9, 0.1)
-    assert sampling(low) == Sampling(min_p=0.1)
-    assert sampling(warm, do_sample=False) is None
-    assert sampling(low, nucleus) is None
-    assert sampling(nucleus, nucleus) is None
-    assert sampling(transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2)) is None
-    assert sampling(transformers.MinPLogitsWarper(0.1, filter_value=-9.0)) is None
-    assert sampling(warm, transformers.TypicalLogitsWarper(0.9)) is None
+class Own(transformers.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
 
 
-def test_processors_that_are_not_known_leave_nothing_out():
-    class Own(transformers.LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores
+WARM, TOP = transformers.TemperatureLogitsWarper(0.5), transformers.TopKLogitsWarper(20)
+LOW, NUCLEUS = transformers.MinPLogitsWarper(0.1), transformers.TopPLogitsWarper(0.9)
 
-    def shortlist(*processors, do_sample=False):
-        return TokenSelector(transformers.LogitsProcessorList(processors), do_sample, 1).shortlist
 
-    top, warm = transformers.TopKLogitsWarper(20), transformers.TemperatureLogitsWarper(0.5)
-    assert shortlist() == 1
-    assert shortlist(Own()) == 0
-    assert shortlist(do_sample=True) == 0
-    assert shortlist(warm, do_sample=True) == 0
-    assert shortlist(warm, top, transformers.TopPLogitsWarper(0.5), do_sample=True) == 20
-    assert shortlist(transformers.TopPLogitsWarper(0.5), top, do_sample=True) == 0
-    assert shortlist(warm, top, Own(), do_sample=True) == 0
+@pytest.mark.parametrize(
+    ("processors", "sampling", "shortlist"),
+    [
+        ([], Sampling(), 0),
+        ([WARM], Sampling(0.5), 0),
+        ([WARM, NUCLEUS, LOW], Sampling(0.5, 0.9, 0.1), 0),
+        ([LOW], Sampling(min_p=0.1), 0),
+        ([LOW, NUCLEUS], None, 0),
+        ([NUCLEUS, NUCLEUS], None, 0),
+        ([transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None, 0),
+        ([transformers.MinPLogitsWarper(0.1, filter_value=-9.0)], None, 0),
+        ([WARM, transformers.TypicalLogitsWarper(0.9)], None, 0),
+        ([WARM, TOP, NUCLEUS], None, 20),
+        ([NUCLEUS, TOP], None, 0),
+        ([WARM, TOP, Own()], None, 0),
+    ],
+)
+def test_processors_by_which_tokens_are_drawn(processors, sampling, shortlist):
+    """What is not known leaves nothing out."""
+    found = TokenSelector(transformers.LogitsProcessorList(processors), True, 1)
+    assert found.sampling == sampling
+    assert found.shortlist == shortlist
+
+
+def test_greedy_tokens_are_of_a_shortlist_unless_a_processor_is_not_known():
+    for processors, shortlist in (([], 1), ([Own()], 0), ([WARM], None)):
+        found = TokenSelector(transformers.LogitsProcessorList(processors), False, 1)
+        assert found.sampling is None
+        assert shortlist is None or found.shortlist == shortlist

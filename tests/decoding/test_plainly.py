@@ -13,9 +13,8 @@ from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.decoding.test_compiled import static
-from tests.support.lossless import build
-from tests.support.watching import Interrupt, InterruptedForward, Spectator, calls_of
+from tests.support.lossless import build, static
+from tests.support.watching import Interrupt, Spectator, calls_of, interrupted_forward
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
 MASK = (PROMPTS > 0).long()
@@ -66,9 +65,9 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, texts, learnt, pa
     assert len(ended[0]) < 24
 
 
-@pytest.mark.parametrize("padded_with_its_own_end", [False, True])
-def test_padding_behind_what_another_criterion_ended_is_not_learnt(
-    model, resting, texts, learnt, padded_with_its_own_end
+@pytest.mark.parametrize("by_its_end", [False, True])
+def test_padding_behind_another_criterions_end_is_not_learnt(
+    model, resting, texts, learnt, by_its_end
 ):
     """Also where a row's last token is what pads it."""
 
@@ -76,7 +75,7 @@ def test_padding_behind_what_another_criterion_ended_is_not_learnt(
         return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
     free, _, _ = texts
-    pad = free[0][3] if padded_with_its_own_end else 0
+    pad = free[0][3] if by_its_end else 0
     options = {"eos_token_id": 66, "pad_token_id": pad, "stopping_criteria": [first_row_ends]}
     run(model, **options, assistant=SamAssistant())
     assert [ids for _, ids in learnt] == [free[0][:4], free[1]]
@@ -122,21 +121,20 @@ def test_a_streamer_is_told_every_token(model, resting):
     assert streamer.sent == [PROMPTS[1:].tolist(), *([token] for token in new), "end"]
 
 
-@pytest.mark.parametrize(
-    "assistant",
-    [SamAssistant(budget=8), SamAssistant(budget="paper"), SamAssistant().expecting([3, 4, 5])],
-    ids=["fixed", "paper", "expecting"],
-)
-def test_who_asked_for_drafts_gets_them(model, resting, assistant):
-    run(model, assistant=assistant)
-    assert assistant.stats.total.tier == "tree"
+ASKING = {
+    "fixed": SamAssistant(budget=8),
+    "paper": SamAssistant(budget="paper"),
+    "expecting": SamAssistant().expecting([3, 4, 5]),
+    "recording": SamAssistant(),
+}
 
 
-def test_who_records_sees_drafts(model, resting):
-    assistant = SamAssistant()
-    with assistant.record() as record:
+@pytest.mark.parametrize("name", ASKING)
+def test_who_asked_for_drafts_gets_them(model, resting, name):
+    assistant = ASKING[name]
+    with assistant.record() if name == "recording" else nullcontext():
         run(model, assistant=assistant)
-    assert record.calls[0].stats.tier == "tree"
+    assert assistant.stats.total.tier == "tree"
 
 
 def test_calls_of_both_kinds_are_timed(model):
@@ -201,55 +199,46 @@ class Cut(transformers.StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def dynamic_cache(config):
+def dynamic(config):
     return transformers.DynamicCache(config=config)
 
 
-def encoder_decoder_cache(config):
-    return transformers.EncoderDecoderCache(dynamic_cache(config), dynamic_cache(config))
-
-
-def cache_of_unknown_layers(config):
-    return transformers.DynamicCache()
-
-
-def static_cache(config):
-    return transformers.StaticCache(config, 64)
-
-
+CACHES = {
+    "dynamic": dynamic,
+    "of unknown layers": lambda config: transformers.DynamicCache(),
+    "slots": SlotCache,
+    "static": lambda config: transformers.StaticCache(config, 64),
+    "both": lambda config: transformers.EncoderDecoderCache(dynamic(config), dynamic(config)),
+}
 # The model, the cache that the caller gives, and whether its text stays there.
 INTERRUPTED = [
-    (transformers.LlamaForCausalLM, dynamic_cache, True),
-    (transformers.LlamaForCausalLM, cache_of_unknown_layers, True),
-    (transformers.LlamaForCausalLM, SlotCache, True),
-    (transformers.LlamaForCausalLM, static_cache, False),
-    (transformers.Gemma3ForCausalLM, dynamic_cache, False),
-    (transformers.Gemma3ForCausalLM, SlotCache, True),
-    (transformers.BartForConditionalGeneration, encoder_decoder_cache, True),
-    (transformers.Qwen3NextForCausalLM, dynamic_cache, False),
-    (transformers.Qwen3NextForCausalLM, SlotCache, False),
-    (transformers.Mamba2ForCausalLM, dynamic_cache, False),
+    (transformers.LlamaForCausalLM, "dynamic", True),
+    (transformers.LlamaForCausalLM, "of unknown layers", True),
+    (transformers.LlamaForCausalLM, "slots", True),
+    (transformers.LlamaForCausalLM, "static", False),
+    (transformers.Gemma3ForCausalLM, "dynamic", False),
+    (transformers.Gemma3ForCausalLM, "slots", True),
+    (transformers.BartForConditionalGeneration, "both", True),
+    (transformers.Qwen3NextForCausalLM, "dynamic", False),
+    (transformers.Qwen3NextForCausalLM, "slots", False),
+    (transformers.Mamba2ForCausalLM, "dynamic", False),
 ]
-
-
 PLACES = ("prefill", "later prefill", "step", "between steps")
 
 
 @pytest.mark.parametrize(
-    ("model_class", "make", "stays", "where"),
+    ("model_class", "kind", "stays", "where"),
     [
         *((*INTERRUPTED[0], where) for where in PLACES),
         *((*case, where) for case in INTERRUPTED[1:] for where in PLACES[1:3]),
     ],
 )
-def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
-    model_class, make, stays, where, resting
-):
+def test_an_interrupted_call_leaves_a_cache_to_go_on_from(model_class, kind, stays, where, resting):
     encodes = model_class is transformers.BartForConditionalGeneration
     model = build(model_class)
     model.generation_config.forced_eos_token_id = None
     name = "cache_params" if model_class is transformers.Mamba2ForCausalLM else CACHE
-    cache, prompts = make(model.config), PROMPTS[:, 2:].clone()
+    cache, prompts = CACHES[kind](model.config), PROMPTS[:, 2:].clone()
     prompts[:, 0] = 2  # Bart's decoder starts with it
 
     def text(ids, **options):
@@ -267,7 +256,7 @@ def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
         assert torch.equal(known, plain[:, :9])
     between = where == "between steps"
     # Blocks behind the second lack what those before them have.
-    cut = nullcontext() if between else InterruptedForward(model, 2 * (where == "step"), block=1)
+    cut = nullcontext() if between else interrupted_forward(model, 2 * (where == "step"), block=1)
     criteria = [Cut()] if between else []
     with pytest.raises(Interrupt), cut:
         text(known, stopping_criteria=criteria, assistant=SamAssistant())
@@ -284,23 +273,19 @@ def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
     [
         ({"use_cache": False}, "use_cache is False; set it to True"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "pass one row at a time"),
+        ({}, "; call model.eval()"),  # of a model that is in train mode
     ],
 )
-def test_a_call_that_cannot_be_assisted_says_so_once(model, told, options, why):
-    assistant = SamAssistant()
+def test_a_call_that_cannot_be_assisted_says_so_once(told, options, why):
+    model, assistant = build(transformers.LlamaForCausalLM), SamAssistant()
+    if not options:
+        model.train().config.attention_dropout = 0.3
     for _ in range(2):
         run(model, assistant=assistant, **options)
     (said,) = [text for text in told.messages if "cannot draft here: " in text]
     assert why in said
+    assert options or len(told.messages) == 1
     assert assistant.stats.last.summary.startswith("not assisted, the log says why")
-
-
-def test_a_model_that_cannot_be_assisted_says_so_once(model, told, monkeypatch):
-    fresh = build(transformers.LlamaForCausalLM).train()
-    fresh.config.attention_dropout = 0.3
-    for _ in range(2):
-        run(fresh, assistant=SamAssistant())
-    assert [text.partition("; ")[2] for text in told.messages] == ["call model.eval()"]
 
 
 def test_most_calls_at_rest_are_told_of_once(model, told, monkeypatch):

@@ -4,11 +4,12 @@ import inspect
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 from hf_retrieval_assist.decoding.selection import TokenSelector, follows_rows
-from hf_retrieval_assist.row_text import RowText
+from hf_retrieval_assist.decoding.stopping import Stopping
+from hf_retrieval_assist.row_text import Path, RowText
 
 ROWS, LENGTH, VOCAB = 3, 9, 67
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)) % 9 + 3
@@ -97,6 +98,53 @@ def test_rows_one_by_one_are_the_batches_rows(name):
     single = {i: select.process([rows[i]], scores[i : i + 1].clone()) for i in (2, 0, 0, 1)}
     expected = made(IDS, scores.clone())
     assert torch.equal(expected, torch.cat([single[i] for i in range(ROWS)]))
+
+
+def one_row(length):
+    row = RowText(0, torch.tensor([9, 9, 9]), 2, 0)
+    row.generated += [1] * length
+    return row
+
+
+def stopping(limits):
+    longest = map(stopping_criteria.MaxLengthCriteria, limits)
+    return Stopping(StoppingCriteriaList([*longest, stopping_criteria.EosTokenCriteria(50)]))
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 5])
+@pytest.mark.parametrize(
+    "limits", [(12, 7), (6.5, 9.0), (7.0, 9.0), (torch.tensor(7), 9.0), (torch.tensor(6.5), 9.0)]
+)
+def test_longest_text(limits, tokens):
+    """A limit of any kind is met where plain decoding meets it."""
+    stop, row = stopping(limits), one_row(tokens)
+    assert (stop.max_length, type(stop.max_length)) == (7, int)
+    assert stop.remaining(row) == 4 - tokens
+    stop.finish([row], [row], None)
+    assert row.finished == (tokens >= 4)
+
+
+@pytest.mark.parametrize("limits", [(), (float("inf"),), (float("nan"),)])
+def test_no_limit(limits):
+    stop = stopping(limits)
+    assert stop.max_length is None
+    assert stop.remaining(one_row(1)) is None
+
+
+def test_the_text_grows_beyond_its_room_and_can_be_cut():
+    row = one_row(0)
+    for token in range(9):
+        row.generated.append(token)
+        assert row.ids.tolist() == [[9, 9, 9, *range(token + 1)]]
+    row.cut(2)
+    row.generated.append(7)
+    assert row.ids.tolist() == [[9, 9, 9, 0, 1, 7]]
+
+
+def test_behind_the_token_that_ends_a_text_nothing_was_chosen():
+    """Its node is kept in the cache, and no token of the text stands behind it."""
+    assert Path(3, tokens=[5, 2], accepted=[0, 1, 4]).chosen == [0, 1]
+    assert Path(3, tokens=[5, 2, 8], accepted=[0, 1, 4]).chosen == [0, 1, 4]
 
 
 def test_a_subclass_may_keep_anything():

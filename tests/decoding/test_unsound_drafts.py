@@ -31,19 +31,12 @@ class Poisoned(OracleDrafter):
         super().__init__(texts)
         self.poison, self.drafts = poison, 0
 
-    def start(self, prompt_ids, target):
-        session = super().start(prompt_ids, target)
-
-        def propose(budget):
-            coming = session.text[session.length : session.length + 2]
-            self.drafts += 1
-            if len(coming) < 2 or self.drafts % 2 == 0:
-                return TokenTree.chain(coming, [0.9] * len(coming))
-            tokens = [coming[0], self.poison, coming[1]]
-            return TokenTree.build(tokens, [-1, 0, 0], [0.9, 0.8, 0.8])
-
-        session.propose = propose
-        return session
+    def draft(self, coming, budget):
+        self.drafts += 1
+        if len(coming) < 2 or self.drafts % 2 == 0:
+            return TokenTree.chain(coming[:2], [0.9] * len(coming[:2]))
+        tokens = [coming[0], self.poison, coming[1]]
+        return TokenTree.build(tokens, [-1, 0, 0], [0.9, 0.8, 0.8])
 
 
 def poison_of(texts, vocab_size):

@@ -18,7 +18,7 @@ from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
-from tests.support.watching import Fed, Interrupt, InterruptedForward
+from tests.support.watching import Interrupt, fed_shapes, interrupted_forward
 
 # Windows of six tokens, soft caps, chunks, experts in one tensor, several position ids, no linears.
 FAMILIES = [
@@ -85,7 +85,7 @@ def test_batches_are_plain(name, sampling):
 
 def test_a_level_is_one_forward_for_all_rows(llama):
     llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
-    with Fed(llama) as shapes:
+    with fed_shapes(llama) as shapes:
         drafting = assistant(max_levels=3)
         llama.generate(**padded(3), do_sample=False, max_new_tokens=NEW, assistant=drafting)
     drafted = [shape for shape in shapes[1:] if shape[0] == 3 and shape[1] <= 3]
@@ -98,7 +98,7 @@ def test_a_level_is_one_forward_for_all_rows(llama):
 def test_no_level_is_drafted_that_no_token_is_left_for(llama):
     """Of five tokens the prefill brings one, and the last one needs no node."""
     run(llama, max_new_tokens=2, assistant=assistant())  # tests the model
-    with Fed(llama) as shapes:
+    with fed_shapes(llama) as shapes:
         run(llama, max_new_tokens=5, assistant=assistant())
     assert [shape[1] for shape in shapes[1:4]] == [1, *[s[1] for s in shapes[2:4]]]
     assert len(shapes) == 1 + 3 + 1
@@ -111,7 +111,7 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
     plain = run(model, max_new_tokens=NEW)
     drafting = assistant()
     cache = DynamicCache(config=model.config)
-    with pytest.raises(Interrupt), InterruptedForward(model, forwards):
+    with pytest.raises(Interrupt), interrupted_forward(model, forwards):
         run(model, max_new_tokens=NEW, **{CACHE: cache}, assistant=drafting)
     assert F.linear is torch._C._nn.linear
     assert not stand_ins()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, OpenAIGPTLMHeadModel
+from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
@@ -16,11 +16,11 @@ from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.record.pieces import readable, text_pieces
 from hf_retrieval_assist.record.steps import MODEL, same_paths
 
+from ..support.byte_model import small_model
 from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from ..support.oracle_drafter import OracleDrafter
 from ..support.threads import in_threads
 from ..support.trees import paths, trees
-from ..test_examples import small_model
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +43,16 @@ def test_the_steps_tell_the_text_and_the_figures(recorded):
     assert len(call.steps) == stats.steps + 1
     assert sum(len(step.tree) for step in call.steps) == stats.drafted
     assert sum(len(step.accepted) for step in call.steps) == stats.accepted > 0
-    assert [step.position for step in call.steps] == np.cumsum(
-        [0, *(len(step.token_ids) for step in call.steps)]
-    )[:-1].tolist()
+    ends = np.cumsum([len(step.token_ids) for step in call.steps]).tolist()
+    assert [step.position for step in call.steps] == [0, *ends[:-1]]
 
-
-def test_accepted_nodes_spell_the_generated_tokens(recorded):
-    for step in recorded[1].steps:
+    for step in call.steps:
         spelt = step.tree.token_ids[step.accepted].tolist()
         assert spelt == step.token_ids[: len(spelt)].tolist()
         assert step.accepted.tolist() == step.tree.follow(step.token_ids)[: len(spelt)].tolist()
-
-
-def test_phases_of_the_steps_add_up_to_the_calls(recorded):
-    (call,) = recorded[1].calls
     for phase in ("draft", "forward", "walk", "cache"):
         added = sum(step.seconds.get(phase, 0.0) for step in call.steps)
-        assert added == pytest.approx(call.stats.seconds[phase])
+        assert added == pytest.approx(stats.seconds[phase])
     assert set(call.steps[0].seconds) == {"prefill", "draft"}
 
 
@@ -71,9 +64,8 @@ def test_tokens_are_credited_to_the_most_confident_source_that_named_them(record
         for node, named in enumerate(step.witnesses):
             assert step.tree.probs[node] == max(witness.prob for witness in named)
             assert step.credit(node) == named[0].origin
-        assert step.credits[len(step.accepted) :] == [MODEL] * (
-            len(step.token_ids) - len(step.accepted)
-        )
+        drafted = len(step.accepted)
+        assert step.credits[drafted:] == [MODEL] * (len(step.token_ids) - drafted)
 
 
 class Fixed(OracleDrafter):
@@ -90,15 +82,9 @@ class Fixed(OracleDrafter):
     def origins_of(self, classes):
         return np.arange(len(classes), dtype=np.int32) % len(self.origins)
 
-    def start(self, prompt_ids, target):
-        session = super().start(prompt_ids, target)
-
-        def propose(budget):
-            left = session.text[session.length : session.length + 3]
-            return TokenTree.chain(left, [self.prob**i for i in range(1, len(left) + 1)])
-
-        session.propose = propose
-        return session
+    def draft(self, coming, budget):
+        left = coming[:3]
+        return TokenTree.chain(left, [self.prob**i for i in range(1, len(left) + 1)])
 
 
 def test_a_node_of_two_drafters_has_both_as_witnesses(llama):
@@ -142,6 +128,7 @@ def test_every_class_has_an_origin():
 
 
 def test_rows_of_a_batch_have_texts_of_their_own(llama):
+    """Without what they write while they wait for each other, to be cut to one length."""
     rows = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(rows)
     mask[1, :3] = 0
@@ -157,18 +144,6 @@ def test_rows_of_a_batch_have_texts_of_their_own(llama):
         assert len(call.credits(row)) == 12
         assert len({step.forward for step in call.of_row(row)}) == len(call.of_row(row))
     assert "row 1" in record._repr_html_()
-
-
-def test_what_a_row_writes_while_it_waits_is_no_part_of_its_text(llama):
-    """Without an end-of-sequence criterion rows wait for each other, and are cut to one length."""
-    rows = torch.cat([PROMPT, PROMPT.flip(1)])
-    assistant = SamAssistant(budget=8)
-    with assistant.record() as record:
-        result = llama.generate(
-            rows, max_new_tokens=9, do_sample=False, eos_token_id=None, assistant=assistant
-        )
-    for row in range(2):
-        assert record.calls[0].generated(row).tolist() == result[row, rows.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("model_class", [GPT2LMHeadModel, OpenAIGPTLMHeadModel])
@@ -203,16 +178,10 @@ def test_private_calls_are_recorded_by_their_own_record_alone(llama):
         run(llama, assistant=assistant.private())
     assert len(record) == 0
     assert len(own) == 2
-    with assistant.record() as record:
+    heard = []
+    with assistant.record(on_step=heard.append) as record:
         run(llama, assistant=assistant.expecting([1, 2]))
     assert len(record) == 1
-
-
-def test_listeners_hear_of_steps_as_they_end(llama):
-    heard = []
-    assistant = SamAssistant()
-    with assistant.record(on_step=heard.append) as record:
-        run(llama, assistant=assistant)
     assert heard == record.calls[0].steps
 
 
@@ -304,20 +273,14 @@ def test_empty_records_can_be_shown():
     assert str(record).startswith("no call yet\n")
 
 
-def test_assistants_show_their_drafters(recorded):
-    page = Page(recorded[2]._repr_html_())
-    text = "".join(page.text)
-    assert "SamAssistant" in text
-    assert "text, memory, corpus" in text
-
-
-def test_what_forwards_cost_is_shown_with_the_assistant():
-    model = build(LlamaForCausalLM)
-    assistant = SamAssistant(budget=4)
-    assert "ms of a forward" not in assistant._repr_html_()
-    run(model, assistant=assistant)
+def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
+    assert "ms of a forward" not in SamAssistant()._repr_html_()
+    assistant = recorded[2]
     (key, cost), *_ = assistant.costs.timed().items()
     shown = assistant._repr_html_()
+    text = "".join(Page(shown).text)
+    assert "SamAssistant" in text
+    assert "text, memory, corpus" in text
     assert f"float32, 1 x {key.cache_length} tokens in the cache" in shown
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         assert f"<th>{tokens}</th>" in shown

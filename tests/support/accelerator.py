@@ -47,14 +47,9 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=DEVICE,
-        )
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        kind = {"dtype": held.dtype, "device": DEVICE}
+        return torch.Tensor._make_wrapper_subclass(cls, held.size(), **layout, **kind)
 
     def __init__(self, held):
         self.held = held

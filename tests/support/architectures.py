@@ -96,9 +96,8 @@ def table():
 
 def tabled():
     """What the page says of each class: a row as `row_of` gives it."""
-    rows = [
-        line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if " | " in line
-    ]
+    lines = TABLE.read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if " | " in line]
     return {
         name: tuple(cell.strip() for cell in row)
         for *row, names in rows[1:]

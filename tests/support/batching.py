@@ -13,9 +13,8 @@ LENGTH = 16
 
 
 def greedy(**options):
-    return GenerationConfig(
-        **({"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": -1} | options)
-    )
+    defaults = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": -1}
+    return GenerationConfig(**(defaults | options))
 
 
 def prompts(count=8, seed=0):
@@ -30,17 +29,29 @@ def small(**options):
     return ContinuousBatchingConfig(**options)
 
 
+def _arguments(config, assistant, options):
+    return {
+        "generation_config": config or greedy(),
+        "continuous_batching_config": small(**options),
+        "warmup": False,
+        **({} if assistant is None else {"assistant": assistant}),
+    }
+
+
 def run(model, inputs, config=None, assistant=None, **options):
     """The generated tokens of each request."""
-    results = model.generate_batch(
-        inputs,
-        generation_config=config or greedy(),
-        continuous_batching_config=small(**options),
-        warmup=False,
-        **({} if assistant is None else {"assistant": assistant}),
-    )
+    results = model.generate_batch(inputs, **_arguments(config, assistant, options))
     assert all(output.error is None for output in results.values())
     return [output.generated_tokens for output in results.values()]
+
+
+def drafted(model, inputs, config=None, make=None, **options):
+    """The figures of a run with drafts, whose tokens are those of one without; `make`: makes its
+    assistant from both."""
+    plain = run(model, inputs, config, **options)
+    assistant = (make or half_knowing)(inputs, plain)
+    assert run(model, inputs, config, assistant, **options) == plain
+    return assistant.stats.total
 
 
 def half_knowing(inputs, outputs, **options):
@@ -52,12 +63,7 @@ def half_knowing(inputs, outputs, **options):
 
 
 def manager_of(model, assistant, config=None, **options):
-    return model.continuous_batching_context_manager(
-        generation_config=config or greedy(),
-        continuous_batching_config=small(**options),
-        warmup=False,
-        **({} if assistant is None else {"assistant": assistant}),
-    )
+    return model.continuous_batching_context_manager(**_arguments(config, assistant, options))
 
 
 def outputs(manager, requests, errors=False):

@@ -24,15 +24,7 @@ def small_model():
     """A random model with a vocabulary of bytes, so that every text has tokens of its own."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer(["<pad>"], pad_token="<pad>")
-    config = Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        sliding_window=32,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 32}
+    config = Gemma3TextConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
     return AutoModelForCausalLM.from_config(config).eval(), tokenizer

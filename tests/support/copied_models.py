@@ -1,6 +1,7 @@
 """Tiny models that are large enough for copies of their weights, and what is read of copies."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -26,34 +27,22 @@ def model_of(kind=transformers.LlamaForCausalLM, **options):
     return model
 
 
-class Watch:
-    """Scope that counts the rows that were screened, and those of which all logits were asked."""
+@contextmanager
+def watch_screens():
+    """Counts of the rows that were screened, and of those of which all logits were asked."""
+    seen = SimpleNamespace(screened=0, whole=0)
+    init, whole = Screened.__init__, Screened.whole
 
-    def __init__(self):
-        self.screened = self.whole = 0
+    def look(found, screen, x):
+        seen.screened += len(x)
+        init(found, screen, x)
 
-    def __enter__(self):
-        init, whole = Screened.__init__, Screened.whole
+    def compute(found, row):
+        seen.whole += 1
+        return whole(found, row)
 
-        def look(found, screen, x):
-            self.screened += len(x)
-            init(found, screen, x)
-
-        def compute(found, row):
-            self.whole += 1
-            return whole(found, row)
-
-        self._patches = [
-            mock.patch.object(Screened, "__init__", look),
-            mock.patch.object(Screened, "whole", compute),
-        ]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *error):
-        for patch in self._patches:
-            patch.stop()
+    with mock.patch.multiple(Screened, __init__=look, whole=compute):
+        yield seen
 
 
 @contextmanager

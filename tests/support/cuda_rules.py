@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ _zeros = torch.zeros
 _STREAMS = 32
 
 
+@dataclass(unsafe_hash=True)
 class Stream:
     """One of those that are handed out in turns.
 
@@ -27,19 +28,12 @@ class Stream:
         waited_for: events that what is queued from then on follows.
     """
 
-    def __init__(self, device, place=(0, -1)):
-        self.device = torch.device(device)
-        self.place = place
-        self.waited_for = []
+    device: Any
+    place: tuple[int, int] = (0, -1)
+    waited_for: list[Any] = field(default_factory=list, compare=False)
 
-    def __eq__(self, other):
-        return isinstance(other, Stream) and (self.device, self.place) == (
-            other.device,
-            other.place,
-        )
-
-    def __hash__(self):
-        return hash((self.device, self.place))
+    def __post_init__(self):
+        self.device = torch.device(self.device)
 
     def wait_event(self, event):
         self.waited_for.append(event)
@@ -66,14 +60,9 @@ class Cuda:
     def __init__(self):
         self._local = threading.local()
         self._first = {index: Stream(f"cuda:{index}") for index in range(2)}
-        self._turns = Counter()
-        self._allocations = {}
-        self._random_of_inference = None
-        self.queued = []
-        self.waiting = set()
-        self.underway = None
-        self.on = []
-        self.mode = 0
+        self._turns, self._allocations = Counter(), {}
+        self._random_of_inference = self.underway = None
+        self.queued, self.on, self.waiting, self.mode = [], [], set(), 0
 
     def install(self, monkeypatch):
         patched = {
@@ -192,17 +181,17 @@ class Cuda:
                 self._allocations.pop(one).held = False
 
 
+@dataclass(eq=False)
 class Graph:
     """Attributes:
     uses: memory of cuBLAS that it writes to.
     """
 
-    def __init__(self, cuda):
-        self._cuda = cuda
-        self.invalid = False
-        self.pool = None
-        self.stream = None
-        self.uses = []
+    cuda: Cuda
+    invalid: bool = False
+    pool: Any = None
+    stream: Stream | None = None
+    uses: list[Allocation] = field(default_factory=list)
 
     def replay(self):
         # What was freed in its own pool is nobody else's while it lives.
@@ -210,7 +199,7 @@ class Graph:
 
     def __del__(self):
         if self.stream is not None:
-            self._cuda.clear(self.stream)
+            self.cuda.clear(self.stream)
 
 
 class Event:

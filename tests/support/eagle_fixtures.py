@@ -23,20 +23,10 @@ CASES = (
 def tiny_target(hidden_size=64, num_layers=10, vocab_size=128, **config):
     """A random float32 Llama, the same at every call."""
     torch.manual_seed(0)
-    shape = {
-        "intermediate_size": 2 * hidden_size,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **config,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=hidden_size, num_hidden_layers=num_layers, vocab_size=vocab_size, **shape
-        )
-    )
+    sizes = {"hidden_size": hidden_size, "num_hidden_layers": num_layers, "vocab_size": vocab_size}
+    sizes |= {"intermediate_size": 2 * hidden_size, "max_position_embeddings": 512}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | {"bos_token_id": 1, "eos_token_id": 2} | config))
     return model.eval().requires_grad_(False)
 
 

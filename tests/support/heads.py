@@ -32,21 +32,13 @@ def eagle_head(target, draft_ids=None, **changes):
     """An EAGLE-3 head, whose output layer is the target's for the ids that it may draft."""
     shape, config = TargetShape.of(target), target.config.get_text_config(decoder=True)
     ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
-    fields = {
-        "generation": 3,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_layers": 1,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": shape.hidden_size // config.num_attention_heads,
-        "target_width": shape.hidden_size,
-        "boundaries": default_boundaries(shape.num_layers),
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": len(ids),
-        "norm_before_residual": True,
-        "tensors": frozenset({"input_norm.weight", "lm_head.weight"}),
-    }
+    width, heads = shape.hidden_size, config.num_attention_heads
+    fields = {"generation": 3, "num_layers": 1, "hidden_size": width, "target_width": width}
+    fields |= {"num_heads": heads, "num_kv_heads": config.num_key_value_heads}
+    fields |= {"head_dim": width // heads, "intermediate_size": config.intermediate_size}
+    fields |= {"vocab_size": shape.vocab_size, "draft_vocab_size": len(ids)}
+    fields |= {"norm_before_residual": True, "boundaries": default_boundaries(shape.num_layers)}
+    fields["tensors"] = frozenset({"input_norm.weight", "lm_head.weight"})
     head = EagleHead(HeadConfig(**(fields | changes)), BorrowedLayers(target))
     head.requires_grad_(False).eval()
     for layer in head.modules():
@@ -154,21 +146,11 @@ BLOCK = 5
 
 def block_drafter(window=64, **changes):
     """A random DFlash model for the tiny targets."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "sliding_window": window,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "block_size": BLOCK,
-        "mask_token_id": 2,
-        "target_layer_ids": [0, 1],
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    sizes |= {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes |= {"block_size": BLOCK, "mask_token_id": 2, "target_layer_ids": [0, 1]}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     torch.manual_seed(0)
     model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**(sizes | changes))).eval()
     randomise(model)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import CompileConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE, input_device
@@ -67,6 +67,21 @@ def run(model, ids=PROMPT, seed=0, **options):
     torch.manual_seed(seed)
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def outcome(call):
+    """What a call returns, or the exception that it raises."""
+    try:
+        return call()
+    except Exception as exception:
+        return type(exception), str(exception)
+
+
+def static(**options):
+    """What a caller asks for to have forwards compiled, on a CPU as well."""
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config, **options}
 
 
 def knowing(*results, **options):

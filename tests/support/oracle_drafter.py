@@ -35,40 +35,29 @@ class OracleDrafter(Drafter):
     def start(self, prompt_ids, target):
         text = self.texts[self._started % len(self.texts)]
         self._started += 1
-        return _OracleSession(self, text, len(prompt_ids), target.vocab_size)
+        self.vocab_size = target.vocab_size
+        return _OracleSession(self, text, len(prompt_ids))
 
-
-class _OracleSession(DraftSession):
-    def __init__(self, drafter, text, length, vocab_size):
-        self.drafter = drafter
-        self.text = text
-        self.length = length
-        self.vocab_size = vocab_size
-
-    def commit(self, token_ids, feedback):
-        self.length += len(token_ids)
-
-    def propose(self, budget):
-        rng = self.drafter.rng
-        depth = int(rng.integers(0, self.drafter.depth + 1))
-        edges = []
-        end = -1
-        for token in self.text[self.length : self.length + depth]:
-            for _ in range(int(rng.integers(0, 3))):
+    def draft(self, coming, budget):
+        """The tree for a text that goes on by these tokens."""
+        edges, end = [], -1
+        for token in coming[: int(self.rng.integers(0, self.depth + 1))]:
+            for _ in range(int(self.rng.integers(0, 3))):
                 # A wrong sibling in front of the true token moves that one out of the first slots.
                 end_of_wrong = self._add(edges, end, self._random())
                 self._add(edges, end_of_wrong, self._random())
-            if rng.random() < self.drafter.miss:
+            if self.rng.random() < self.miss:
                 break
             end = self._add(edges, end, token)
         if edges:
             self._add(edges, len(edges) - 1, self._random())
-        nodes = edges[:budget]
-        parents = [parent for parent, _ in nodes]
-        return TokenTree.build([token for _, token in nodes], parents, self._probs(parents))
+        parents, probs = [parent for parent, _ in edges[:budget]], []
+        for parent in parents:
+            probs.append(0.95 * (probs[parent] if parent >= 0 else 1.0))
+        return TokenTree.build([token for _, token in edges[:budget]], parents, probs)
 
     def _random(self):
-        return int(self.drafter.rng.integers(0, self.vocab_size))
+        return int(self.rng.integers(0, self.vocab_size))
 
     @staticmethod
     def _add(edges, parent, token):
@@ -77,12 +66,16 @@ class _OracleSession(DraftSession):
             edges.append((parent, token))
         return edges.index((parent, token))
 
-    @staticmethod
-    def _probs(parents):
-        probs = []
-        for parent in parents:
-            probs.append(0.95 * (probs[parent] if parent >= 0 else 1.0))
-        return probs
+
+class _OracleSession(DraftSession):
+    def __init__(self, drafter, text, length):
+        self.drafter, self.text, self.length = drafter, text, length
+
+    def commit(self, token_ids, feedback):
+        self.length += len(token_ids)
+
+    def propose(self, budget):
+        return self.drafter.draft(self.text[self.length :], budget)
 
 
 def oracle_assistant(
@@ -106,15 +99,18 @@ def sequences_of(result):
     return result if isinstance(result, torch.Tensor) else result.sequences
 
 
-def both(model, inputs, seed=0, oracle=None, make=None, **kwargs):
-    """Generate plainly, then with an assistant that knows the outcome; same seed for both.
+def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, **kwargs):
+    """Generate plainly, and the same with an assistant that knows the outcome, under one seed.
+
+    A call that says that it keeps the seed has left the random state where plain decoding leaves
+    it.
 
     Args:
+        tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
         make: makes another assistant from plain decoding's result.
 
     Returns:
-        Both results and the assistant, whose `stats` tell how the second one came about. A call
-        that says that it keeps the seed has left the random state where plain decoding leaves it.
+        Both results and the assistant, whose `stats` tell how the second one came about.
     """
     torch.manual_seed(seed)
     plain = model.generate(**inputs, **kwargs)
@@ -126,19 +122,9 @@ def both(model, inputs, seed=0, oracle=None, make=None, **kwargs):
         assistant = make(plain)
     torch.manual_seed(seed)
     assisted = model.generate(**inputs, **kwargs, assistant=assistant)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
     if assistant.stats.last.keeps_seed:
         assert torch.equal(torch.get_rng_state(), left)
-    return plain, assisted, assistant
-
-
-def agreeing(model, inputs, tier="", **kwargs):
-    """The same, whose texts agree.
-
-    Args:
-        tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
-    """
-    plain, assisted, assistant = both(model, inputs, **kwargs)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
     if tier:
         assert assistant.stats.last.tier == tier
         assert (assistant.stats.last.accepted > 0) == (tier != "plain")

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,18 +14,10 @@ from .memories import wait_until
 PASSWORD = "not a secret"
 
 
-def why_not():
-    """What is missing, or nothing."""
-    if shutil.which("redis-server") is None:
-        return "needs redis-server (Debian: apt-get install redis-server)"
-    try:
-        import redis  # noqa: F401
-    except ImportError:
-        return "needs the redis extra"
-    return ""
-
-
-needs_redis = pytest.mark.skipif(bool(why_not()), reason=why_not() or "present")
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None or find_spec("redis") is None,
+    reason="needs redis-server (Debian: apt-get install redis-server) and the redis extra",
+)
 
 
 def free_port():
@@ -65,21 +58,11 @@ class RedisProcess:
         return found
 
     def start(self):
-        options = {
-            "port": self.port,
-            "bind": "127.0.0.1",
-            "dir": self.folder,
-            **self.options,
-            "appendfsync": "always",
-            "save": "",
-        }
-        if self.password is not None:
-            options["requirepass"] = self.password
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self.folder, "save": ""}
+        options |= {"requirepass": self.password or "", "appendfsync": "always", **self.options}
         flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        command = ["redis-server", *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(["redis-server", *flags], **quiet)
         wait_until(self._answers)
 
     def _answers(self):

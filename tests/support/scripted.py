@@ -3,7 +3,7 @@
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 
 
-class Scripted(Drafter):
+class Scripted(Drafter, DraftSession):
     """Drafts what a function of the budget says, for every text.
 
     Args:
@@ -16,15 +16,10 @@ class Scripted(Drafter):
         vars(self).update(attributes)
 
     def start(self, prompt_ids, target):
-        return _Session(*self.functions)
-
-
-class _Session(DraftSession):
-    def __init__(self, propose, commit):
-        self._propose, self._commit = propose, commit
+        return self
 
     def propose(self, budget):
-        return self._propose(budget)
+        return self.functions[0](budget)
 
     def commit(self, token_ids, feedback):
-        self._commit(token_ids, feedback)
+        self.functions[1](token_ids, feedback)

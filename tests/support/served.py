@@ -48,18 +48,10 @@ def learned(path):
     """The folder of a model that has learnt the answers, and its tokenizer."""
     tokenizer = tokenizer_of_bytes()
     set_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **ids))
     texts = []
     for asked, answer in ANSWERS.items():
         messages = [{"role": "user", "content": asked}]
@@ -121,14 +113,9 @@ class Served:
 
     def metrics(self):
         families = text_string_to_metric_families(get(f"{self.url}/metrics")[1])
-        return {
-            (
-                sample.name.removeprefix("hf_retrieval_assist_"),
-                *sample.labels.values(),
-            ): sample.value
-            for family in families
-            for sample in family.samples
-        }
+        samples = [sample for family in families for sample in family.samples]
+        own = len("hf_retrieval_assist_")
+        return {(one.name[own:], *one.labels.values()): one.value for one in samples}
 
 
 @contextlib.contextmanager
@@ -136,13 +123,7 @@ def serving(folder, assistant=None, *, batching=False, **limits):
     """What serves the model of a folder, one request after another or side by side."""
     assistant = assistant or SamAssistant(memory=OutputMemory(), budget=8)
     limits = {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256} | limits
-    app = build_app(
-        folder,
-        assistant,
-        continuous_batching=batching,
-        cb_config=ContinuousBatchingConfig(**limits),
-        device="cpu",
-        dtype="float32",
-    )
+    config = {"continuous_batching": batching, "cb_config": ContinuousBatchingConfig(**limits)}
+    app = build_app(folder, assistant, **config, device="cpu", dtype="float32")
     with listening(app) as url:
         yield Served(url, assistant, folder)

@@ -7,72 +7,43 @@ VOCAB = 67
 LAYERS = 3
 WINDOW = 6
 
-# Sizes under the names that configurations use for them.
-_SIZES = {
-    VOCAB: """
-        audio_vocab_size decoder_vocab_size unpadded_vocab_size vocab_size
-        vocab_size_per_layer_input
-    """,
-    LAYERS: """
-        decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_encoder_layers
-        num_hidden_layers num_layers
-    """,
-    WINDOW: """
-        attention_chunk_size attention_window_size local_attention sliding_window
-        sliding_window_size window_size
-    """,
-    1: """
-        first_k_dense_replace moe_layer_start_index moe_num_shared_experts n_group
-        n_shared_experts num_dense_layers num_expert_group num_nextn_predict_layers
-        num_shared_experts topk_group
-    """,
-    2: """
-        decoder_start_token_id depth index_n_heads kv_n_heads linear_num_heads
-        linear_num_key_heads linear_num_value_heads moe_k moe_top_k moe_topk num_blocks
-        num_experts_per_tok num_experts_per_token num_key_value_heads num_kv_heads
-        swa_num_key_value_heads zero_expert_num
-    """,
-    4: """
-        attention_heads decoder_attention_heads encoder_attention_heads laurel_rank
-        mamba_dt_rank moe_num_experts n_head n_heads n_routed_experts num_attention_heads
-        num_decoder_attention_heads num_encoder_attention_heads num_experts num_heads
-        num_local_experts qk_rope_head_dim rotary_dim swa_num_attention_heads time_step_rank
-    """,
-    8: """
-        d_head dim_head floor_scale gated_norm_rank head_dim hidden_size_per_layer_input
-        index_head_dim kv_channels kv_lora_rank linear_head_dim linear_key_head_dim
-        linear_value_head_dim log_scaling_n_floor mamba_d_head mamba_d_state mamba_head_dim
-        mamba_headdim mamba_n_heads mamba_num_heads o_lora_rank patch_size q_lora_rank
-        qk_nope_head_dim query_pre_attn_scalar ssm_state_size state_size swa_head_dim
-        v_head_dim
-    """,
-    12: """
-        qk_head_dim
-    """,
-    16: """
-        chunk_size mamba_chunk_size moe_intermediate_size
-        moe_shared_expert_intermediate_size shared_expert_intermediate_size
-        shared_experts_intermediate_size shared_intermediate_size
-    """,
-    32: """
-        crop_size d_model emb_dim embedding_dim embedding_size hidden_size
-        hidden_size_global image_size input_embedding_size lru_width n_embd out_hidden_size
-        output_embedding_size router_hidden_size vision_output_dim word_embed_proj_dim
-    """,
-    48: """
-        d_inner decoder_ffn_dim dense_intermediate_size dff dim_ff encoder_ffn_dim
-        expert_ffn_hidden_size feed_forward_size ffn_dim ffn_hidden_size intermediate_size
-        intermediate_size_mlp mlp_dim
-    """,
-    64: """
-        index_topk mamba_d_ssm
-    """,
-    128: """
-        context_length max_position_embeddings max_seq_len max_source_positions
-        max_target_positions model_max_length n_ctx n_positions
-    """,
+# Sizes, and the names that configurations use for them.
+_SIZES = f"""
+{VOCAB} audio_vocab_size decoder_vocab_size unpadded_vocab_size vocab_size
+{VOCAB} vocab_size_per_layer_input
+{LAYERS} decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_encoder_layers
+{LAYERS} num_hidden_layers num_layers
+{WINDOW} attention_chunk_size attention_window_size local_attention sliding_window
+{WINDOW} sliding_window_size window_size
+1 first_k_dense_replace moe_layer_start_index moe_num_shared_experts n_group n_shared_experts
+1 num_dense_layers num_expert_group num_nextn_predict_layers num_shared_experts topk_group
+2 decoder_start_token_id depth index_n_heads kv_n_heads linear_num_heads linear_num_key_heads
+2 linear_num_value_heads moe_k moe_top_k moe_topk num_blocks num_experts_per_tok
+2 num_experts_per_token num_key_value_heads num_kv_heads swa_num_key_value_heads zero_expert_num
+4 attention_heads decoder_attention_heads encoder_attention_heads laurel_rank mamba_dt_rank
+4 moe_num_experts n_head n_heads n_routed_experts num_attention_heads num_decoder_attention_heads
+4 num_encoder_attention_heads num_experts num_heads num_local_experts qk_rope_head_dim rotary_dim
+4 swa_num_attention_heads time_step_rank
+8 d_head dim_head floor_scale gated_norm_rank head_dim hidden_size_per_layer_input index_head_dim
+8 kv_channels kv_lora_rank linear_head_dim linear_key_head_dim linear_value_head_dim
+8 log_scaling_n_floor mamba_d_head mamba_d_state mamba_head_dim mamba_headdim mamba_n_heads
+8 mamba_num_heads o_lora_rank patch_size q_lora_rank qk_nope_head_dim query_pre_attn_scalar
+8 ssm_state_size state_size swa_head_dim v_head_dim
+12 qk_head_dim
+16 chunk_size mamba_chunk_size moe_intermediate_size moe_shared_expert_intermediate_size
+16 shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size
+32 crop_size d_model emb_dim embedding_dim embedding_size hidden_size hidden_size_global image_size
+32 input_embedding_size lru_width n_embd out_hidden_size output_embedding_size router_hidden_size
+32 vision_output_dim word_embed_proj_dim
+48 d_inner decoder_ffn_dim dense_intermediate_size dff dim_ff encoder_ffn_dim expert_ffn_hidden_size
+48 feed_forward_size ffn_dim ffn_hidden_size intermediate_size intermediate_size_mlp mlp_dim
+64 index_topk mamba_d_ssm
+128 context_length max_position_embeddings max_seq_len max_source_positions max_target_positions
+128 model_max_length n_ctx n_positions
+"""
+_SMALL = {
+    name: int(size) for size, *names in map(str.split, _SIZES.split("\n")[1:-1]) for name in names
 }
-_SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 
 # A decoder with an output layer of its own: a tied one mostly repeats the last token.
 _CAUSAL = {"is_decoder": True, "use_cache": True, "tie_word_embeddings": False}
@@ -138,10 +109,8 @@ _OVERRIDES = {
     },
     "xmod": {"default_language": "en_XX"},
     "roc_bert": {
-        "pronunciation_vocab_size": VOCAB,
-        "shape_vocab_size": VOCAB,
-        "shape_embed_dim": 8,
-        "pronunciation_embed_dim": 8,
+        **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
+        **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), 8),
     },
     "zaya": {"num_experts_per_tok": 1},
 }

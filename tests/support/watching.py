@@ -31,26 +31,30 @@ def profiled(see):
         sys.setprofile(None)
 
 
-class Fed:
-    """Scope that notes the shapes of the ids that a model is fed.
+@contextmanager
+def _before_forwards(see):
+    """Scope in which a function is called before the forward of any module.
 
     A hook of the model's own would be part of what its forwards are tested with.
     """
+    handle = register_module_forward_pre_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
 
-    def __init__(self, model):
-        self.embeddings = model.get_input_embeddings()
-        self.shapes = []
 
-    def __enter__(self):
-        self.handle = register_module_forward_pre_hook(self.note)
-        return self.shapes
+@contextmanager
+def fed_shapes(model):
+    """Scope that notes the shapes of the ids that a model is fed."""
+    embeddings, shapes = model.get_input_embeddings(), []
 
-    def note(self, module, args):
-        if module is self.embeddings:
-            self.shapes.append(tuple(args[0].shape))
+    def note(module, args):
+        if module is embeddings:
+            shapes.append(tuple(args[0].shape))
 
-    def __exit__(self, *error):
-        self.handle.remove()
+    with _before_forwards(note):
+        yield shapes
 
 
 class Spectator:
@@ -70,24 +74,17 @@ class Interrupt(KeyboardInterrupt):
     """What Ctrl-C raises wherever the call is."""
 
 
-class InterruptedForward:
+@contextmanager
+def interrupted_forward(model, forwards, block=-1):
     """Scope in which a block of the model raises at its n-th forward, the last one if not told."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    blocks = next(m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList))
 
-    def __init__(self, model, forwards, block=-1):
-        self.left = forwards
-        decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-        blocks = next(m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList))
-        self.block = blocks[block]
-        # A hook of the model's own would be another model's to the self-test.
-        self.handle = register_module_forward_pre_hook(self.count)
-
-    def count(self, module, args):
-        self.left -= module is self.block
-        if self.left < 0:
+    def count(module, args):
+        nonlocal forwards
+        forwards -= module is blocks[block]
+        if forwards < 0:
             raise Interrupt
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.handle.remove()
+    with _before_forwards(count):
+        yield

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 import time
-import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,16 @@ from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.system import locks as locks_module
 from hf_retrieval_assist.system.lazy import cached_property
 from hf_retrieval_assist.system.locks import Lock
+from tests.support.lossless import build, run
 from tests.support.memories import check_memory
-from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.threads import elsewhere
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
 
 
 def in_child(work, seconds=60):
     """The exit code of a forked child that runs `work`, or None where it hangs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
-        child = os.fork()
+    child = os.fork()
     if not child:
         # Where it hangs, the report shows at what.
         faulthandler.dump_traceback_later(seconds * 0.8, file=2)
@@ -51,6 +50,26 @@ def in_child(work, seconds=60):
 def take(lock):
     with lock:
         pass
+
+
+@contextmanager
+def repeated(work, threads=1):
+    """Other threads do this again and again meanwhile."""
+    stop = threading.Event()
+
+    def repeat():
+        while not stop.is_set():
+            work()
+
+    others = [threading.Thread(target=repeat) for _ in range(threads)]
+    for thread in others:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in others:
+            thread.join()
 
 
 def test_a_fork_waits_for_what_a_lock_guards():
@@ -77,19 +96,9 @@ def test_a_fork_waits_for_what_a_lock_guards():
 
 def test_a_lock_that_is_held_for_long_is_free_in_the_child(monkeypatch):
     monkeypatch.setattr(locks_module, "_PATIENCE", 0.05)
-    lock, done = Lock(), threading.Event()
-
-    def hold():
-        with lock:
-            done.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
+    lock = Lock()
+    with elsewhere(lock):
         assert in_child(lambda: take(lock), seconds=10) == 0
-    finally:
-        done.set()
-        thread.join()
     take(lock)
 
 
@@ -109,22 +118,16 @@ def test_who_forks_inside_a_lock_still_holds_it_in_both_processes():
 
 
 def test_locks_taken_in_any_order_do_not_stop_a_fork():
-    first, second, stop = Lock(), Lock(), threading.Event()
+    first, second = Lock(), Lock()
 
-    def work(one, other):
-        while not stop.is_set():
-            with one, other:
-                pass
+    def work():
+        with first, second:
+            pass
 
     # One order at a time, or the threads would stop each other.
-    thread = threading.Thread(target=work, args=(first, second))
-    thread.start()
-    try:
+    with repeated(work):
         for _ in range(20):
             assert in_child(lambda: (take(second), take(first)), seconds=10) == 0
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_a_property_that_another_thread_computes_is_computed_in_the_child():
@@ -168,39 +171,19 @@ def test_nothing_but_this_module_makes_locks():
 
 @pytest.mark.parametrize("forks", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_children_of_a_generating_process_generate(forks):
-    model = tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
-    assistant = SuffixAssistant()
-    prompt = torch.tensor([[5, 9, 7, 44, 5, 9]])
-    stop = threading.Event()
+    model, assistant = build(LlamaForCausalLM), SuffixAssistant()
 
-    def generate(assistant):
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            assistant=assistant,
-            max_new_tokens=20,
-            do_sample=False,
-        )
+    def generate():
+        run(model, assistant=assistant)
 
-    def work():
-        while not stop.is_set():
-            generate(assistant)
-
-    generate(assistant)
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    generate()
 
     def child():
         torch.set_num_threads(1)
         check_memory(assistant.memory)
         assistant.memory.add(np.arange(50, dtype=np.int32), "other")
-        generate(assistant)
+        generate()
         check_memory(assistant.memory)
 
-    try:
+    with repeated(generate, threads=2):
         assert [in_child(child) for _ in range(forks)] == [0] * forks
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()

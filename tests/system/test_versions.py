@@ -63,8 +63,7 @@ def test_a_source_tree_that_is_not_compiled_says_what_to_run(tmp_path):
     sources = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
     shutil.copytree(package, tmp_path / package.name, ignore=sources)
     code = "import sys; sys.path.insert(0, sys.argv[1]); import hf_retrieval_assist"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode
     assert "pip install --editable ." in done.stderr.splitlines()[-1]

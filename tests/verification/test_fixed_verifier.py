@@ -35,7 +35,7 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, goes_on_after_an_interrupt, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
-from tests.support.oracle_drafter import agreeing, both, oracle_assistant
+from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ class Flaky(torch.nn.Module):
 def test_forwards_that_differ_each_time_are_served_as_they_are(told):
     model = build(LlamaForCausalLM)
     model.lm_head = Flaky(model.lm_head)
-    both(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
+    agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
     # Unknown to the self-test, which was before.
     model.lm_head.held.growth = 0.5
     for _ in range(2):
@@ -162,9 +162,9 @@ def test_forwards_that_differ_each_time_are_served_as_they_are(told):
 def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
     model = build(LlamaForCausalLM)
     options = {"do_sample": False, "max_new_tokens": 40}
-    both(model, INPUTS["one row"], **options)
+    agreeing(model, INPUTS["one row"], **options)
     first = idle(model)
-    both(model, INPUTS["one row"], **options)
+    agreeing(model, INPUTS["one row"], **options)
     assert idle(model) is first
     model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
     agreeing(model, INPUTS["one row"], **options)
@@ -173,7 +173,7 @@ def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
 
 def test_its_memory_goes_with_the_model():
     model = build(LlamaForCausalLM)
-    both(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
+    agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
     memory, alive = weakref.ref(idle(model).arena), weakref.ref(model)
     del model
     gc.collect()
@@ -283,7 +283,7 @@ def test_every_forward_of_a_settled_call_is_repeated(monkeypatch):
     model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
     for _ in range(4):
         seen.clear()
-        _, _, assistant = both(model, INPUTS["one row"], **OPTIONS)
+        _, _, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
     assert len(seen) > 5
     assert {(ran, typical) for _, ran, typical in seen} == {(False, True)}
     last = assistant.stats.last
@@ -303,7 +303,7 @@ def test_forwards_that_belong_to_a_call_are_timed_though_they_are_not_repeated(m
     monkeypatch.setattr(type(model), "prepare_inputs_for_generation", own)
     for _ in range(3):
         seen.clear()
-        both(model, INPUTS["one row"], **OPTIONS)
+        agreeing(model, INPUTS["one row"], **OPTIONS)
     assert {ran for _, ran, _ in seen} == {True}
     assert [typical for width, _, typical in seen if width == 1][1:]
     assert all(typical for width, _, typical in seen[-3:])
@@ -374,7 +374,7 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing")
 
         monkeypatch.setattr(replay, "recorder", lambda device: fails)
-        both(model, INPUTS["one row"], **OPTIONS)
+        agreeing(model, INPUTS["one row"], **OPTIONS)
     make = tiers.Service.verifier
     monkeypatch.setattr(
         tiers.Service, "verifier", lambda *told: verifiers.append(make(*told)) or verifiers[-1]

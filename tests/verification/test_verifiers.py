@@ -27,7 +27,7 @@ from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.scripted import Scripted
-from tests.support.watching import Fed
+from tests.support.watching import fed_shapes
 
 from .test_tree_attention import random_tree
 
@@ -132,7 +132,7 @@ def test_rows_that_have_ended_leave(model):
     assistant = oracle_assistant(plain, mask)
     run(model, ids, mask, assistant, **options)
     assistant = oracle_assistant(plain, mask)
-    with Fed(model) as shapes:
+    with fed_shapes(model) as shapes:
         assisted = run(model, ids, mask, assistant, **options)
     assert torch.equal(plain, assisted)
     steps = shapes[1:]
@@ -153,7 +153,7 @@ def test_rows_that_need_no_filler_stand_side_by_side(model, nodes):
     packed, rows = started(model, True, True)
     padded, _ = started(model, False, True)
     trees = [small(random_tree(rng, nodes, 2)) for _ in rows]
-    with Fed(model) as shapes:
+    with fed_shapes(model) as shapes:
         found, expected = (v.forward(rows, trees) for v in (packed, padded))
     assert shapes == [(ROWS, 1 + nodes)] * 2
     assert found.width == ROWS * (1 + nodes)
@@ -162,7 +162,7 @@ def test_rows_that_need_no_filler_stand_side_by_side(model, nodes):
     # Once one has left they stand behind one another.
     packed.keep(rows, found, [[0]] * ROWS)
     rows[1].finished = True
-    with Fed(model) as shapes:
+    with fed_shapes(model) as shapes:
         assert packed.forward(rows, [TokenTree.empty()] * ROWS).width == ROWS - 1
     assert shapes == [(1, ROWS - 1)]
 
@@ -214,7 +214,7 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkey
     if tested:
         run(model, ids, mask, oracle_assistant(plain, mask), **options)
     cache, assistant = DynamicCache(config=model.config), oracle_assistant(plain, mask)
-    with monkeypatch.context() as patched, Fed(model) as shapes:
+    with monkeypatch.context() as patched, fed_shapes(model) as shapes:
         leave = scope.__exit__
 
         def exit_or_raise(self, *error):
@@ -326,7 +326,7 @@ def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, lim
     options = {"do_sample": False, "assistant": assistant}
     # The self-test, which is of any width, comes first.
     model.generate(ids, max_new_tokens=1, **options)
-    with Fed(model) as shapes:
+    with fed_shapes(model) as shapes:
         model.generate(ids, max_new_tokens=6, **options)
     fed = [batch * tokens for batch, tokens in shapes if tokens != LENGTH or batch == 1]
     assert (max(fed) <= MAX_ROWS) == limited

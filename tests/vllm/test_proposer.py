@@ -14,21 +14,15 @@ from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.vllm import proposer as proposers
 from hf_retrieval_assist.vllm.proposer import Proposer
+from tests.support.watching import calls_of
 
 EOS, VOCAB = 1, 300
 LONGEST = 200
 
 
-class Config(SimpleNamespace):
-    name_or_path = "a model"
-
-    def to_diff_dict(self):
-        return {"eos_token_id": EOS}
-
-
 def make_proposer(longest_draft=6, rank=0, **options):
     model = SimpleNamespace(
-        hf_config=Config(),
+        hf_config=SimpleNamespace(name_or_path="a", to_diff_dict=lambda: {"eos_token_id": EOS}),
         hf_text_config=SimpleNamespace(eos_token_id=EOS),
         max_model_len=LONGEST,
         get_vocab_size=lambda: VOCAB,
@@ -90,9 +84,8 @@ class Runner:
         drafts = self.proposer.propose(sampled, self.lengths, self.tokens, slot_mappings=None)
         assert len(drafts) == len(requests)
         for request, new, draft in zip(requests, sampled, drafts, strict=True):
-            assert len(draft) <= min(
-                self.proposer.longest_draft, max(0, LONGEST - len(request.text) - 1)
-            )
+            room = max(0, LONGEST - len(request.text) - 1)
+            assert len(draft) <= min(self.proposer.longest_draft, room)
             assert all(type(token) is int and 0 <= token < VOCAB for token in draft)
             assert new or not draft
             request.draft = draft
@@ -110,13 +103,12 @@ def known(proposer):
     return sorted(tree.tokens(output.sequence).tolist() for output in memory._outputs)
 
 
-def texts(rng, count, length=40):
-    return [rng.integers(3, VOCAB, length).tolist() for _ in range(count)]
+def texts(count, seed=0, length=40):
+    return np.random.default_rng(seed).integers(3, VOCAB, (count, length)).tolist()
 
 
 def test_a_text_that_was_written_before_is_drafted():
-    rng = np.random.default_rng(0)
-    prompt, output = texts(rng, 2)
+    prompt, output = texts(2)
     proposer = make_proposer()
     runner = Runner(proposer)
     requests = [Request(prompt, output) for _ in range(2)]
@@ -134,11 +126,9 @@ def test_rows_change_places_and_vanish_and_come_back():
     rng = np.random.default_rng(1)
     proposer = make_proposer()
     runner = Runner(proposer)
-    outputs = texts(rng, 6)
+    outputs, inputs = texts(6), texts(6, seed=1)
     outputs[1] = outputs[0][:20] + outputs[1][20:]
-    requests = [
-        Request(prompt, output) for prompt, output in zip(texts(rng, 6), outputs, strict=True)
-    ]
+    requests = [Request(*pair) for pair in zip(inputs, outputs, strict=True)]
     waiting, running, preempted = requests[:], [], 0
     while waiting or running:
         while waiting and len(running) < 4:
@@ -160,8 +150,7 @@ def test_rows_change_places_and_vanish_and_come_back():
 
 
 def test_equal_requests_side_by_side_are_two():
-    rng = np.random.default_rng(2)
-    prompt, first, second = texts(rng, 3)
+    prompt, first, second = texts(3)
     proposer = make_proposer()
     Runner(proposer).run([Request(prompt, first), Request(prompt, second), Request(prompt, first)])
     assert known(proposer) == sorted([first, second, first])
@@ -170,16 +159,13 @@ def test_equal_requests_side_by_side_are_two():
 def test_only_the_ends_of_long_texts_are_compared(monkeypatch):
     """Unless two are of one length: here with one end as well, and they change places."""
     monkeypatch.setattr(proposers, "_COMPARED", 8)
-    compared = []
-    has = proposers.Row.has
-    monkeypatch.setattr(proposers.Row, "has", lambda *args: compared.append(args[2]) or has(*args))
-    rng = np.random.default_rng(9)
-    end, output, *heads = texts(rng, 4)
+    asked = calls_of(monkeypatch, proposers.Row, "has")
+    end, output, *heads = texts(4)
     proposer = make_proposer()
     runner = Runner(proposer)
     runner.run([Request([*heads[0], *end], output)])
-    assert set(compared) == {8}
-    compared.clear()
+    assert {compared for _, _, compared in asked} == {8}
+    asked.clear()
     twins = [Request([*head, *end], output) for head in heads]
     for _ in range(6):
         runner.step(twins)
@@ -187,13 +173,12 @@ def test_only_the_ends_of_long_texts_are_compared(monkeypatch):
             text = row.session.sessions[0].text
             assert text.tree.tokens(text.sequence)[:40].tolist() == twin.text[:40]
         twins.reverse()
-    assert max(compared) > 80
+    assert max(compared for _, _, compared in asked) > 80
     assert proposer.assistant.stats.total.calls == 1
 
 
 def test_prompts_in_chunks_start_nothing_and_are_not_timed():
-    rng = np.random.default_rng(3)
-    prompt, output, *other = texts(rng, 4)
+    prompt, output, *other = texts(4)
     proposer = make_proposer()
     runner = Runner(proposer)
     long, short = Request(prompt, output), Request(*other)
@@ -211,7 +196,7 @@ def test_prompts_in_chunks_start_nothing_and_are_not_timed():
 
 def test_a_price_that_is_known_is_timed_at_every_third_step():
     proposer = make_proposer()
-    request = Request([3], texts(np.random.default_rng(8), 1, 150)[0])
+    request = Request([3], *texts(1, length=150))
     Runner(proposer).run([request])
     assert request.steps == 150
     # The step of the first token fed the prompt.
@@ -220,8 +205,7 @@ def test_a_price_that_is_known_is_timed_at_every_third_step():
 
 @pytest.mark.parametrize("end", [EOS, 2])
 def test_what_follows_the_end_of_a_text_is_learnt_only_if_it_goes_on(end):
-    rng = np.random.default_rng(4)
-    prompt, output = texts(rng, 2)
+    prompt, output = texts(2)
     output[20] = end
     proposer = make_proposer()
     runner = Runner(proposer)
@@ -246,15 +230,7 @@ def test_nothing_is_drafted_where_there_is_no_room():
 
 def test_requests_that_may_not_grow_are_not_drafted_for(monkeypatch):
     """One has ended, one has no room, and the third one goes on."""
-    asked = []
-    draft = SuffixDrafter.propose_rows
-    monkeypatch.setattr(
-        SuffixDrafter,
-        "propose_rows",
-        lambda self, sessions, budgets: (
-            asked.append(len(sessions)) or draft(self, sessions, budgets)
-        ),
-    )
+    asked = calls_of(monkeypatch, SuffixDrafter, "propose_rows")
     going_on = [5, 6, 7, 8] * 10
     full = [9, 10, 11] * LONGEST
     proposer = make_proposer(longest_draft=4)
@@ -265,7 +241,7 @@ def test_requests_that_may_not_grow_are_not_drafted_for(monkeypatch):
     ]
     runner = Runner(proposer)
     runner.step(requests)
-    assert asked == [1]
+    assert [len(sessions) for _, sessions, _ in asked] == [1]
     assert [len(request.draft) for request in requests[:2]] == [0, 0]
 
 
@@ -280,8 +256,7 @@ def test_only_the_first_process_of_a_group_drafts_and_learns():
 
 def test_the_drafts_of_all_requests_share_what_a_step_affords():
     """At a price of 0.2 of a plain step for each token, only what is rather sure is verified."""
-    rng = np.random.default_rng(5)
-    (output,) = texts(rng, 1)
+    (output,) = texts(1)
     proposer = make_proposer(longest_draft=8, budget="auto")
     proposer.cost = CostModel.fixed(lambda n: 1.0 + 0.2 * (n - 1))
     runner = Runner(proposer)
@@ -307,25 +282,16 @@ def test_the_drafts_of_all_requests_share_what_a_step_affords():
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafters_are_told_of_all_requests_of_a_step_at_once(monkeypatch, count):
     proposer = make_proposer()
-    drafter = proposer.assistant.drafters[0]
-    told = []
-    commit_rows = drafter.commit_rows
-
-    def counted(sessions, tokens, feedbacks):
-        told.append(len(sessions))
-        commit_rows(sessions, tokens, feedbacks)
-
-    monkeypatch.setattr(drafter, "commit_rows", counted)
+    told = calls_of(monkeypatch, proposer.assistant.drafters[0], "commit_rows")
     runner = Runner(proposer)
-    requests = [Request(prompt, [3, 4, 5]) for prompt in texts(np.random.default_rng(8), count)]
+    requests = [Request(prompt, [3, 4, 5]) for prompt in texts(count)]
     runner.step(requests)
     runner.step(requests)
-    assert told == [count, count]
+    assert [len(sessions) for sessions, *_ in told] == [count, count]
 
 
 def test_a_corpus_drafts_too(tmp_path):
-    rng = np.random.default_rng(6)
-    prompt, output = texts(rng, 2)
+    prompt, output = texts(2)
     store = Datastore.build([output], tmp_path / "store", vocab_size=VOCAB, progress=False)
     proposer = make_proposer(datastore=str(store.path))
     request = Request(prompt, output)
@@ -334,8 +300,7 @@ def test_a_corpus_drafts_too(tmp_path):
 
 
 def test_outputs_outlive_the_engine(tmp_path):
-    rng = np.random.default_rng(7)
-    prompt, output = texts(rng, 2)
+    prompt, output = texts(2)
     proposer = make_proposer(memory=str(tmp_path / "log"), max_bytes=1 << 22)
     runner = Runner(proposer)
     request = Request(prompt, output)
