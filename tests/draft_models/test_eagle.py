@@ -1,14 +1,15 @@
 """Drafts of EAGLE heads: of the text alone, as recorded ones did and as one written out does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
-from tests.support.eagle_fixtures import CASES, Case, load_case, tiny_target, write_config
+from tests.support.eagle_fixtures import CASES, Case, load_case, tiny_target
 from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import eagle_head
 from tests.support.plain_layers import PlainLayers
@@ -233,63 +234,26 @@ def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
         np.testing.assert_allclose(small.probs, full.probs, rtol=1e-4)
 
 
-WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
-LEARNT = torch.arange(3, 128, 2)
-EPS, THETA = 1e-5, 1e4
-CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "num_hidden_layers": 1,
-    "vocab_size": 128,
-    "draft_vocab_size": len(LEARNT),
-    "rms_norm_eps": EPS,
-    "rope_theta": THETA,
-    "max_position_embeddings": 512,
-}
-BOUNDARIES = (2, 5, 7)
+BOUNDARIES, HEAD_DIM = (2, 5, 7), 16
 WRITTEN = torch.randint(3, 128, (14,), generator=torch.Generator().manual_seed(1)).tolist()
 STEPS = 4
 
 
-def tensors_of_3_1():
-    """A random EAGLE-3.1 checkpoint under its published names."""
-    generator = torch.Generator().manual_seed(2)
-    layer, width = "midlayer.", (WIDTH,)
-    shapes = {
-        "fc.weight": (WIDTH, 3 * WIDTH),
-        **{f"fc_norm.{i}.weight": width for i in range(3)},
-        **{f"{layer}{name}.weight": width for name in ("hidden_norm", "input_layernorm")},
-        layer + "post_attention_layernorm.weight": width,
-        layer + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, 2 * WIDTH),
-        layer + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, 2 * WIDTH),
-        layer + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, 2 * WIDTH),
-        layer + "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
-        layer + "mlp.gate_proj.weight": (INNER, WIDTH),
-        layer + "mlp.up_proj.weight": (INNER, WIDTH),
-        layer + "mlp.down_proj.weight": (WIDTH, INNER),
-        "norm.weight": width,
-        "lm_head.weight": (len(LEARNT), WIDTH),
-    }
-    tensors = {
-        name: torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)
-        for name, shape in shapes.items()
-    }
-    learnt = torch.zeros(128, dtype=torch.bool)
-    learnt[LEARNT] = True
-    return tensors | {"d2t": LEARNT - torch.arange(len(LEARNT)), "t2d": learnt}
+@pytest.fixture
+def case_of_3_1():
+    """A recorded head of EAGLE-3 with norms for the target's features, and their flags apart."""
+    case, generator = load_case("eagle3_d2t"), torch.Generator().manual_seed(2)
+    norms = {f"fc_norm.{i}.weight": 1 + torch.randn(64, generator=generator) / 5 for i in range(3)}
+    return replace(case, weights=case.weights | norms), {"fc_norm": True, "norm_output": True}
 
 
 class Plain31(PlainLayers):
     """An EAGLE-3.1 head without a cache, written out from its tensors."""
 
-    def __init__(self, target):
-        tensors = {k.replace("midlayer.", ""): v for k, v in tensors_of_3_1().items()}
-        super().__init__(tensors, EPS, THETA)
-        self.embeddings = target.get_input_embeddings().weight
+    def __init__(self, case):
+        tensors = {k.replace("midlayer.", ""): v for k, v in case.weights.items()}
+        super().__init__(tensors, case.config["rms_norm_eps"], theta=1e4)
+        self.embeddings = tensors["embed_tokens.weight"]
 
     def mixed(self, x):
         queries, keys, values = (
@@ -299,7 +263,7 @@ class Plain31(PlainLayers):
         return self.linear(mixed.flatten(1), "self_attn.o_proj")
 
     def outputs(self, hidden, tokens):
-        """[n, WIDTH], normed; each hidden state with the token one place later."""
+        """[n, width], normed; each hidden state with the token one place later."""
         embedded = self.norm(self.embeddings[tokens], "input_layernorm")
         x = torch.cat([embedded, self.norm(hidden, "hidden_norm")], dim=-1)
         x = hidden + self.mixed(x)
@@ -314,25 +278,22 @@ class Plain31(PlainLayers):
         for _ in range(STEPS):
             output = self.outputs(hidden, tokens)
             probs = self.linear(output[-1], "lm_head").softmax(-1)
-            tokens.append(int(LEARNT[probs.argmax()]))
+            best = int(probs.argmax())
+            tokens.append(best + int(self.tensors["d2t"][best]))
             odds.append(odds[-1] * float(probs.max()))
             hidden = torch.cat([hidden, output[-1:]])
         return tokens[len(text) - 1 :], odds[1:]
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "eagle_config"])
-def test_eagle_3_1_drafts_as_written_out(nested, tmp_path):
-    target, flags = tiny_target(), {"fc_norm": True, "norm_output": True}
-    write_config(tmp_path, CONFIG | ({"eagle_config": flags} if nested else flags))
-    save_file(tensors_of_3_1(), tmp_path / "model.safetensors")
-    head = EagleHead.from_pretrained(tmp_path, target)
+def test_eagle_3_1_drafts_as_written_out(case_of_3_1, nested, tmp_path):
+    case, flags = case_of_3_1
+    case.config = case.config | ({"eagle_config": flags} if nested else flags)
+    head = load(case, tmp_path)
     assert len(head.fc_norm) == len(BOUNDARIES)
     assert head.config.norm_output
-    features = features_of(target, BOUNDARIES, WRITTEN)[:-1]
-    drafter = EagleDrafter(head, top_k=1, depth=STEPS - 1, min_prob=0.0)
-    session = drafter.start(np.array(WRITTEN[:-1], np.int32), Target(128, model=target))
-    session.commit(WRITTEN[-1:], seen(features))
-    tree = session.propose(STEPS)
-    tokens, odds = Plain31(target).chain(features, WRITTEN)
+    features = features_of(case.target(), BOUNDARIES, WRITTEN)[:-1]
+    tree = draft_at_once(head, WRITTEN, features, top_k=1, depth=STEPS - 1, min_prob=0.0)
+    tokens, odds = Plain31(case).chain(features, WRITTEN)
     assert tree.token_ids.tolist() == tokens
     np.testing.assert_allclose(tree.probs, odds, rtol=1e-4)
