@@ -15,21 +15,25 @@
     _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
 
 typedef struct {
-    __m256i low, high;
-} int8_group;
+    __m256i part[4];
+} int8_weights;
+typedef __m256i int8_sums;
 
-static ALWAYS_INLINE int8_group load_group(const char *p) {
+static ALWAYS_INLINE int8_weights load_weights(const char *p) {
     const __m128i *from = (const __m128i *)p;
-    return (int8_group){_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
-                        _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
+    int8_weights w;
+    for (int i = 0; i < 4; i++) w.part[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(from + i));
+    return w;
 }
 
-static ALWAYS_INLINE __m256 group_dot(int8_group w, const char *p) {
-    const __m256i *x = (const __m256i *)p;
-    const __m256i low = _mm256_madd_epi16(w.low, _mm256_loadu_si256(x));
-    const __m256i high = _mm256_madd_epi16(w.high, _mm256_loadu_si256(x + 1));
-    return _mm256_cvtepi32_ps(_mm256_add_epi32(low, high));
+static ALWAYS_INLINE __m256i add_products(__m256i sums, int8_weights w, const char *x) {
+    for (int i = 0; i < 4; i++)
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(w.part[i], _mm256_loadu_si256((const __m256i *)x + i)));
+    return sums;
 }
+
+static ALWAYS_INLINE __m256i no_sums(void) { return _mm256_setzero_si256(); }
+static ALWAYS_INLINE __m256 to_floats(__m256i sums) { return _mm256_cvtepi32_ps(sums); }
 
 static ALWAYS_INLINE __m256 load_int8(const char *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));

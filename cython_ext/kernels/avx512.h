@@ -14,15 +14,29 @@
 #define STORE_F16(p, v) \
     _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
 
-typedef __m512i int8_group;
+typedef struct {
+    __m512i low, high;
+} int8_weights;
+/* In __m512i, of 64-bit integers, GCC copies sums round every instruction. */
+typedef int32_t int8_sums __attribute__((vector_size(64)));
 
-static ALWAYS_INLINE int8_group load_group(const char *p) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+static ALWAYS_INLINE int8_weights load_weights(const char *p) {
+    const __m256i *from = (const __m256i *)p;
+    return (int8_weights){_mm512_cvtepi8_epi16(_mm256_loadu_si256(from)),
+                          _mm512_cvtepi8_epi16(_mm256_loadu_si256(from + 1))};
 }
 
-static ALWAYS_INLINE __m512 group_dot(int8_group w, const char *p) {
-    return _mm512_cvtepi32_ps(_mm512_madd_epi16(w, _mm512_loadu_si512(p)));
+#ifndef ADD_PAIRS /* of products of neighbours */
+#define ADD_PAIRS(sums, a, b) _mm512_add_epi32((sums), _mm512_madd_epi16((a), (b)))
+#endif
+
+static ALWAYS_INLINE int8_sums add_products(int8_sums sums, int8_weights w, const char *x) {
+    sums = (int8_sums)ADD_PAIRS((__m512i)sums, w.low, _mm512_loadu_si512(x));
+    return (int8_sums)ADD_PAIRS((__m512i)sums, w.high, _mm512_loadu_si512(x + 64));
 }
+
+static ALWAYS_INLINE int8_sums no_sums(void) { return (int8_sums){0}; }
+static ALWAYS_INLINE __m512 to_floats(int8_sums sums) { return _mm512_cvtepi32_ps((__m512i)sums); }
 
 static ALWAYS_INLINE __m512 load_int8(const char *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));

@@ -1,11 +1,13 @@
 /* The bfloat16 extension of AVX-512, whose instruction adds the products of two neighbours to each sum. It
- * takes subnormal numbers for zero, as PyTorch's bfloat16 products on the same CPUs do. */
+ * takes subnormal numbers for zero, as PyTorch's bfloat16 products on the same CPUs do. CPUs that have it
+ * add the products of integers, too. */
 #include "paths.h"
 
 #ifdef X86_PATHS
 #include <immintrin.h>
-#define TARGET "avx512bf16,avx512f,avx512bw,avx2,fma,f16c"
+#define TARGET "avx512bf16,avx512vnni,avx512f,avx512bw,avx2,fma,f16c"
 #include "target_begin.h"
+#define ADD_PAIRS(sums, a, b) _mm512_dpwssd_epi32((sums), (a), (b))
 #include "avx512.h"
 
 #define PACKED_DTYPE SKINNY_BFLOAT16
@@ -14,8 +16,8 @@
 
 /* What the extension does not know goes the common way. */
 static int linear_by_dtype(const linear_problem *p, int count, int threads) {
-    const int own = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-    return own ? linear(p, count, threads) : avx512_path.linear(p, count, threads);
+    const int halves = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
+    return halves || p->weight_dtype == SKINNY_ROUNDED ? linear(p, count, threads) : avx512_path.linear(p, count, threads);
 }
 
 static int attention_by_dtype(const attention_problem *p, int threads) {

@@ -2,10 +2,7 @@
 # them its time grows with the rows although the memory traffic, which bounds it, does not.
 
 MAX_ROWS = ROUTED_ROWS
-INT8_GROUP = GROUP
-
-# Elements that kernels may read behind the last factor or scale of weights in groups.
-_BEHIND = INT8_BLOCK
+INT8_MULTIPLE = INT8_STEP  # of the columns that rows in eight bits are filled up to
 
 
 cdef int _check_shape(str name, object tensor, object shape) except -1:
@@ -74,7 +71,7 @@ cdef int _describe_weight(linear_problem *problem, object weight) except -1:
     problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.weight_stride = weight.stride()[0]
     problem.weight_dtype = _dtypes[weight.dtype]
-    problem.factors, problem.scales, problem.scale_dtype = NULL, NULL, SKINNY_FLOAT32
+    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
     return 0
 
 
@@ -171,18 +168,15 @@ def kernel_linear(x, weight, bias):
 
 
 def pack_int8(weight, *, path=None, threads=None):
-    """Round a matrix to eight bits, GROUP (32) weights of a row to a scale of their own.
-
-    A weight becomes `scale[row] * factor[row, group] * value`, with values from -127 to 127. The scale is
-    the row's greatest magnitude over 127, the factor (bfloat16, rounded up) the group's share of it.
+    """Round a matrix to eight bits: a weight becomes `scale[row] * value`, with values from -127 to 127 and
+    the row's greatest magnitude over 127 for its scale.
 
     Args:
         weight, path, threads: as for `skinny_linear`.
 
     Returns:
-        values: int8 [outputs, groups * 32]; the last group is padded with zeros.
-        factors: bfloat16 [outputs * groups + 16], the last 16 unused.
-        scales: float32 [outputs + 16], the last 16 unused; NaN for rows that are not finite.
+        values: int8 [outputs, steps * 64], filled up with zeros.
+        scales: float32 [outputs]; NaN for rows that are not finite.
         left_out: float32 [outputs], the Euclidean norm of what rounding takes from a row, rounded up.
         norms: float32 [outputs], of the rows themselves, rounded up.
 
@@ -195,37 +189,34 @@ def pack_int8(weight, *, path=None, threads=None):
     cdef int chosen = _path_index(path)
     cdef int count = _thread_count(threads)
     packing.outputs, packing.depth = weight.shape
-    cdef int64_t groups = (packing.depth + GROUP - 1) // GROUP
-    values = torch.empty((packing.outputs, groups * GROUP), dtype=torch.int8)
-    factors = torch.zeros(packing.outputs * groups + _BEHIND, dtype=torch.bfloat16)
-    scales = torch.zeros(packing.outputs + _BEHIND)
-    left_out, norms = torch.empty(packing.outputs), torch.empty(packing.outputs)
+    cdef int64_t steps = (packing.depth + INT8_STEP - 1) // INT8_STEP
+    values = torch.empty((packing.outputs, steps * INT8_STEP), dtype=torch.int8)
+    scales, left_out, norms = torch.empty((3, packing.outputs)).unbind()
     packing.weight = <char *><uintptr_t>weight.data_ptr()
     packing.weight_stride = weight.stride(0)
     packing.dtype = _dtypes[dtype]
     packing.values = <int8_t *><uintptr_t>values.data_ptr()
-    packing.factors = <uint16_t *><uintptr_t>factors.data_ptr()
-    packing.row_scales = <float *><uintptr_t>scales.data_ptr()
+    packing.scales = <float *><uintptr_t>scales.data_ptr()
     packing.left_out = <float *><uintptr_t>left_out.data_ptr()
     packing.norms = <float *><uintptr_t>norms.data_ptr()
     packing.next_chunk = 0
     with nogil:
         _paths[chosen].pack_int8(&packing, count)
-    return values, factors, scales, left_out, norms
+    return values, scales, left_out, norms
 
 
-def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=None):
+def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
 
-    A row of x is rounded to 16 bits, one scale per row; products of a group are summed as integers and
-    groups in float32, and the result is rounded once to x's dtype. A row of x gives the same bits
+    A row of x is rounded to 14 bits, one scale per row; products are summed as integers, and the result is
+    rounded once to x's dtype. A row of x gives the same bits
     whatever rows stand beside it and however many threads work. A row of x that is not finite gives
     NaN. Not differentiable.
 
     Args:
         x: [..., depth], float32, bfloat16 or float16, any strides; depth may be less than the values' by
-            what pads their last group.
-        values, factors, scales: what `pack_int8` returned.
+            what fills them up.
+        values, scales: what `pack_int8` returned.
         bias: [outputs] of x's dtype, or None.
         path, threads: as for `skinny_linear`.
 
@@ -235,24 +226,21 @@ def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=Non
     cdef linear_problem problem
     for name, part, dtype in (
         ("values", values, torch.int8),
-        ("factors", factors, torch.bfloat16),
         ("scales", scales, torch.float32),
     ):
         _check_plain(name, part, dtype)
         if not part.is_contiguous():
             raise ValueError(f"{name}: expected adjacent elements, got strides {part.stride()}")
-    if values.dim() != 2 or values.size(1) % GROUP:
-        raise ValueError(f"values: expected rows of groups of {GROUP}, got {list(values.shape)}")
-    _check_shape("factors", factors, (values.numel() // GROUP + _BEHIND,))
-    _check_shape("scales", scales, (values.size(0) + _BEHIND,))
+    if values.dim() != 2 or values.size(1) % INT8_STEP:
+        raise ValueError(f"values: expected rows of a multiple of {INT8_STEP}, got {list(values.shape)}")
+    _check_shape("scales", scales, (values.size(0),))
     dtype = _dtype_of("x", x)
     padding = values.size(1) - x.size(-1) if x.dim() else -1
-    depth = values.size(1) - (padding if 0 <= padding < GROUP else 0)
+    depth = values.size(1) - (padding if 0 <= padding < INT8_STEP else 0)
     _check_rows(x, dtype, values.size(0), depth, bias)
     _read_values(&problem, values, scales)
     problem.depth = depth
-    problem.weight_dtype = SKINNY_GROUPED
-    problem.factors = <char *><uintptr_t>factors.data_ptr()
+    problem.weight_dtype = SKINNY_ROUNDED
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 
@@ -261,7 +249,6 @@ cdef int _read_values(linear_problem *problem, object values, object scales) exc
     problem.weight = <char *><uintptr_t>values.data_ptr()
     problem.weight_stride = values.stride(0)
     problem.weight_dtype = SKINNY_INT8
-    problem.factors = NULL
     problem.scales = <char *><uintptr_t>scales.data_ptr()
     problem.scale_dtype = _dtypes[scales.dtype]
     return 0

@@ -32,25 +32,25 @@ typedef struct {
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
     int dtype;           /* of x, bias and y */
-    int weight_dtype;    /* the same; float32 times bfloat16; any times int8 or groups */
-    const char *factors; /* of groups: bfloat16 [outputs, groups], INT8_BLOCK more behind the last */
-    const char *scales;  /* of int8 and groups: [outputs], or NULL */
+    int weight_dtype;    /* the same; float32 times bfloat16; any times int8, as it is or rounded */
+    const char *scales;  /* of int8: [outputs], or NULL */
     int scale_dtype;
 } linear_problem;
 
-/* A matrix to be rounded to int8, with one bfloat16 factor for each GROUP of a row; zeros pad the last. */
-#define GROUP 32
-#define INT8_BLOCK 16 /* groups whose factors are widened together */
+/* A matrix to be rounded to int8, a row to one scale; its rows are filled up to whole steps with zeros. x is
+ * rounded to 14 bits, so that each lane can sum up SUMMED products in 32. */
+#define INT8_STEP 64
+#define X_STEP_BYTES (INT8_STEP * 2)
 #define INT8_MOST 127.0f
-#define INT16_MOST 32767.0f
+#define X_MOST 8191.0f
+#define SUMMED 2048
 #define INT8_LEAST 1e-30f /* what is less in magnitude counts as zero */
 typedef struct {
     const char *weight; /* [outputs, depth] */
     int64_t outputs, depth, weight_stride;
     int dtype;
-    int8_t *values;     /* [outputs, groups, GROUP] */
-    uint16_t *factors;  /* [outputs, groups] */
-    float *row_scales;  /* [outputs] */
+    int8_t *values;     /* [outputs, steps, INT8_STEP] */
+    float *scales;      /* [outputs] */
     float *left_out;    /* [outputs]: the norm of what rounding leaves out of a row, rounded up */
     float *norms;       /* [outputs]: of the row itself, rounded up */
     int64_t next_chunk; /* taken atomically */
@@ -64,7 +64,8 @@ typedef struct {
     char *panels;         /* the rows of x, packed */
     int64_t packed_bytes; /* of one packed row */
     int64_t panel_count;
-    float *x_scales;      /* [rows] of x in 16 bits, for groups */
+    int64_t panel_starts[PASS_ROWS + 1]; /* equally high panels, give or take a row */
+    float *x_scales;      /* [rows] of x, where it is rounded */
     float *sums;          /* [threads, rows, CHUNK_ROWS] */
     int64_t next_chunk;   /* taken atomically, like the next */
     int64_t next_thread;
@@ -78,11 +79,6 @@ static inline int64_t linear_chunk_rows(int64_t outputs, int threads) {
         if (longest < least) best = rows, least = longest;
     }
     return best;
-}
-
-/* Panels of equal height, give or take one row: panel i holds the rows from here to i + 1's start. */
-static inline int64_t linear_panel_start(const linear_pass *pass, int64_t i) {
-    return pass->problem->rows * i / pass->panel_count;
 }
 
 #endif

@@ -3,10 +3,10 @@
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
 static void pack_panels(char *panels, const linear_pass *pass) {
     const linear_problem *p = pass->problem;
-    if (p->weight_dtype == SKINNY_GROUPED) return pack_int16_panels(panels, pass);
+    if (p->weight_dtype == SKINNY_ROUNDED) return pack_x_panels(panels, pass);
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
+        const int64_t start = pass->panel_starts[i], end = pass->panel_starts[i + 1];
         char *panel = panels + start * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             pack_row(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
@@ -22,20 +22,18 @@ static void tile_row(const linear_pass *pass, int64_t first, int64_t apart, floa
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
     const int64_t share = skinny_parts(TILE_ROWS, pass->panel_count);
     skinny_tile tile = {.depth = p->depth, .ahead = row_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
-    const char *factors[TILE_ROWS];
     for (int64_t o = 0; o < TILE_ROWS; o++) {
         const int64_t output = skinny_min(first + o * apart, p->outputs - 1);
         tile.weight[o] = p->weight + output * row_bytes;
-        factors[o] = p->factors ? p->factors + output * (p->weight_stride / GROUP) * 2 : NULL;
     }
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
+        const int64_t start = pass->panel_starts[i], end = pass->panel_starts[i + 1];
         tile.panel = pass->panels + start * pass->packed_bytes;
         tile.fetch_first = skinny_min(i * share, TILE_ROWS);
         tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
         tile.sums = sums + start * CHUNK_ROWS;
-        if (p->weight_dtype == SKINNY_GROUPED)
-            int8_tile_of(end - start, tile, factors);
+        if (p->weight_dtype == SKINNY_ROUNDED)
+            int8_tile_of(end - start, tile);
         else
             tile_of(end - start, p->weight_dtype, tile);
     }
@@ -65,7 +63,7 @@ static void write_outputs(const linear_pass *pass, int64_t o, int64_t count, con
     char part[LANES * 4];
     for (int64_t row = 0; row < p->rows; row++) {
         VEC value = LOAD(sums + row * CHUNK_ROWS);
-        if (p->weight_dtype == SKINNY_GROUPED) value = FMA(value, SET1(pass->x_scales[row]), ZERO());
+        if (p->weight_dtype == SKINNY_ROUNDED) value = FMA(value, SET1(pass->x_scales[row]), ZERO());
         if (p->scales) value = FMA(value, scales, ZERO());
         value = ADD(value, bias);
         char *to = p->y + (row * p->y_stride + o) * bytes;
@@ -104,11 +102,12 @@ static void work(void *shared) {
 static int run_pass(const linear_problem *p, int count, int threads) {
     float x_scales[PASS_ROWS];
     linear_pass pass = {.problem = p, .count = count, .x_scales = x_scales};
-    if (p->weight_dtype == SKINNY_GROUPED)
-        pass.packed_bytes = skinny_parts(p->depth, GROUP) * GROUP * 2;
+    if (p->weight_dtype == SKINNY_ROUNDED)
+        pass.packed_bytes = skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
     else
         pass.packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
     pass.panel_count = skinny_parts(p->rows, PANEL_ROWS);
+    for (int64_t i = 0; i <= pass.panel_count; i++) pass.panel_starts[i] = p->rows * i / pass.panel_count;
     for (int i = 0; i < count; i++) pass.chunk_rows[i] = linear_chunk_rows(p[i].outputs, threads);
     const int64_t panel_bytes = p->rows * pass.packed_bytes;
     const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;

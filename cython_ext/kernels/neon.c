@@ -21,8 +21,9 @@
 #define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 
 typedef struct {
-    int16x8_t part[4];
-} int8_group;
+    int16x8_t part[8];
+} int8_weights;
+typedef int32x4_t int8_sums;
 
 static ALWAYS_INLINE float32x4_t load_int8(const char *p) {
     uint32_t bytes;
@@ -31,21 +32,23 @@ static ALWAYS_INLINE float32x4_t load_int8(const char *p) {
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
 }
 
-static ALWAYS_INLINE int8_group load_group(const char *p) {
-    const int8x16_t low = vld1q_s8((const int8_t *)p), high = vld1q_s8((const int8_t *)p + 16);
-    return (int8_group){{vmovl_s8(vget_low_s8(low)), vmovl_s8(vget_high_s8(low)),
-                                vmovl_s8(vget_low_s8(high)), vmovl_s8(vget_high_s8(high))}};
+static ALWAYS_INLINE int8_weights load_weights(const char *p) {
+    int8_weights w;
+    for (int i = 0; i < 8; i++) w.part[i] = vmovl_s8(vld1_s8((const int8_t *)p + 8 * i));
+    return w;
 }
 
-static ALWAYS_INLINE float32x4_t group_dot(int8_group w, const char *p) {
-    int32x4_t sum = vdupq_n_s32(0);
-    for (int i = 0; i < 4; i++) {
+static ALWAYS_INLINE int32x4_t add_products(int32x4_t sums, int8_weights w, const char *p) {
+    for (int i = 0; i < 8; i++) {
         const int16x8_t x = vld1q_s16((const int16_t *)p + 8 * i);
-        sum = vmlal_s16(sum, vget_low_s16(w.part[i]), vget_low_s16(x));
-        sum = vmlal_s16(sum, vget_high_s16(w.part[i]), vget_high_s16(x));
+        sums = vmlal_s16(sums, vget_low_s16(w.part[i]), vget_low_s16(x));
+        sums = vmlal_s16(sums, vget_high_s16(w.part[i]), vget_high_s16(x));
     }
-    return vcvtq_f32_s32(sum);
+    return sums;
 }
+
+static ALWAYS_INLINE int32x4_t no_sums(void) { return vdupq_n_s32(0); }
+static ALWAYS_INLINE float32x4_t to_floats(int32x4_t sums) { return vcvtq_f32_s32(sums); }
 
 /* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
 static ALWAYS_INLINE void store_bf16(char *p, float32x4_t v) {

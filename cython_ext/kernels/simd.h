@@ -9,8 +9,8 @@
 
 #include "openmp_runtime.h"
 
-/* Weights alone may be int8, or the same in groups, each with a factor of its own. */
-enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_GROUPED };
+/* Weights alone may be int8; by SKINNY_ROUNDED, x is rounded to integers too. */
+enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_ROUNDED };
 
 /* Rows of the streamed matrix in one register tile. */
 #define TILE_ROWS 4

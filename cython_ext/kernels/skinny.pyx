@@ -8,7 +8,7 @@ import sys
 import torch
 
 from libc.math cimport sqrt
-from libc.stdint cimport int8_t, int64_t, uint16_t, uintptr_t
+from libc.stdint cimport int8_t, int64_t, uintptr_t
 
 cdef extern from "openmp_runtime.h" nogil:
     void openmp_use(const uintptr_t *addresses, int count)
@@ -29,9 +29,8 @@ cdef extern from "paths.h" nogil:
         SKINNY_BFLOAT16
         SKINNY_FLOAT16
         SKINNY_INT8
-        SKINNY_GROUPED
-        GROUP
-        INT8_BLOCK
+        SKINNY_ROUNDED
+        INT8_STEP
         MASK_NONE
         MASK_BOOL
         MASK_ADDED
@@ -53,7 +52,6 @@ cdef extern from "paths.h" nogil:
         int64_t x_stride, weight_stride, y_stride
         int dtype
         int weight_dtype
-        const char *factors
         const char *scales
         int scale_dtype
 
@@ -62,8 +60,7 @@ cdef extern from "paths.h" nogil:
         int64_t outputs, depth, weight_stride
         int dtype
         int8_t *values
-        uint16_t *factors
-        float *row_scales
+        float *scales
         float *left_out
         float *norms
         int64_t next_chunk

@@ -58,7 +58,7 @@ class CompactWeight:
         return values is None or torch.equal(values[first : first + len(rows)].float(), rows)
 
 
-COMPACT = WeightCopies(CompactWeight.pack, element_bits=16)
+COMPACT = WeightCopies(CompactWeight.pack, lambda weight: 2 * weight.numel())
 """Of all models in this process."""
 
 

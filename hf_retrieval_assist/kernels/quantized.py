@@ -1,7 +1,7 @@
 """Linear layers with weights in eight bits: a quarter of the bytes of float32, half of bfloat16.
 
-A forward of few rows is a read of the weights. A product with :class:`QuantizedWeight` reads 8.5
-bits for each weight, and rounding takes about half a percent of the weights' norm.
+A forward of few rows is a read of the weights. A product with :class:`QuantizedWeight` reads
+eight bits for each weight, and rounding takes about one percent of the weights' norm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import skinny
-from .skinny import INT8_GROUP, int8_linear, pack_int8
+from .skinny import INT8_MULTIPLE, int8_linear, pack_int8
 from .weight_copies import WeightCopies, packable
 
 __all__ = ["WEIGHTS", "QuantizedWeight", "quantized_model"]
@@ -24,19 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A matrix in eight bits, with a scale for each row and a factor for each 32 weights of a row.
+    """A matrix in eight bits, with a scale for each row.
 
     Attributes:
-        values: int8 [outputs, groups * 32], padded with zeros behind `depth`.
-        factors: bfloat16, one for each group, then padding.
-        scales: float32, one for each row, then padding; NaN for a row that is not finite.
+        values: int8 [outputs, steps * 64], filled up with zeros behind `depth`.
+        scales: float32 [outputs]; NaN for a row that is not finite.
         left_out: float32 [outputs], the norm of what rounding takes from a row, rounded up.
         norms: float32 [outputs], the norm of the row, rounded up.
         depth: the matrix's columns.
     """
 
     values: torch.Tensor
-    factors: torch.Tensor
     scales: torch.Tensor
     left_out: torch.Tensor
     norms: torch.Tensor
@@ -50,8 +48,14 @@ class QuantizedWeight:
             TypeError: another dtype.
             ValueError: not a dense CPU matrix with adjacent columns.
         """
-        values, factors, scales, left_out, norms = pack_int8(weight.detach())
-        return cls(values, factors, scales, left_out, norms, weight.shape[1])
+        values, scales, left_out, norms = pack_int8(weight.detach())
+        return cls(values, scales, left_out, norms, weight.shape[1])
+
+    @staticmethod
+    def size_of(weight: torch.Tensor) -> int:
+        """The bytes that a matrix takes in eight bits."""
+        outputs, depth = weight.shape
+        return outputs * (-(-depth // INT8_MULTIPLE) * INT8_MULTIPLE + 3 * 4)
 
     @property
     def shape(self) -> torch.Size:
@@ -60,13 +64,16 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The memory it takes, in bytes."""
-        parts = (self.values, self.factors, self.scales, self.left_out, self.norms)
-        return sum(part.nbytes for part in parts)
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        return self.values, self.scales, self.left_out, self.norms
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
 
-        A row of x, rounded to 16 bits with one scale, gives the same bits whatever rows stand
+        A row of x, rounded to 14 bits with one scale, gives the same bits whatever rows stand
         beside it. A row that is not finite gives NaN. Not differentiable.
 
         Args:
@@ -81,24 +88,17 @@ class QuantizedWeight:
         """
         if x.shape[-1:] != (self.depth,):
             raise ValueError(f"x: expected shape [..., {self.depth}], got {list(x.shape)}")
-        return int8_linear(x, self.values, self.factors, self.scales, bias)
+        return int8_linear(x, self.values, self.scales, bias)
 
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""
         again, end = QuantizedWeight.pack(rows), first + len(rows)
-        groups = self.values.shape[1] // INT8_GROUP
-        parts = (
-            (again.values, self.values[first:end]),
-            (again.factors[: len(rows) * groups], self.factors[first * groups : end * groups]),
-            (again.scales[: len(rows)], self.scales[first:end]),
-            (again.left_out, self.left_out[first:end]),
-            (again.norms, self.norms[first:end]),
-        )
+        pairs = ((one, own[first:end]) for one, own in zip(again._parts, self._parts, strict=True))
         # As bytes, in which what is not a number equals itself.
-        return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in parts)
+        return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in pairs)
 
 
-WEIGHTS = WeightCopies(QuantizedWeight.pack, element_bits=8.5)
+WEIGHTS = WeightCopies(QuantizedWeight.pack, QuantizedWeight.size_of)
 """Of all models in this process."""
 
 

@@ -298,8 +298,8 @@ def _bounds_of(packed: QuantizedWeight) -> _Bounds:
     known = _known_bounds.get(packed)
     if known is not None:
         return known
-    # What rounding x to 16 bits adds to an approximation, and summing in float32 to both.
-    rounding = 1.01 * math.sqrt(packed.depth) / 65534 + (2 * packed.depth + 64) * 2.0**-24
+    # What rounding x to 14 bits adds to an approximation, and summing in float32 to both.
+    rounding = 1.01 * math.sqrt(packed.depth) / 16382 + (2 * packed.depth + 64) * 2.0**-24
     bounds = packed.left_out + rounding * (packed.norms + packed.left_out)
     unfit = ~(packed.norms < MOST_NORM)
     bounds = (bounds * (1 + 2.0**-20)).masked_fill_(unfit, 0.0)

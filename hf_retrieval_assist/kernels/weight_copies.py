@@ -103,12 +103,13 @@ class WeightCopies(Generic[C]):
 
     Args:
         pack: makes a weight's copy.
-        element_bits: what it takes for each element.
+        size_of: the bytes that it will take.
     """
 
-    def __init__(self, pack: Callable[[torch.Tensor], C], element_bits: float) -> None:
-        self._pack = pack
-        self._element_bits = element_bits
+    def __init__(
+        self, pack: Callable[[torch.Tensor], C], size_of: Callable[[torch.Tensor], int]
+    ) -> None:
+        self._pack, self.size_of = pack, size_of
         self._lock = Lock()
         self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._of_mark: WeakValueDictionary[_Mark, Kept[C]] = WeakValueDictionary()
@@ -136,10 +137,6 @@ class WeightCopies(Generic[C]):
                 kept = self._of_tensor[weight] = Kept(self._pack(weight), mark, sample)
                 self._of_mark[mark] = kept
             return kept
-
-    def size_of(self, weight: torch.Tensor) -> int:
-        """Bytes of a weight's copy, nearly."""
-        return int(weight.numel() * self._element_bits / 8)
 
     def count_use(self, weight: torch.Tensor) -> int:
         """Count a time when a copy would have been of use; how many there were since the last one

@@ -16,7 +16,7 @@ SHAPE = (300, 64)
 
 
 def copies(kind=QuantizedWeight):
-    return WeightCopies(kind.pack, element_bits=16)
+    return WeightCopies(kind.pack, lambda weight: 2 * weight.numel())
 
 
 def weight_of(rows=SHAPE[0], columns=SHAPE[1]):

@@ -5,7 +5,6 @@ import torch
 
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.skinny import (
-    INT8_GROUP,
     PATHS,
     int8_linear,
     pack_int8,
@@ -32,11 +31,7 @@ def packed(weight, path):
 
 def dequantized(weight):
     """The matrix that its products are of, float32 [outputs, depth]."""
-    outputs = len(weight.values)
-    groups = weight.values.view(outputs, -1, INT8_GROUP).float()
-    factors = weight.factors[: groups.shape[0] * groups.shape[1]].view(*groups.shape[:2], 1)
-    scaled = groups * (factors.float() * weight.scales[:outputs, None, None])
-    return scaled.view(outputs, -1)[:, : weight.depth]
+    return (weight.values.float() * weight.scales[:, None])[:, : weight.depth]
 
 
 class Whole:
@@ -54,18 +49,18 @@ class Whole:
 
 
 class Packed(Whole):
-    """In eight bits, by which rows are rounded to sixteen."""
+    """In eight bits, by which rows are rounded to fourteen."""
 
     def __init__(self, weight, path):
         self.weight = packed(weight, path)
         super().__init__(dequantized(self.weight) if len(weight) else weight, path)
 
     def __call__(self, x, bias=None, **options):
-        parts = (self.weight.values, self.weight.factors, self.weight.scales)
+        parts = (self.weight.values, self.weight.scales)
         return int8_linear(x, *parts, bias, path=self.path, **options)
 
     def rounding_of(self, x):
-        step = x.double().abs().amax(-1, keepdim=True) / 32767 / 2
+        step = x.double().abs().amax(-1, keepdim=True) / 8191 / 2
         return 1.01 * step * self.exact.double().abs().sum(-1)
 
 
