@@ -18,6 +18,7 @@ from functools import cache
 import torch
 
 from ..drafters.base import Foresight
+from ..kernels.exponential import exponential, is_fast
 from ..kernels.largest import greatest, largest
 from ..row_text import RowText
 from .selection import TokenSelector
@@ -109,7 +110,8 @@ class Dice:
             self.plain = self.plain and even
             return self._all(probs, rows) if self.plain else _drawn(probs)
         self._anchor(vocab_size)
-        if even and places[0] == self._at and len(self._states[self._at]) == 1:
+        fast = self._device.type == "cpu" and is_fast()
+        if even and places[0] == self._at and len(self._states[self._at]) == 1 and not fast:
             self._at += 1
             self._forget(self._at)
             return self._all(probs, rows)
@@ -220,6 +222,8 @@ class Dice:
     def _draw(self, state: torch.Tensor) -> torch.Tensor:
         self._twin.set_state(state)
         shape = self._together, self._vocab_size
+        if self._device.type == "cpu":
+            return exponential(shape, self._twin)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
         return noise.exponential_(generator=self._twin)
 
