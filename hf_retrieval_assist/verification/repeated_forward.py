@@ -43,6 +43,10 @@ MOST_BYTES = 256 << 20
 # Programs of a model that wait for calls: of so many calls at a time.
 _MOST_IDLE = 2
 
+# Calls in which a model is left alone that was found unrecordable: looking at its state takes
+# milliseconds.
+_REST = 32
+
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
@@ -94,6 +98,7 @@ class _Programs:
 
 _lock = Lock()
 _idle: weakref.WeakKeyDictionary[Any, list[_Programs]] = weakref.WeakKeyDictionary()
+_resting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def can_repeat(model: Any, cache: Any) -> bool:
@@ -102,6 +107,9 @@ def can_repeat(model: Any, cache: Any) -> bool:
     is called but modules of libraries, without hooks."""
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
+        return False
+    if rest := _resting.get(model, 0):
+        _resting[model] = rest - 1
         return False
     modules = modules_of(model)
     kinds: set[Any] = set(map(type, modules))
@@ -257,6 +265,8 @@ class RepeatedForward:
         programs, self._programs = self._programs, None
         self._weights.clear()
         if programs is not None:
+            if programs.fault is not None and not programs.trusted:
+                _resting[self._model] = _REST
             with _lock:
                 idle = _idle.setdefault(self._model, [])
                 idle.append(programs)

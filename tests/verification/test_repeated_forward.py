@@ -4,6 +4,7 @@ noticed of a model that changes."""
 import gc
 import threading
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from hf_retrieval_assist.kernels.recording import (
 from hf_retrieval_assist.kernels.reroute import standing_in
 from hf_retrieval_assist.verification import repeated_forward
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run, same
+from tests.support.watching import calls_of
 
 CLASSES = [
     *(LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen3ForCausalLM),
@@ -257,6 +259,18 @@ def test_programs_take_no_more_memory_than_they_may(monkeypatch):
     monkeypatch.setattr(repeated_forward, "MOST_BYTES", 100)
     last = repeating(build(LlamaForCausalLM)).stats.last
     assert last.repeated == last.recordings == 0
+
+
+def test_a_model_that_cannot_be_recorded_is_looked_at_now_and_then(monkeypatch):
+    model = build(LlamaForCausalLM)
+    monkeypatch.setattr(repeated_forward, "MOST_BYTES", 0)
+    monkeypatch.setattr(repeated_forward, "_REST", 3)
+    looks = calls_of(monkeypatch, repeated_forward, "recorded_state")
+    counts = []
+    for _ in range(9):
+        same(model, assistant=Assistant([], budget=0))
+        counts.append(len(looks))
+    assert [after - before for before, after in pairwise(counts)] == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
 def test_an_option_turns_it_off():
