@@ -19,9 +19,11 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
+from hf_retrieval_assist.drafting.policy import union
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.stats import CallStats, Stats
 from tests.support.threads import in_threads
+from tests.support.trees import paths
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
@@ -137,6 +139,13 @@ def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
     assistant = Assistant([Batched(lost=1)], budget=4)
     with pytest.raises(ValueError, match=r"^drafter 'recorder': expected a draft for each of 1 r"):
         run(model, assistant=assistant)
+
+
+def test_union_holds_all_paths_once():
+    drafts = [TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 3], [0.7, 0.6])]
+    tree = union(drafts)
+    assert {*paths(tree)} == {(1,), (1, 2), (1, 3)}
+    assert len(union([])) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.tiny_models import VOCAB
 
 WIDTHS = [7, 16, 17, 1000, 70_001]
 
@@ -149,3 +150,47 @@ def test_sampled_batches_keep_the_seed(name, options):
     _, _, assistant = agreeing(model, inputs, seed=4, **options)
     assert assistant.stats.last.keeps_seed
     assert assistant.stats.last.accepted > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_foresight_is_the_choice_of_the_walk(do_sample, batch_size):
+    """Along a path of drafted tokens, with warpers and processors that look at the text."""
+    seen = []
+
+    def foreign(ids, scores):
+        seen.append(ids)
+        return scores
+
+    processors = LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(1.7),
+            transformers.NoRepeatNGramLogitsProcessor(2),
+            transformers.TemperatureLogitsWarper(0.8),
+            transformers.TopKLogitsWarper(20),
+            foreign,
+        ]
+    )
+    rows = rows_of(batch_size)
+    select = TokenSelector(processors, do_sample, batch_size)
+    torch.manual_seed(6)
+    dice = Dice(rows)
+    foresights = [RowForesight(select, dice, row) for row in rows]
+    logits = [law.log() for law in laws(batch_size, VOCAB, 5)]
+    foreseen = []
+    for row, foresight in zip(rows, foresights, strict=True):
+        path = []
+        for step in logits:
+            scores, ids = foresight.best(step[row.index : row.index + 1], [path], 3)
+            assert (scores.diff() <= 0).all()
+            path = [*path, int(ids[0, 0])]
+        foreseen.append(path)
+        assert foresight.knows(VOCAB)
+    assert not seen
+    for step in logits:
+        scores = select.process(rows, step.clone())
+        for row, token in zip(
+            rows, select.choose(scores, lambda p: dice.draw(p, rows)), strict=True
+        ):
+            row.generated.append(token)
+    assert [row.generated for row in rows] == foreseen
