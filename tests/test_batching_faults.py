@@ -282,6 +282,24 @@ def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
     assert scopes.count(True) == 1
 
 
+def decoding():
+    """Requests that have generated a token each of a text that goes on as it began."""
+    states = [DraftedRequest(f"r{number}", [3, 4, 5, 6] * 50) for number in range(3)]
+    for number, state in enumerate(states):
+        state.max_new_tokens, state.generated_tokens = 1000, [3]
+        state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
+    return states
+
+
+def test_drafts_of_all_requests_share_the_room_of_a_step(llama):
+    drafts, states = batching.RequestDrafts(SamAssistant(budget=8), llama), decoding()
+    drafts.follow(states, torch.zeros(3, VOCAB))
+    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
+    assert found[64] == [8, 2, 0]
+    assert sum(found[5]) == 5
+    assert found[0] == [0, 0, 0]
+
+
 def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
     """Nothing of a prompt is read or copied by a step."""
 
@@ -300,11 +318,8 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
             Prompt.reads += isinstance(place, slice)
             return super().__getitem__(place)
 
-    drafts, logits = batching.RequestDrafts(SamAssistant(budget=8), llama), torch.zeros(3, VOCAB)
-    states = [DraftedRequest(f"r{number}", [3, 4, 5, 6] * 50) for number in range(3)]
-    for number, state in enumerate(states):
-        state.max_new_tokens, state.generated_tokens = 1000, [3]
-        state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
+    drafts, states = batching.RequestDrafts(SamAssistant(budget=8), llama), decoding()
+    logits = torch.zeros(3, VOCAB)
     drafts.follow(states, logits)
     for state in states:
         state.initial_tokens = Prompt(state.initial_tokens)
@@ -317,17 +332,20 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
     assert Prompt.reads == 0
 
 
-def test_drafts_end_where_positions_do():
+def test_drafts_end_where_positions_do(told):
     model = build(GPT2LMHeadModel, n_positions=40)
     inputs = [[5, 9, 33] * 3, [7, 8] * 4]
     make = functools.partial(half_knowing, budget=16)
     assert drafted(model, inputs, greedy(max_new_tokens=31), make).accepted > 0
-    with manager_of(model, SamAssistant(budget=16), greedy(max_new_tokens=90)) as manager:
+    # Whatever it guesses behind the last position would be a fault.
+    guessing = Assistant([guess(4)], budget=2)
+    with manager_of(model, guessing, greedy(max_new_tokens=90)) as manager:
         manager.add_request(inputs[0])
         manager.add_request([5] * 41)
         for output in finished(manager, 2):
             assert "40 tokens" in output.error
         assert manager.is_running()
+    assert "without drafts" not in told.text
 
 
 UNSUPPORTED = {

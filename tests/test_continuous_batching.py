@@ -189,10 +189,12 @@ def test_warpers_are_each_requests_own(llama):
     plain = run(llama, inputs)
     assistant = half_knowing(inputs, plain)
     with manager_of(llama, assistant, config, per_request_processors=True) as manager:
+        # Whose temperature the others would have, were they taken for the first one.
+        manager.add_request(inputs[0], request_id="warm", max_new_tokens=LENGTH, temperature=9.0)
         for number, prompt in enumerate(inputs):
             cold = {"temperature": 1e-4} if number % 2 else {"top_k": 1}
             manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH, **cold)
-        found = {out.request_id: out.generated_tokens for out in outputs(manager, len(inputs))}
+        found = {out.request_id: out.generated_tokens for out in outputs(manager, 1 + len(inputs))}
     # So cold that they are as good as greedy.
     assert [found[str(number)] for number in range(len(inputs))] == plain
     assert assistant.stats.total.accepted > 0
