@@ -47,6 +47,7 @@ class Forwards:
         counts: the call's figures.
 
     Attributes:
+        verifier: there is one after the prefill.
         cache: of the call.
         taps: the hidden states of the last forward that drafters learn from.
         may_draft: whether a draft may be verified: nothing has shown that drafts change the text's
@@ -54,6 +55,8 @@ class Forwards:
             single token.
         model_kwargs: the forward's keyword arguments.
     """
+
+    verifier: Verifier
 
     def __init__(
         self,
@@ -80,14 +83,7 @@ class Forwards:
         if rerouted:
             draws = walk.select.sampling is not None
             self._copies = Copies.of(call.model, walk.screens, draws, extra)
-        self._verifier: Verifier | None = None
         self._sound = True
-
-    @property
-    def verifier(self) -> Verifier:
-        """There is one after the prefill."""
-        assert self._verifier is not None
-        return self._verifier
 
     @property
     def may_draft(self) -> bool:
@@ -120,11 +116,11 @@ class Forwards:
         # The verifier counts on from the prompt.
         kept = {name: self.model_kwargs[name] for name in PER_TOKEN & self.model_kwargs.keys()}
         self.model_kwargs = private.kwargs_after(call.model, outputs, self.model_kwargs) | kept
-        self._verifier = self._service.verifier(
+        self.verifier = self._service.verifier(
             call.model, self.cache, self.model_kwargs, call.input_ids, self._options()
         )
         lap("prefill")
-        self._copies.begin(self._verifier, outputs.logits)
+        self._copies.begin(self.verifier, outputs.logits)
         lap("pack")
         return outputs
 
@@ -236,10 +232,10 @@ class Forwards:
 
     def abandon(self) -> None:
         """Leave a cache that somebody else holds as plain decoding can go on from it."""
-        if self._verifier is None:
+        if not hasattr(self, "verifier"):
             self.cache.abandon()
         else:
-            self._verifier.abandon()
+            self.verifier.abandon()
             self.cache.hand_back()
 
     @property

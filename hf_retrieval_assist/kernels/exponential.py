@@ -41,7 +41,7 @@ def is_fast() -> bool:
 
 
 def _by_many(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor | None:
-    """None where rounding to float32 hangs on a logarithm's last bits: once in 50 million numbers."""
+    """None where rounding to float32 hangs on a logarithm's last bits: of one in 50 million."""
     exact = torch.empty(tuple(shape), dtype=torch.float64, device="cpu")
     exact.uniform_(generator=generator).neg_().log1p_().neg_()
     drawn = (exact * (1 - _ERROR)).float()

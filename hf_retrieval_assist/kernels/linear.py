@@ -14,13 +14,11 @@ are verified beside it; neither is promised of the others.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -151,7 +149,7 @@ def linear(
         return plain_linear(input, weight, bias)
     if (recording := thread.recorder) is not None:
         return recording.linear(linear, RepeatedLayers, input, weight, bias)
-    stand_in = _thread.stand_ins.get(id(weight))
+    stand_in = thread.stand_ins.get(id(weight))
     if stand_in is not None and in_route():
         return stand_in(input, bias)
     if type(weight) in _DENSE:
@@ -160,12 +158,16 @@ def linear(
 
 
 class RepeatedLayers:
-    """Linear layers of the same x, computed anew by every call where their results lie."""
+    """Linear layers of the same x, computed anew by every call where their results lie.
+
+    Attributes:
+        weights: the identities of theirs.
+    """
 
     def __init__(self) -> None:
+        self.weights: set[int] = set()
         self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = []
         self._kernels: RepeatedLinears | None = None
-        self._weights: set[int] = set()
 
     def add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -179,11 +181,16 @@ class RepeatedLayers:
         elif not (kernel and self._kernels is not None and self._kernels.add(*layer)):
             return False
         self._layers.append(layer)
-        self._weights.add(id(weight))
+        self.weights.add(id(weight))
         return True
 
+    @property
+    def direct(self) -> Callable[[], None]:
+        """The same where nothing stands for a weight."""
+        return self if self._kernels is None else self._kernels
+
     def __call__(self) -> None:
-        if self._kernels is not None and self._weights.isdisjoint(_thread.stand_ins):
+        if self._kernels is not None and self.weights.isdisjoint(thread.stand_ins):
             self._kernels()
             return
         for x, weight, bias, out in self._layers:
@@ -194,18 +201,11 @@ StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x, bias) -> `x @ weight.T + bias`, of the weight that it stands for, or nearly so."""
 
 
-class _Thread(threading.local):
-    stand_ins: Mapping[int, StandIn] = MappingProxyType({})
-
-
-_thread = _Thread()
-
-
 def stand_ins() -> Mapping[int, StandIn]:
     """What stands for weights in this thread, by the identity of the parameter."""
-    return _thread.stand_ins
+    return thread.stand_ins
 
 
 def set_stand_ins(others: Mapping[int, StandIn]) -> None:
     """Let others stand for them."""
-    _thread.stand_ins = others
+    thread.stand_ins = others

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ class UnrecordableError(Exception):
     """Why a forward cannot be computed again from what was recorded of it."""
 
 
+class _Thread(threading.local):
+    """Of the running thread.
+
+    Attributes:
+        recorder: what records its forward; None: nothing does, or it looks away.
+        stand_ins: what stands for weights of linear layers, by the identity of the parameter.
+    """
+
+    recorder: Recorder | None = None
+    stand_ins: Mapping[int, Any] = MappingProxyType({})
+
+
+thread = _Thread()
+
+
 class Given:
     """What the next forward is given.
 
@@ -79,7 +95,8 @@ class Program:
     Args:
         inputs: tensors that it reads, by name.
         given: what else it is given.
-        operators: in their order.
+        operators: in their order; of one that has `direct`, that is called where nothing stands for
+            any of its `weights`.
         last: computes its logits behind them.
         nbytes: that its tensors take.
     """
@@ -93,6 +110,8 @@ class Program:
         nbytes: int,
     ) -> None:
         self._inputs, self._given, self._operators, self._last = inputs, given, operators, last
+        self._direct = [getattr(operator, "direct", operator) for operator in operators]
+        self._weights = {i for operator in operators for i in getattr(operator, "weights", ())}
         self.nbytes = nbytes
 
     def __call__(
@@ -106,21 +125,13 @@ class Program:
             self._inputs[name].copy_(tensor)
         self._given.layers, self._given.masks = layers, masks
         try:
-            for operator in self._operators:
+            nothing_stands_in = self._weights.isdisjoint(thread.stand_ins)
+            for operator in self._direct if nothing_stands_in else self._operators:
                 operator()
             return self._last()
         finally:
             self._given.layers = self._given.masks = ()
             self._given.shown.clear()
-
-
-class _Thread(threading.local):
-    """What records the running thread's forward; None: nothing does, or it looks away."""
-
-    recorder: Recorder | None = None
-
-
-thread = _Thread()
 
 
 class _Watch(TorchFunctionMode):
@@ -323,7 +334,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note(self, operator: Operator, *results: torch.Tensor) -> None:
-        self._operators.append(operator)
+        self._operators += operator.copies if isinstance(operator, _Joined) else [operator]
         self._keep(results)
 
     def _keep(self, results: Sequence[torch.Tensor]) -> None:
@@ -401,13 +412,17 @@ def _ways(
 
 
 class _Joined:
-    """Tensors behind one another along an axis."""
+    """Tensors behind one another along an axis.
+
+    Attributes:
+        copies: of each of them.
+    """
 
     def __init__(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
         parts = result.split([tensor.shape[dim] for tensor in tensors], dim)
         pairs = zip(tensors, parts, strict=True)
-        self._copies = [RepeatedElements("copy", (tensor,), part) for tensor, part in pairs]
+        self.copies = [RepeatedElements("copy", (tensor,), part) for tensor, part in pairs]
 
     def __call__(self) -> None:
-        for copy in self._copies:
+        for copy in self.copies:
             copy()

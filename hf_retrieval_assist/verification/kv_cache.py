@@ -135,7 +135,8 @@ class SlotCache(DynamicCache):
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_ready]
+        own = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        return [layer for layer in own if layer.homes is not None or layer.is_ready]
 
     @property
     def state_layers(self) -> list[LinearAttentionLayer]:

@@ -42,7 +42,7 @@ def calls_of_steps(rows, budget, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "budget", "most"), [(1, 0, 350), (1, 8, 460), (16, 0, 760), (16, 8, 1200)]
+    ("rows", "budget", "most"), [(1, 0, 300), (1, 8, 420), (16, 0, 730), (16, 8, 1140)]
 )
 def test_a_step_calls_no_more_functions(rows, budget, most, monkeypatch):
     counts = calls_of_steps(rows, budget, monkeypatch)
