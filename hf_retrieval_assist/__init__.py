@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .attachment import detach as detach
     from .candidate_generator import RetrievalCandidateGenerator as RetrievalCandidateGenerator
     from .corpus.datastore import Datastore as Datastore
+    from .draft_models.draft_model import EarlyExit as EarlyExit
     from .draft_models.eagle import EagleHead as EagleHead
-    from .draft_models.early_exit import EarlyExit as EarlyExit
     from .draft_models.quantized_self import QuantizedSelf as QuantizedSelf
     from .drafters.base import Drafter as Drafter
     from .drafters.base import DraftSession as DraftSession
@@ -49,8 +49,8 @@ _NAMES = {
     "attachment": "attach detach",
     "candidate_generator": "RetrievalCandidateGenerator",
     "corpus.datastore": "Datastore",
+    "draft_models.draft_model": "EarlyExit",
     "draft_models.eagle": "EagleHead",
-    "draft_models.early_exit": "EarlyExit",
     "draft_models.quantized_self": "QuantizedSelf",
     "drafters.base": "DraftSession Drafter",
     "hook": "install uninstall",

@@ -122,7 +122,8 @@ class BlockFollower(Follower):
 
     def _states(self, group: Group, text: NewText) -> Tensor:
         """[rows, block_size − 1, hidden_size] behind the texts, whose hidden states are kept."""
-        (cache,), size, width = group.caches, self._model.config.block_size, text.width
+        (cache,), size = group.caches, self._model.config.block_size
+        width = text.token_ids.shape[1]
         counts, block = torch.tensor(text.counts)[:, None], torch.arange(size)
         column = torch.arange(width + size).expand(len(counts), -1)
         fed = Fed(

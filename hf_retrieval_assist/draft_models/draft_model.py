@@ -1,4 +1,4 @@
-"""Drafts of a smaller model, as a tree whose shape is Sequoia's (Chen et al. 2024)."""
+"""Drafts of a smaller model, or of the target's first layers, as trees of Sequoia's shapes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
+from ..host.first_layers import first_layers
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
@@ -25,20 +28,10 @@ from ..verification.fixed_memory import can_stay, stays_in_place
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import Fed
-from .growth import Level
+from .growth import Choice, Level
 from .recorded import RecordedDrafts
-from .rows import (
-    DraftCache,
-    Group,
-    RowSession,
-    fed_nodes,
-    fed_texts,
-    fills_of,
-    groups,
-    parts,
-    proposed,
-)
-from .sequoia import PRIORS, Drawn, Foreseen, ShapeChooser, StaticGrowth, TreeShape
+from .rows import DraftCache, Group, RowSession, fed_texts, fills_of, groups, parts, proposed
+from .sequoia import PRIORS, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
 from .translation import DraftTranslation, TranslatedText, found
 
 # A pass over more new text than this says little of what a level costs.
@@ -150,16 +143,17 @@ class DraftModelDrafter(Drafter):
         started = time.perf_counter()
         # The draws of texts that have ended may no longer be known.
         foresights = [row.foresight if row in asked else None for row in group.rows]
-        drawn = None if self.temperature is None else Drawn(self.temperature)
-        growth = StaticGrowth(shape, drawn or Foreseen(foresights), foresights)
-        growth.grow(_Nodes(self, group, asked[0].graphs))
-        trees = growth.trees()
+        draws: Draws = []
+        choose: Choice = partial(foreseen, foresights)
+        if self.temperature is not None:
+            choose = partial(drawn, self.temperature, draws)
+        trees = grow(shape, choose, _Nodes(self, group, asked[0].graphs).run, foresights)
         if new <= _LEVEL_LIKE:
             seconds = (time.perf_counter() - started) / (shape.levels - 1)
             asked[0].chooser.observe_pass(seconds)
         for row in asked:
-            draws = [] if drawn is None else drawn.of_row(row.index)
-            row.drafted(shape, trees[row.index], draws)
+            own = [zip(laws[row.index], found[row.index], strict=True) for laws, found in draws]
+            row.shape, row.tree, row.draws = shape, trees[row.index], [*chain(*own)]
 
     def chooser(self, fingerprint: str, model: Any = None) -> ShapeChooser:
         """What is measured of this draft model against one target; `model` is that, if known."""
@@ -179,25 +173,71 @@ class DraftModelDrafter(Drafter):
         return PRIORS
 
 
+class EarlyExit(Drafter):
+    """Drafts by leaving the target early: its first layers, final norm and output layer.
+
+    Worth it with models that were trained for it (Elhoushi et al. 2024, LayerSkip,
+    arXiv:2404.16710); right with all. It needs no second model, and keeps a cache of its own.
+
+    Args:
+        layer: how many layers are run.
+        **sizes: of :class:`DraftModelDrafter`.
+
+    Raises:
+        ValueError: from `start`, the target does not have more layers than that, or cannot be fed
+            token trees.
+    """
+
+    name = "early exit"
+    costly = True
+
+    def __init__(self, layer: int, **sizes: Any) -> None:
+        require_at_least(1, layer=layer)
+        self.layer = layer
+        self._sizes = sizes
+        self._drafters = weakref.WeakKeyDictionary[Any, DraftModelDrafter]()
+        self._lock = Lock()
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
+        model = target.require_model("EarlyExit")
+        return self._drafter_of(model).start(prompt_ids, target)
+
+    def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
+        return sessions[0].drafter.propose_rows(sessions, budgets)
+
+    def _drafter_of(self, model: Any) -> DraftModelDrafter:
+        with self._lock:
+            if model not in self._drafters:
+                shallow = first_layers(model, self.layer)
+                self._drafters[model] = DraftModelDrafter(shallow, **self._sizes)
+            return self._drafters[model]
+
+    def priors(self) -> Float32Array:
+        """As for any draft model."""
+        return PRIORS
+
+
 def _weight_bytes(model: Any) -> int:
     return sum(weight.nbytes for weight in model.parameters())
 
 
 class _Nodes:
-    """A draft model behind the texts of a group, and on the nodes of a level; a `NodeRunner`."""
+    """A draft model behind the texts of a group, and on the nodes of a level."""
 
     def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
         self._drafter, self._model, self._group = drafter, drafter.model, group
         (self._cache,) = group.caches
-        # Of the nodes that were fed.
-        self._depths = torch.empty(0, dtype=torch.int64)
         device = self._model.device
         if group.in_place is None and stays_in_place(device) and can_stay(self._cache, device):
             service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
             group.in_place = RecordedDrafts(self._model, self._cache, service, most, graphs)
         self._recorded: Any = group.in_place
 
-    def root_logits(self) -> Tensor:
+    def run(self, level: Level | None) -> Tensor:
+        """A `Run`."""
+        return self._read() if level is None else self._feed(level.token_ids, level.fed(), {})
+
+    def _read(self) -> Tensor:
         """Feed what is new in the texts; when all is cached, the last token again."""
         cache, rows = self._cache, self._group.rows
         texts = [[0] if row is None else row.text for row in rows]
@@ -217,11 +257,6 @@ class _Nodes:
             logits = self._feed(ids, fed._replace(depths=depths), self._drafter.last_only)[:, -1:]
             self._group.keep([range(len(span)) for span in spans])
         return logits
-
-    def run(self, level: Level) -> Tensor:
-        fed = fed_nodes(level, self._depths)
-        self._depths = fed.columns[0]
-        return self._feed(level.token_ids, fed, {})
 
     def _feed(self, token_ids: Tensor, fed: Fed, options: dict[str, int]) -> Tensor:
         """[rows, w or 1, vocab_size]"""
@@ -255,6 +290,9 @@ class DraftModelSession(RowSession):
         chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
         graphs: whether forwards may be recorded where they stay in place.
         foresight: what tells how the target will draw the text's tokens; None: nothing does.
+        shape, tree: of the draft in the cache behind the text.
+        draws: of the text, then of each node that was fed: the law of its children, and what was
+            drawn.
     """
 
     def __init__(
@@ -273,7 +311,7 @@ class DraftModelSession(RowSession):
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
         self.foresight = _foresight(target, drafter.temperature) if translated is None else None
         self._valid = _ALL
-        self._shape = self.chooser.shape()
+        self.shape = self.chooser.shape()
         self.forget_draft()
 
     def has_room(self, levels: int) -> bool:
@@ -291,19 +329,12 @@ class DraftModelSession(RowSession):
         return valid
 
     def forget_draft(self) -> None:
-        self._tree = TokenTree.empty()
-        # Of the text, then of each node that was fed: the law of its children, and what was drawn.
-        self._draws: list[tuple[Tensor, Tensor]] = []
-
-    def drafted(
-        self, shape: TreeShape, tree: TokenTree, draws: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        """A draft is in the cache, behind the text."""
-        self._shape, self._tree, self._draws = shape, tree, draws
+        self.tree = TokenTree.empty()
+        self.draws: Draws = []
 
     def proposal(self) -> TokenTree:
         """The draft, in the target's vocabulary."""
-        draft = self._tree.without_nan()
+        draft = self.tree.without_nan()
         if self._translated is None or not len(draft):
             return draft
         return self._translated.tree(draft)
@@ -312,12 +343,12 @@ class DraftModelSession(RowSession):
         self.chooser.set_seconds(curve(self.chooser.max_nodes))
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
-        nodes = [-1, *self._tree.follow(np.array(path, np.int32)).tolist()]
-        count = int(self._shape.child_counts[nodes[-1] + 1])
-        if not self._draws or len(nodes) <= len(path) or not count:
+        nodes = [-1, *self.tree.follow(np.array(path, np.int32)).tolist()]
+        count = int(self.shape.child_counts[nodes[-1] + 1])
+        if not self.draws or len(nodes) <= len(path) or not count:
             return None
-        fed = 0 if nodes[-1] < 0 else 1 + int(self._shape.fed_number[nodes[-1]])
-        law, children = self._draws[fed]
+        fed = 0 if nodes[-1] < 0 else 1 + int(self.shape.fed_number[nodes[-1]])
+        law, children = self.draws[fed]
         return ChildDraw(law, children[:count])
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
@@ -336,10 +367,10 @@ class DraftModelSession(RowSession):
         self._append(text[known:])
 
     def _append(self, tokens: list[int]) -> None:
-        if len(self._tree) and tokens:
-            path = self._tree.follow(np.array(tokens, np.int32))
+        if len(self.tree) and tokens:
+            path = self.tree.follow(np.array(tokens, np.int32))
             self._measure(path.tolist(), len(tokens))
-            fed = self._shape.fed_number[path]
+            fed = self.shape.fed_number[path]
             self.accepted = fed[fed >= 0].tolist()
             self.forget_draft()
         self.text += tokens
@@ -347,9 +378,9 @@ class DraftModelSession(RowSession):
     def _measure(self, path: list[int], length: int) -> None:
         """Count by rank what the text accepted, at every node that it reached."""
         reached = [-1, *path][:length]
-        ranks = self._shape.ranks[path].tolist()
+        ranks = self.shape.ranks[path].tolist()
         for node, rank in zip(reached, [*ranks, -1], strict=False):
-            if children := int(self._shape.child_counts[node + 1]):
+            if children := int(self.shape.child_counts[node + 1]):
                 self.chooser.observe(children, rank)
 
 

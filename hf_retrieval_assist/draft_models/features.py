@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import Drafter, Feedback
 from ..system.lazy import cached_property
-from ..token_tree import Float32Array, Forest, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 from ..verification.tree_attention import Int64Array
 from .growth import PRIORS
 from .rows import DraftCache, Group, RowSession, groups, parts, proposed
@@ -44,10 +43,6 @@ class NewText:
     sources: Int64Array
     token_ids: Int64Array
     positions: Int64Array
-
-    @property
-    def width(self) -> int:
-        return self.sources.shape[1]
 
 
 class Follower(ABC):
@@ -143,11 +138,7 @@ class FeatureSession(RowSession):
     group: Group
 
     def __init__(
-        self,
-        drafter: FeatureDrafter,
-        follower: Follower,
-        prompt_ids: NDArray[np.int32],
-        max_nodes: int,
+        self, drafter: FeatureDrafter, follower: Follower, prompt_ids: Int32Array, max_nodes: int
     ) -> None:
         super().__init__(follower.caches())
         self.drafter, self.follower = drafter, follower
@@ -156,11 +147,10 @@ class FeatureSession(RowSession):
         self._max_nodes = max_nodes
         self._pending: list[Tensor] = []
         self._after_prefill = True
-        self._begun = False
 
     def wanted(self, budget: int) -> int:
         """Nodes to draft; none without the hidden states before the newest token."""
-        current = self._begun and self.reached == len(self.tokens) - 1
+        current = 0 < self.reached == len(self.tokens) - 1
         return min(budget, self._max_nodes) if current else 0
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
@@ -178,7 +168,6 @@ class FeatureSession(RowSession):
             self.close()
             Group([self], self.follower.caches())
         self._pending.append(features)
-        self._begun = True
         self.reached = first + len(features)
         if self.waiting >= self.follower.chunk:
             self.group.settle()

@@ -1,18 +1,18 @@
-"""Drafting level by level: the one loop of all models that draft from their own output.
+"""Drafting level by level, for all models that draft from their own output.
 
-Each level is one forward for all rows. A `Choice` says what may follow the nodes that were run; a
-`Growth` says which of that becomes a node, and which nodes are run next. Here it is best first, the
-dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), which expands nodes in order
-of their cumulative probability, then keeps the most probable of all candidates.
+Each level is one forward for all rows, a `Run`. A `Choice` says what may follow the nodes that were
+run. Which of that becomes a node, and which nodes are run next, is decided best first here, as in
+the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), which expands nodes in
+order of their cumulative probability, then keeps the most probable of all candidates; and by a
+shape that is given in `sequoia`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..kernels.largest import largest, most_probable
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array
+from ..verification.tree_attention import Fed
 
 # Evidence: how likely the drafting model holds the token after its parent, its place among the
 # siblings, and how deep it stands, for a model is trusted less the longer it feeds on its own
@@ -44,12 +45,20 @@ class Level(NamedTuple):
         token_ids: int64 [rows, w], of the target's vocabulary.
         parent_rows: int64 [rows, w], each node's parent among the nodes of the level above.
         visible: bool [rows, w, nodes run so far and these], each node's ancestors and itself.
+        columns: int64 [nodes run so far and these], how many nodes each of them has above it.
     """
 
     depth: int
     token_ids: Tensor
     parent_rows: Tensor
     visible: Tensor
+    columns: Tensor
+
+    def fed(self, missing: int = 0) -> Fed:
+        """Where they lie, behind the nodes run before, of which the first ones may be missing."""
+        width, columns = self.token_ids.shape[1], self.columns[None, missing:]
+        offsets = torch.arange(columns.shape[1], device=columns.device)[None, -width:]
+        return Fed(columns[:, -width:], columns, self.visible[:, :, missing:], offsets)
 
 
 def paths_to(levels: Sequence[Level], row: int) -> list[list[int]]:
@@ -86,44 +95,9 @@ def likeliest(logits: Tensor, count: int, levels: Sequence[Level]) -> Chosen:
     return Chosen(ids, log_probs, log_probs)
 
 
-class NodeRunner(Protocol):
-    """A drafting model that stands behind the texts of some rows."""
-
-    def root_logits(self) -> Tensor:
-        """[rows, 1, ids], for the token after each text."""
-
-    def run(self, level: Level) -> Tensor:
-        """[rows, w, ids], for the token after each node."""
-
-
-class Growth(ABC):
-    """The trees of some rows while they are drafted.
-
-    Attributes:
-        levels: that were run.
-    """
-
-    def __init__(self) -> None:
-        self.levels: list[Level] = []
-
-    def grow(self, runner: NodeRunner) -> None:
-        """All forwards of a draft, below the last token of each text."""
-        self.add(runner.root_logits())
-        while (level := self.next_level()) is not None:
-            self.levels.append(level)
-            self.add(runner.run(level))
-
-    @abstractmethod
-    def add(self, logits: Tensor) -> None:
-        """Make children of the nodes that were run last from their logits, [rows, w, ids]."""
-
-    @abstractmethod
-    def next_level(self) -> Level | None:
-        """What to run next; None when the trees are done."""
-
-    @abstractmethod
-    def trees(self) -> Sequence[TokenTree]:
-        """One for each row."""
+Run = Callable[[Level | None], Tensor]
+"""A drafting model behind the texts of some rows: [rows, w, ids], for the token after each node of
+a level, or after each text, where it is told of none."""
 
 
 @dataclass(frozen=True)
@@ -153,22 +127,6 @@ class GrowthLimits:
         require_at_least(2, total=self.total)
         if not 0 <= self.min_prob < 1:
             raise ValueError(f"min_prob: expected a value in [0, 1), got {self.min_prob}")
-
-
-class _Candidates(NamedTuple):
-    """Children of the nodes that one forward ran, c of each of w nodes of every row.
-
-    Attributes:
-        parents: int64 [rows, w], index of the node among all candidates of the row; −1: the root.
-        token_ids: int64 [rows, w * c], ids of the target's vocabulary.
-        scores: float32 [rows, w * c], log-probability of the path from the root; −inf: no node.
-        evidence: float32 [rows, w * c], see `Chosen`.
-    """
-
-    parents: Tensor
-    token_ids: Tensor
-    scores: Tensor
-    evidence: Tensor
 
 
 @dataclass(frozen=True)
@@ -208,8 +166,8 @@ class Grown:
         return Forest(ids[rows, columns], above, probs, classes, offsets)
 
 
-class BestFirst(Growth):
-    """Grows trees best first.
+class BestFirst:
+    """Grows the trees of some rows best first.
 
     Every candidate that belongs to the `keep` most probable of the full tree is in the tree, as far
     as `limits.width` reaches: nodes are left unexpanded only when their descendants cannot be.
@@ -230,43 +188,54 @@ class BestFirst(Growth):
         choose: Choice = likeliest,
         whole: bool = False,
     ) -> None:
-        super().__init__()
         self._limits, self._keep, self._choose = limits, keep, choose
         self._to_target_ids, self._whole = to_target_ids, whole
         self._least = math.log(limits.min_prob) if limits.min_prob else -math.inf
         self._top_k = min(limits.top_k, keep)
-        self._candidates: list[_Candidates] = []
+        self._levels: list[Level] = []  # that were run
+        # Of each level, and of the texts, the numbers int64 [rows, w] of the nodes that were run
+        # among all candidates of the row, −1 for the root; then of their children, c of each,
+        # [rows, w * c], ids of the target's vocabulary, log-probabilities of the path from the
+        # root, −inf where there is no node, and evidence.
+        self._parents: list[Tensor] = []
+        self._ids: list[Tensor] = []
+        self._reached: list[Tensor] = []
+        self._evidence: list[Tensor] = []
         self._known = 0  # candidates above the last level
         # Scores of the `keep` most probable candidates so far.
         self._best: Tensor | None = None
-        # Of the nodes that were run last: their numbers among all candidates, and their scores.
+        # Of the nodes that are run: their numbers, and their scores.
         self._nodes = self._scores = torch.empty(0)
 
-    def add(self, logits: Tensor) -> None:
-        if not self._candidates:
-            self._nodes = torch.full((len(logits), 1), -1, device=logits.device)
-            self._scores = torch.zeros((len(logits), 1), device=logits.device)
-        chosen = self._choose(logits.to(self._scores.device), self._top_k, self.levels)
+    def grow(self, run: Run) -> None:
+        """All forwards of a draft, below the last token of each text."""
+        logits = run(None)
+        self._nodes = torch.full((len(logits), 1), -1, device=logits.device)
+        self._scores = torch.zeros((len(logits), 1), device=logits.device)
+        self._add(logits)
+        while (level := self._next_level()) is not None:
+            self._levels.append(level)
+            self._add(run(level))
+
+    def _add(self, logits: Tensor) -> None:
+        """Make children of the nodes that were run last from their logits, [rows, w, ids]."""
+        chosen = self._choose(logits.to(self._scores.device), self._top_k, self._levels)
         ids = chosen.ids if self._to_target_ids is None else self._to_target_ids(chosen.ids)
         scores = (self._scores[..., None] + chosen.log_probs).flatten(1)
-        self._candidates.append(
-            _Candidates(
-                self._nodes,
-                ids.flatten(1).to(scores.device),
-                # What overflowed is no candidate.
-                scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf),
-                chosen.evidence.flatten(1),
-            )
-        )
+        self._parents.append(self._nodes)
+        self._ids.append(ids.flatten(1).to(scores.device))
+        # What overflowed is no candidate.
+        self._reached.append(scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf))
+        self._evidence.append(chosen.evidence.flatten(1))
 
-    def next_level(self) -> Level | None:
-        run = len(self.levels)
+    def _next_level(self) -> Level | None:
+        """What to run next; None when the trees are done."""
+        run, reached = len(self._levels), self._reached[-1]
         if run >= min(self._limits.depth, self._keep - 1):
             return None
-        last = self._candidates[-1]
-        size = last.scores.shape[1]
-        scores, best = largest(last.scores, min(self._limits.width, self._keep, size))
-        expanded = scores > self._floor(last.scores)
+        size = reached.shape[1]
+        scores, best = largest(reached, min(self._limits.width, self._keep, size))
+        expanded = scores > self._floor(reached)
         width = best.shape[1] if self._whole else int(expanded.sum(1).max())
         if not width:
             return None
@@ -274,13 +243,15 @@ class BestFirst(Growth):
         best, scores = best[:, :width], scores.where(expanded, -torch.inf)[:, :width]
         parent_rows = best // (size // self._nodes.shape[1])
         visible = torch.eye(width, dtype=torch.bool, device=best.device).expand(len(best), -1, -1)
+        columns = best.new_full((width,), run)
         if run:
-            above = self.levels[-1].visible
-            parents = parent_rows[..., None].expand(-1, -1, above.shape[2])
-            visible = torch.cat([above.gather(1, parents), visible], dim=2)
+            above = self._levels[-1]
+            parents = parent_rows[..., None].expand(-1, -1, above.visible.shape[2])
+            visible = torch.cat([above.visible.gather(1, parents), visible], dim=2)
+            columns = torch.cat([above.columns, columns])
         self._nodes, self._scores = best + self._known, scores
         self._known += size
-        return Level(run + 1, last.token_ids.gather(1, best), parent_rows, visible)
+        return Level(run + 1, self._ids[-1].gather(1, best), parent_rows, visible, columns)
 
     def _floor(self, scores: Tensor) -> Tensor:
         """[rows, 1], the score that a node must exceed for any descendant to be kept."""
@@ -290,25 +261,22 @@ class BestFirst(Growth):
             return scores.new_full((len(scores), 1), self._least)
         return self._best[:, -1:].clamp_min(self._least)
 
-    def trees(self) -> Forest:
-        return self.grown().trees(by_probability)
-
     @property
     def best(self) -> Tensor:
         """float32 [rows, 1 + levels], 0, then how probable the likeliest path to each depth is."""
-        best = torch.stack([level.scores.amax(1) for level in self._candidates], dim=1).exp()
+        best = torch.stack([scores.amax(1) for scores in self._reached], dim=1).exp()
         return F.pad(best, (1, 0))
 
     def grown(self) -> Grown:
         """The `keep` most probable of each row so far, and what equals the last of them."""
-        parents, ids, scores, evidence = zip(*self._candidates, strict=True)
-        found = torch.cat(scores, dim=1)
-        least = found.topk(min(self._keep, found.shape[1]), dim=1).values[:, -1:]
-        found = found.where(found >= least, -torch.inf)
-        integers = torch.cat([*parents, *ids], dim=1).int()
-        bits = torch.cat([found, *evidence], dim=1).view(torch.int32)
-        widths = tuple(nodes.shape[1] for nodes in parents)
-        return Grown(torch.cat([integers, bits], dim=1), ids[0].shape[1] // widths[0], widths)
+        scores = torch.cat(self._reached, dim=1)
+        least = scores.topk(min(self._keep, scores.shape[1]), dim=1).values[:, -1:]
+        scores = scores.where(scores >= least, -torch.inf)
+        integers = torch.cat([*self._parents, *self._ids], dim=1).int()
+        bits = torch.cat([scores, *self._evidence], dim=1).view(torch.int32)
+        widths = tuple(nodes.shape[1] for nodes in self._parents)
+        children = self._ids[0].shape[1] // widths[0]
+        return Grown(torch.cat([integers, bits], dim=1), children, widths)
 
 
 Classify = Callable[[Float32Array, NDArray[Any], Int32Array], Int32Array]

@@ -26,7 +26,7 @@ from ..verification.tree_attention import Int64Array
 from ..verification.workspace import Repeated
 from .features import FeatureSession, Follower, NewText
 from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability
-from .rows import DraftCache, Group, fed_nodes, fed_texts, fills_of
+from .rows import DraftCache, Group, fed_texts, fills_of
 
 Step = TypeVar("Step", bound=Repeated)
 
@@ -38,11 +38,11 @@ class Layers(nn.Module):
     """Layers that draft, each with a cache and an output of its own; the blocks of an EAGLE head
     count as one. Drafting only reads them, so any number of threads may use them.
 
-    A layer, counted from 0, is run over n tokens of each of B texts by `forward(layer, token_ids,
-    hidden, positions, mask, cache)`: int64 [B, n], of the target's vocabulary; [B, n, hidden_size]
-    at the token before each, of `fuse` or of the layer before, or, below the levels that have one,
-    of the layer itself; int64 [B, n], of the tokens; additive, None where nothing is masked; and
-    what receives the new entries. It returns [B, n, hidden_size], for `logits` or the next layer.
+    A layer, counted from 0, is run over n tokens of each of B texts by `forward(layer, ids, hidden,
+    positions, mask, cache)`: int64 [B, n], of the target's vocabulary; [B, n, hidden_size] at the
+    token before each, of `fuse` or of the layer before, or, below the levels that have one, of the
+    layer itself; int64 [B, n], of the tokens; additive, None where nothing is masked; and what
+    receives the new entries. It returns [B, n, hidden_size], for `logits` or the next layer.
 
     Attributes:
         takes_trees: whether every layer keeps one entry per token and nothing else.
@@ -68,6 +68,37 @@ class Layers(nn.Module):
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., feature_width] to hidden inputs [..., hidden_size] of layer 0."""
         return features
+
+    def read(
+        self,
+        k: int,
+        cache: DraftCache,
+        ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        fills: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run layer k over new tokens of texts, w of each.
+
+        Args:
+            cache: of the layer.
+            ids, positions: int64 [rows, w].
+            hidden: [rows, w, hidden_size], before each token.
+            fills: int64 [rows or 1, 1], how many of the first columns only fill a line up.
+
+        Returns:
+            [rows, w, hidden_size], the same for the next layer; and what layer k says of the last
+            token of each text, [rows, hidden_size].
+        """
+        width = ids.shape[1]
+        fed = fed_texts(fills, width)
+        output = self(k, ids, hidden, positions, cache.feed(fed), cache)
+        said = output[:, -1]
+        before = torch.zeros_like(said) if cache.last is None else cache.last
+        # The next layer reads, before each token, what this one said at the token before it.
+        begins = (fed.columns == fills)[..., None]
+        following = before[:, None].where(begins, output.roll(1, dims=1))
+        return following, said.where(fills < width, before)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., ids], from outputs [..., hidden_size] of any layer."""
@@ -118,7 +149,7 @@ class LayersFollower(Follower):
             for x in (text.token_ids, text.positions + 1, text.sources)
         )
         hidden = self.module.fuse(text.features[sources])
-        fills = [text.width - count for count in text.counts]
+        fills = [ids.shape[1] - count for count in text.counts]
         for k, cache in enumerate(group.caches):
             # Layers with a convolution state read every column, so none may be filled up.
             spare = min(fills)
@@ -129,9 +160,8 @@ class LayersFollower(Follower):
             begins = [not length for length in cache.slots.lengths]
             if begins[0]:
                 cache.first = int(positions[0, 0])
-            hidden, cache.last = read(
-                *(self.module, k, cache, ids, hidden, positions, fills_of(fills, self.device))
-            )
+            fillers = fills_of(fills, self.device)
+            hidden, cache.last = self.module.read(k, cache, ids, hidden, positions, fillers)
             cache.keep([range(width - fill) for fill in fills])
             # There is nothing for the next layer to read before this one's first token.
             fills = [min(width, f + begun) for f, begun in zip(fills, begins, strict=True)]
@@ -158,8 +188,8 @@ class LayersFollower(Follower):
         layers = [layer for cache in group.caches for layer in cache.layers]
         kept = [] if self.module.takes_trees else [state_of(layer) for layer in layers]
         try:
-            growth.grow(LayerNodes(self.module, group.caches, known, places))
-            return growth.trees()
+            growth.grow(LayerNodes(self.module, group.caches, known, places).run)
+            return growth.grown().trees(by_probability)
         finally:
             group.settle()
             for layer, state in zip(layers, kept, strict=False):
@@ -175,40 +205,8 @@ def _may_stay(group: Group, device: torch.device) -> bool:
     )
 
 
-def read(
-    module: Layers,
-    k: int,
-    cache: DraftCache,
-    token_ids: Tensor,
-    hidden: Tensor,
-    positions: Tensor,
-    fills: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Run layer k over new tokens of texts, w of each.
-
-    Args:
-        module, cache: of the layer.
-        token_ids, positions: int64 [rows, w].
-        hidden: [rows, w, hidden_size], before each token.
-        fills: int64 [rows or 1, 1], how many of the first columns only fill a line up.
-
-    Returns:
-        [rows, w, hidden_size], the same for the next layer; and what layer k says of the last token
-        of each text, [rows, hidden_size].
-    """
-    width = token_ids.shape[1]
-    fed = fed_texts(fills, width)
-    output = module(k, token_ids, hidden, positions, cache.feed(fed), cache)
-    said = output[:, -1]
-    before = torch.zeros_like(said) if cache.last is None else cache.last
-    # The next layer reads, before each token, what this one said at the token before it.
-    begins = (fed.columns == fills)[..., None]
-    following = before[:, None].where(begins, output.roll(1, dims=1))
-    return following, said.where(fills < width, before)
-
-
 class LayerNodes:
-    """The layers behind some texts and on the nodes of a level; a `NodeRunner`.
+    """The layers behind some texts and on the nodes of a level.
 
     Args:
         module: the layers.
@@ -224,18 +222,17 @@ class LayerNodes:
         # By layer [rows, f, hidden_size] at the nodes of the level above, where it has read them.
         said: list[Any] = [cache.last for cache in caches[:known]]
         self._above = {k: state[:, None] for k, state in enumerate(said)}
-        # Of each layer the depths of the nodes that it has read.
-        self._depths = [torch.empty(0, dtype=torch.int64, device=reached.device)] * len(module)
+        # Nodes that were run before each layer began to read them.
+        self._missing: dict[int, int] = {}
 
-    def root_logits(self) -> Tensor:
-        return self._logits(0)
-
-    def run(self, level: Level) -> Tensor:
-        """See `NodeRunner`.
+    def run(self, level: Level | None) -> Tensor:
+        """A `Run`.
 
         Layer `depth` gives the logits. The further layers read the nodes as well, because deeper
         nodes attend to them there.
         """
+        if level is None:
+            return self._logits(0)
         last = len(self._module) - 1
         first, below = min(level.depth, last), {}
         positions = (self._reached + level.depth).expand_as(level.token_ids)
@@ -246,10 +243,10 @@ class LayerNodes:
                 # The texts are so short that the layer cannot read these nodes yet.
                 break
             parents = level.parent_rows[..., None].expand(-1, -1, hidden.shape[2])
-            # A layer has read all levels so far, or reads no more of them.
-            fed = fed_nodes(level, self._depths[k])
-            self._depths[k] = fed.columns[0]
-            mask, hidden = self._caches[k].feed(fed), hidden.gather(1, parents)
+            # A layer has read all levels since, or reads no more of them.
+            missing = self._missing.setdefault(k, len(level.columns) - parents.shape[1])
+            mask = self._caches[k].feed(level.fed(missing))
+            hidden = hidden.gather(1, parents)
             below[k] = self._module(k, level.token_ids, hidden, positions, mask, self._caches[k])
         self._above = below
         return self._logits(first)
@@ -338,7 +335,7 @@ class _InPlace:
         hidden, said = self._module.fuse(features), []
         given = inputs["positions"], inputs["fills"]
         for k, cache in enumerate(self._caches):
-            hidden, state = read(self._module, k, cache, inputs["token_ids"], hidden, *given)
+            hidden, state = self._module.read(k, cache, inputs["token_ids"], hidden, *given)
             said.append(state)
         return Shown(hidden, {}, torch.stack(said))
 
@@ -355,6 +352,6 @@ class _InPlace:
         keep = self._limits.total - 1
         growth = BestFirst(self._limits, keep, self._module.to_target_ids, whole=True)
         known = len(self._caches)
-        growth.grow(LayerNodes(self._module, self._caches, known, inputs["reached"]))
+        growth.grow(LayerNodes(self._module, self._caches, known, inputs["reached"]).run)
         # A recording may order near ties otherwise, which hardly changes the likeliest paths.
         return Shown(growth.best, {}, growth.grown())

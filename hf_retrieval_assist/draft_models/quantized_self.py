@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import mean
 
 import numpy as np
@@ -110,14 +110,13 @@ class QuantizedSelf(Drafter):
         if device.type != "cpu":
             raise ValueError(f"QuantizedSelf: expected a model on a CPU, got one on {device}")
         tree_service(model, "QuantizedSelf")
-        session = QuantizedSession(self, target)
-        if target.own is not None:
-            with self._lock:
-                # As they are in this call, the same for all of its rows.
-                if target.own not in self._weights:
-                    self._weights[target.own] = quantized_model(model)
-                session.weights = self._weights[target.own]
-        return session
+        if target.own is None:
+            return QuantizedSession(self, target, {})
+        with self._lock:
+            # As they are in this call, the same for all of its rows.
+            if target.own not in self._weights:
+                self._weights[target.own] = quantized_model(model)
+            return QuantizedSession(self, target, self._weights[target.own])
 
     @torch.no_grad()
     def propose_rows(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
@@ -130,15 +129,17 @@ class QuantizedSelf(Drafter):
             growth = _Growth(own, [sessions[i] for i in asked], [budgets[i] for i in asked])
             if growth.goes_on():
                 with own.drafting(), standing_in(sessions[0].weights):
-                    growth.grow(growth)
+                    growth.grow(growth.run)
                 self.certainty += _MEMORY * (mean(growth.certainties) - self.certainty)
-                for i, tree in zip(asked, growth.trees(), strict=True):
+                trees = growth.grown().trees(lambda classes, *_: classes.astype(np.int32))
+                for i, tree in zip(asked, trees, strict=True):
                     drafts[i] = tree
         texts = [session.calibration for session in sessions]
         calibrated = self.calibrator.calibrate(texts, proposed(drafts, budgets))
         return replace(calibrated, classes=np.full(calibrated.nodes, -1, np.int32))
 
 
+@dataclass(eq=False)
 class QuantizedSession(BatchSession):
     """One text of a call.
 
@@ -149,11 +150,11 @@ class QuantizedSession(BatchSession):
         curve: seconds of a step by the tokens that it feeds; None while nobody has told.
     """
 
-    def __init__(self, drafter: QuantizedSelf, target: Target) -> None:
-        self.drafter, self.target = drafter, target
-        self.weights: Weights = {}
-        self.curve: Callable[[int], Float64Array] | None = None
-        self.calibration = OpenDrafts()
+    drafter: QuantizedSelf
+    target: Target
+    weights: Weights
+    curve: Callable[[int], Float64Array] | None = None
+    calibration: OpenDrafts = field(default_factory=OpenDrafts)
 
     @property
     def room(self) -> int:
@@ -176,7 +177,6 @@ class QuantizedSession(BatchSession):
 
 class _Growth(BestFirst):
     """Drafts of some rows, which grow until they hold what they may or another level does not pay.
-    It runs its levels itself, by the target's own forwards.
 
     Attributes:
         certainties: how likely the first choice behind each fed node is.
@@ -202,13 +202,12 @@ class _Growth(BestFirst):
         """bool [rows, w], which nodes are to be fed next."""
         return self._scores > -torch.inf
 
-    def root_logits(self) -> torch.Tensor:
+    def run(self, level: Level | None) -> torch.Tensor:
+        """Logits behind a level, by a forward of the target's own; a `Run`."""
         self._started = time.perf_counter()
-        nothing = torch.empty((0, 1), dtype=torch.int64)
-        return self._own.feed([], nothing, 0, nothing[..., None].bool())[self._rows]
-
-    def run(self, level: Level) -> torch.Tensor:
-        self._started = time.perf_counter()
+        if level is None:
+            nothing = torch.empty((0, 1), dtype=torch.int64)
+            return self._own.feed([], nothing, 0, nothing[..., None].bool())[self._rows]
         rows = self._waiting.any(1).nonzero().flatten().tolist()
         # The text's last token is in front of the nodes.
         sees = F.pad(level.visible[rows], (1, 0), value=True)
@@ -240,22 +239,22 @@ class _Growth(BestFirst):
                 classes[row, nodes] = torch.from_numpy(found).float()
         return Chosen(ids, log_probs, classes)
 
-    def next_level(self) -> Level | None:
+    def _next_level(self) -> Level | None:
         seconds = time.perf_counter() - self._started
         self._price.observe(int(self._waiting.sum()), seconds)
         self._spent += seconds
-        level = super().next_level()
+        level = super()._next_level()
         return level if level is not None and self.goes_on() else None
 
     def _floor(self, scores: torch.Tensor) -> torch.Tensor:
-        nodes = torch.cat([level.scores for level in self._candidates], dim=1)
+        nodes = torch.cat(self._reached, dim=1)
         full = (nodes > -torch.inf).sum(1) >= self._budgets
-        ends = full | (self._rooms <= len(self._candidates))
+        ends = full | (self._rooms <= len(self._reached))
         return torch.where(ends, torch.inf, self._least)[:, None]
 
     def goes_on(self) -> bool:
         """Whether another level is worth its time; while nobody knows that, one tells."""
-        first, timed, drafter = not self._candidates, self._price.timed, self._drafter
+        first, timed, drafter = not self._reached, self._price.timed, self._drafter
         if timed and self._pays():
             return True
         if first and timed:
@@ -267,11 +266,11 @@ class _Growth(BestFirst):
         curve, rows = self._sessions[0].curve, len(self._sessions)
         if curve is None:
             return True
-        scores = [level.scores.ravel() for level in self._candidates]
+        scores = [scores.ravel() for scores in self._reached]
         drafted = torch.cat([torch.empty(0), *scores]).double().exp().numpy()
         drafted = drafted[drafted > 0]
         best = self._scores.amax(1).double().exp().numpy()
-        further = int((self._rooms[self._waiting.any(1)] - len(self._candidates)).max())
+        further = int((self._rooms[self._waiting.any(1)] - len(self._reached)).max())
         seconds = curve(1 + len(drafted) + rows * further) + self._spent
         level = self._price.seconds(int(self._waiting.sum()))
 
@@ -284,9 +283,6 @@ class _Growth(BestFirst):
 
         now = rate(0)
         return any(rate(levels) > _MARGIN * now for levels in range(1, further + 1))
-
-    def trees(self) -> Forest:
-        return self.grown().trees(lambda classes, ranks, depths: classes.astype(np.int32))
 
 
 def evidence_classes(scores: Float32Array, known: bool) -> Int32Array:

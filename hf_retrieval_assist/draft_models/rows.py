@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 
 from ..drafters.base import BatchSession
@@ -19,7 +20,6 @@ from ..verification.kv_cache import SLOT_LAYERS, SlotCache
 from ..verification.slot_layers import SlotLayer
 from ..verification.tree_attention import Fed, LayerMask, Rules, TreeAttention, table_of
 from ..verification.workspace import Workspace
-from .growth import Level
 
 
 def fed_texts(fills: Tensor, width: int) -> Fed:
@@ -34,16 +34,6 @@ def fed_texts(fills: Tensor, width: int) -> Fed:
     column = torch.arange(width, device=fills.device)
     offsets = (column - fills) % width
     return Fed(offsets, column[None], column <= offsets[..., None], offsets)
-
-
-def fed_nodes(level: Level, above: Tensor) -> Fed:
-    """A level of trees, behind nodes at the depths `above`, int64 [f], of which the first levels
-    may be missing."""
-    width = level.token_ids.shape[1]
-    columns = torch.cat([above, above.new_full((width,), level.depth - 1)])[None]
-    count = columns.shape[1]
-    offsets = torch.arange(count, device=above.device)[None, -width:]
-    return Fed(columns[:, -width:], columns, level.visible[:, :, -count:], offsets)
 
 
 class DraftCache(SlotCache):
@@ -136,13 +126,13 @@ def _stacked(parts: Sequence[tuple[Any, int]], like: Any, lengths: Sequence[int]
     stacked = DynamicLayer()
     stacked.lazy_initialization(like.keys, like.values)
     for name in ("keys", "values"):
-        _, heads, _, width = getattr(like, name).shape
-        shape = (len(parts), heads, max(lengths), width)
-        states = getattr(like, name).new_zeros(shape)
-        for place, ((layer, row), length) in enumerate(zip(parts, lengths, strict=True)):
-            if length:
-                states[place, :, :length] = getattr(layer, name)[row, :, :length]
-        setattr(stacked, name, states)
+        none = getattr(like, name)[0, :, :0]
+        states = [
+            getattr(layer, name)[row, :, :length] if length else none
+            for (layer, row), length in zip(parts, lengths, strict=True)
+        ]
+        lines = pad_sequence([state.transpose(0, 1) for state in states], batch_first=True)
+        setattr(stacked, name, lines.transpose(1, 2).contiguous())
     return stacked
 
 

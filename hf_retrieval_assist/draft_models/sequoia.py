@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..structures import draft_tree
 from ..system.lazy import cached_property
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree, ancestor_mask
-from .growth import Choice, Chosen, Growth, Level, likeliest, paths_to
+from .growth import Choice, Chosen, Level, Run, likeliest, paths_to
 from .residual import draw_children
 
 _PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # of ranks 1, 2, …; the last one for all others
@@ -57,19 +58,19 @@ class Forward(NamedTuple):
     """What one forward over a level brings; the first one of a tree feeds the text only.
 
     Attributes:
-        hangs: int64 [m], which of the nodes that it feeds each child hangs from.
-        ranks: int64 [m], of the children.
-        fed: int64 [w], which of these the next forward feeds.
         width: the most children of a node.
-        parent_rows, visible: of what the next forward feeds; see `growth.Level`. They have one row.
+        places: int64 [m], of each child among so many of every node that it feeds.
+        fed: int64 [w], which of these the next forward feeds.
+        parent_rows, visible, columns: of what the next forward feeds; see `growth.Level`. The first
+            two have one row.
     """
 
-    hangs: Tensor
-    ranks: Tensor
-    fed: Tensor
     width: int
+    places: Tensor
+    fed: Tensor
     parent_rows: Tensor
     visible: Tensor
+    columns: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,14 +120,15 @@ class TreeShape:
             children, fed = np.flatnonzero(depths == depth), inner[depths[inner] == depth]
             hangs = np.searchsorted(before, self.parents[children])
             ranks, next_fed = self.ranks[children], fed - children[0]
-            seen = above[np.ix_(fed, inner[depths[inner] <= depth])]
+            width = 1 + int(ranks.max())
+            so_far = inner[depths[inner] <= depth]
             yield Forward(
-                hangs=torch.from_numpy(hangs).to(device),
-                ranks=torch.from_numpy(ranks.astype(np.int64)).to(device),
-                fed=torch.from_numpy(next_fed).to(device),
-                width=1 + int(ranks.max()),
-                parent_rows=torch.from_numpy(hangs[next_fed])[None],
-                visible=torch.from_numpy(seen)[None],
+                width,
+                torch.from_numpy(hangs * width + ranks).to(device),
+                torch.from_numpy(next_fed).to(device),
+                torch.from_numpy(hangs[next_fed])[None],
+                torch.from_numpy(above[np.ix_(fed, so_far)])[None],
+                torch.from_numpy(depths[so_far]).long(),
             )
             before = fed
 
@@ -152,12 +154,7 @@ class OptimalTrees:
         self.acceptance = np.asarray(acceptance, np.float64)
         self.max_nodes = max_nodes
         self.max_levels = max_nodes if max_levels is None else max_levels
-        # The bound of a subtree, by the bound of its tree; bound 0 admits no tree at all.
-        self._subtree_bound = np.maximum(np.arange(self.max_levels + 1) - 1, 0)
-        self._solve()
-
-    def _solve(self) -> None:
-        bounds, branches = len(self._subtree_bound), len(self.acceptance) + 1
+        bounds, branches = self.max_levels + 1, len(self.acceptance) + 1
         # T(m, l, b); the size left to the root and its first b−1 children; the best b.
         table = np.full((self.max_nodes + 1, bounds, branches), -np.inf)
         self._left = np.zeros(table.shape, np.int32)
@@ -172,7 +169,9 @@ class OptimalTrees:
 
     def _best_splits(self, table: Float64Array, size: int) -> Float64Array:
         """float64 [bounds, K]: T(size, ·, b) for b ≥ 1; keeps which split gives it."""
-        subtrees = self.values[size - 1 : 0 : -1][:, self._subtree_bound, None]
+        # A subtree has a level less than its tree; no level admits no tree at all.
+        below = np.maximum(np.arange(self.max_levels + 1) - 1, 0)
+        subtrees = self.values[size - 1 : 0 : -1][:, below, None]
         with np.errstate(invalid="ignore"):
             gains = np.where(subtrees > 0, subtrees * self.acceptance, -np.inf)
         totals = table[1:size, :, :-1] + gains
@@ -194,9 +193,8 @@ class OptimalTrees:
         while level:
             below = []
             for node, nodes, limit in level:
-                limit_below = int(self._subtree_bound[limit])
                 for rank, subtree in enumerate(self._child_sizes(nodes, limit)):
-                    below.append((len(parents), subtree, limit_below))
+                    below.append((len(parents), subtree, limit - 1))
                     parents.append(node)
                     ranks.append(rank)
             level = below
@@ -334,9 +332,7 @@ class ShapeChooser:
                 self._solve()
             if budget is None or len(self._shape) <= budget:
                 return self._shape
-            if budget not in self._smaller:
-                self._smaller[budget] = self._trees.tree(budget + 1)
-            return self._smaller[budget]
+            return self._tree(budget + 1)
 
     def _measured(self) -> Float64Array:
         times = np.empty(0) if self._seconds is None else self._seconds
@@ -350,110 +346,78 @@ class ShapeChooser:
 
     def _solve(self) -> None:
         self._solved_for = self._measured()
-        self._trees = OptimalTrees(self.counts.vector, self.max_nodes, self.max_levels)
-        self._smaller: dict[int, TreeShape] = {}
+        trees = OptimalTrees(self.counts.vector, self.max_nodes, self.max_levels)
+        self._tree = cache(trees.tree)
         if self._seconds is None:
-            self._shape = self._trees.tree(self.max_nodes)
+            self._shape = self._tree(self.max_nodes)
         else:
-            self._shape = self._trees.fastest(self._seconds, self.draft_seconds)
+            self._shape = trees.fastest(self._seconds, self.draft_seconds)
 
 
-class Drawn:
-    """A `Choice` that draws tokens without replacement from the model's law at a temperature.
-
-    Attributes:
-        draws: of each level the laws [rows, w, ids] and the children [rows, w, c] drawn from them.
-    """
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-        self.draws: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, logits: Tensor, count: int, levels: Sequence[Level]) -> Chosen:
-        law = torch.softmax(logits.float() / self._temperature, dim=-1)
-        children = draw_children(law, count)
-        self.draws.append((law, children))
-        log_probs = law.gather(-1, children).log()
-        return Chosen(children, log_probs, log_probs)
-
-    def of_row(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """Law and children below the text, then below every node that was fed."""
-        return [
-            (law, children)
-            for laws, drawn in self.draws
-            for law, children in zip(laws[row], drawn[row], strict=True)
-        ]
+Draws = list[tuple[Tensor, Tensor]]
+"""Laws, and the children that were drawn from each."""
 
 
-class Foreseen:
-    """A `Choice` of what rows will draw where that is known, and of the most probable elsewhere.
-
-    Args:
-        foresights: of each row; None: nothing is known.
-    """
-
-    def __init__(self, foresights: Sequence[Foresight | None]) -> None:
-        self._foresights = foresights
-
-    def __call__(self, logits: Tensor, count: int, levels: Sequence[Level]) -> Chosen:
-        ids, log_probs, _ = likeliest(logits, count, levels)
-        for row, foresight in enumerate(self._foresights):
-            if foresight is not None:
-                most = max(count, _COMPARED)
-                scores, found = foresight.best(logits[row], paths_to(levels, row), most)
-                ids[row], log_probs[row] = found[:, :count], scores.log_softmax(-1)[:, :count]
-        return Chosen(ids, log_probs, log_probs)
+def drawn(
+    temperature: float, draws: Draws, logits: Tensor, count: int, levels: Sequence[Level]
+) -> Chosen:
+    """A `Choice` that draws tokens without replacement from the model's law at a temperature; adds
+    the laws [rows, w, ids] and the children [rows, w, c] to `draws`."""
+    law = torch.softmax(logits.float() / temperature, dim=-1)
+    children = draw_children(law, count)
+    draws.append((law, children))
+    log_probs = law.gather(-1, children).log()
+    return Chosen(children, log_probs, log_probs)
 
 
-class StaticGrowth(Growth):
-    """Trees of one shape.
+def foreseen(
+    foresights: Sequence[Foresight | None], logits: Tensor, count: int, levels: Sequence[Level]
+) -> Chosen:
+    """A `Choice` of what rows will draw where they have a foresight, elsewhere of the likeliest."""
+    ids, log_probs, _ = likeliest(logits, count, levels)
+    for row, foresight in enumerate(foresights):
+        if foresight is not None:
+            most = max(count, _COMPARED)
+            scores, found = foresight.best(logits[row], paths_to(levels, row), most)
+            ids[row], log_probs[row] = found[:, :count], scores.log_softmax(-1)[:, :count]
+    return Chosen(ids, log_probs, log_probs)
+
+
+def grow(
+    shape: TreeShape, choose: Choice, run: Run, foresights: Sequence[Foresight | None]
+) -> list[TokenTree]:
+    """A tree of one shape for each row.
 
     Args:
         shape: the trees'.
         choose: the children of a node.
+        run: the forwards.
         foresights: of each row; None: its draws are not known.
     """
-
-    def __init__(
-        self, shape: TreeShape, choose: Choice, foresights: Sequence[Foresight | None]
-    ) -> None:
-        super().__init__()
-        self._shape, self._choose = shape, choose
-        self._foreseen = [foresight is not None for foresight in foresights]
-        # Of each level [rows, nodes].
-        self._tokens: list[Tensor] = []
-        self._log_probs: list[Tensor] = []
-
-    def add(self, logits: Tensor) -> None:
-        forward = self._shape.on(logits.device)[len(self._tokens)]
-        chosen = self._choose(logits, forward.width, self.levels)
-        self._tokens.append(chosen.ids[:, forward.hangs, forward.ranks])
-        self._log_probs.append(chosen.log_probs[:, forward.hangs, forward.ranks])
-
-    def next_level(self) -> Level | None:
-        done, above = len(self._tokens), self._tokens[-1]
-        if done == self._shape.levels - 1:
-            return None
-        forward = self._shape.on(above.device)[done - 1]
-        parent_rows = forward.parent_rows.expand(len(above), -1)
-        visible = forward.visible.expand(len(above), -1, -1)
-        return Level(done, above[:, forward.fed], parent_rows, visible)
-
-    def trees(self) -> list[TokenTree]:
-        # One transfer of all levels: the bits of the probabilities beside the ids.
-        bits = torch.cat(self._log_probs, dim=1).float().view(torch.int32)
-        drafted = torch.stack([torch.cat(self._tokens, dim=1).int(), bits]).cpu().numpy()
-        ids, rates = drafted[0], np.exp(drafted[1].view(np.float32))
-        parents, ranks = self._shape.parents, self._shape.ranks
-        return [
-            TokenTree(
-                tokens,
-                parents,
-                draft_tree.path_products(parents, given),
-                classes_by_rank(given, ranks, foreseen),
-            )
-            for tokens, given, foreseen in zip(ids, rates, self._foreseen, strict=True)
-        ]
+    levels: list[Level] = []
+    tokens, log_probs = [], []  # of each level [rows, nodes]
+    logits = run(None)
+    for depth, forward in enumerate(shape.on(logits.device), 1):
+        chosen = choose(logits, forward.width, levels)
+        tokens.append(chosen.ids.flatten(1)[:, forward.places])
+        log_probs.append(chosen.log_probs.flatten(1)[:, forward.places])
+        if depth < shape.levels - 1:
+            fed = tokens[-1][:, forward.fed]
+            parent_rows = forward.parent_rows.expand(len(fed), -1)
+            visible = forward.visible.expand(len(fed), -1, -1)
+            levels.append(Level(depth, fed, parent_rows, visible, forward.columns))
+            logits = run(levels[-1])
+    # One transfer of all levels: the bits of the probabilities beside the ids.
+    bits = torch.cat(log_probs, dim=1).float().view(torch.int32)
+    drafted = torch.stack([torch.cat(tokens, dim=1).int(), bits]).cpu().numpy()
+    trees = []
+    for ids, rates, foresight in zip(
+        drafted[0], np.exp(drafted[1].view(np.float32)), foresights, strict=True
+    ):
+        probs = draft_tree.path_products(shape.parents, rates)
+        classes = classes_by_rank(rates, shape.ranks, foresight is not None)
+        trees.append(TokenTree(ids, shape.parents, probs, classes))
+    return trees
 
 
 def classes_by_rank(rates: Float32Array, ranks: Int32Array, foreseen: bool = False) -> Int32Array:
