@@ -13,6 +13,7 @@ from hf_retrieval_assist.corpus.build import _index
 from hf_retrieval_assist.corpus.cluster import RayExecutor
 from hf_retrieval_assist.corpus.datastore import Datastore
 from tests.support.byte_model import byte_tokenizer
+from tests.support.documents import contents
 
 try:
     from ray.cluster_utils import Cluster
@@ -34,11 +35,6 @@ def cluster():
     yield made
     ray.shutdown()
     made.shutdown()
-
-
-def contents(path):
-    """All bytes of a datastore."""
-    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def documents(tokens):
@@ -86,9 +82,7 @@ def test_a_disturbed_cluster_builds_what_one_machine_builds(cluster, tmp_path, t
     Datastore.build(documents(tokens), tmp_path / "near", **options)
     assert executor.shards >= 4
     assert (tmp_path / "died").exists()
-    near, far = contents(tmp_path / "near"), contents(tmp_path / "far")
-    assert near.keys() == far.keys()
-    assert all(near[name] == far[name] for name in near)
+    assert contents(tmp_path / "near") == contents(tmp_path / "far")
     assert not list(tmp_path.glob(".*.partial"))
 
 

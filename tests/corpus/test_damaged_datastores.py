@@ -15,8 +15,13 @@ from hf_retrieval_assist.corpus import format as datastore_format
 from hf_retrieval_assist.corpus.build import BuildOptions
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
-from tests.corpus.documents import SMALL, VOCAB, assert_holds, build, make_documents
 from tests.support.damage import damaged
+from tests.support.documents import SMALL, VOCAB, assert_holds, build, contents, make_documents
+
+
+@pytest.fixture
+def store(tmp_path):
+    return build(make_documents(), tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def search_everywhere(datastore):
 def test_mutated_files_open_or_raise_one_error(store, tmp_path, cases):
     """Contents are not read on opening, so whatever opens must also be safe to search."""
     path, rng = tmp_path / "mutated", np.random.default_rng(cases)
-    original = {file.name: file.read_bytes() for file in store.path.iterdir()}
+    original = contents(store.path)
     path.mkdir()
     opened = verified = 0
     for _ in range(cases):

@@ -9,15 +9,15 @@ import time
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.corpus.datastore import Datastore, tokenizer_fingerprint
-from tests.corpus.documents import (
+from hf_retrieval_assist.corpus.datastore import Datastore
+from tests.support.documents import (
     SMALL,
     VOCAB,
     assert_holds,
     brute_count,
     build,
+    contents,
     make_documents,
-    shards_of,
 )
 
 
@@ -48,11 +48,11 @@ def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(t
     stores = [build(documents, tmp_path / name, memory=SMALL) for name in ("one", "other")]
     for store in stores:
         store.append(documents, memory=SMALL, progress=False)
-    one, other = ({f.name: f.read_bytes() for f in s.path.iterdir()} for s in stores)
+    one, other = (contents(store.path) for store in stores)
     assert one == other
     assert_holds(Datastore.open(tmp_path / "one"), documents * 2)
-    build(documents[:20], tmp_path / "less", memory=SMALL)
-    assert one.keys() - {f.name for f in (tmp_path / "less").iterdir()}
+    less = build(documents[:20], tmp_path / "less", memory=SMALL)
+    assert one.keys() - contents(less.path).keys()
 
 
 def test_empty_documents_are_skipped_and_long_ones_cut(tmp_path):
@@ -76,15 +76,12 @@ def test_append_and_compact_keep_the_documents(tmp_path):
     assert len(list(third.path.iterdir())) == 4
 
 
-def test_overwrite_replaces_the_store_in_place(tmp_path):
+def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     build(make_documents(), tmp_path / "store")
     with pytest.raises(FileExistsError):
         build([[1]], tmp_path / "store")
     assert_holds(build([[1]], tmp_path / "store", overwrite=True), [[1]])
     assert len(list((tmp_path / "store").iterdir())) == 4
-
-
-def test_no_other_directory_is_overwritten(tmp_path):
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
@@ -135,7 +132,8 @@ def test_killed_build_leaves_nothing_that_opens(tmp_path):
     rebuilt = build(make_documents(), path)
     assert_holds(rebuilt, make_documents())
     assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
-    assert shards_of(rebuilt) == shards_of(build(make_documents(), tmp_path / "undisturbed"))
+    undisturbed = build(make_documents(), tmp_path / "undisturbed")
+    assert contents(rebuilt.path) == contents(undisturbed.path)
 
 
 def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):
@@ -221,17 +219,14 @@ class Processor(Tokenizer):
         return self.pieces[i]
 
 
-def test_fingerprints_tell_tokenizers_apart():
-    assert tokenizer_fingerprint(Tokenizer("abc")) == tokenizer_fingerprint(Processor("abc"))
-    assert tokenizer_fingerprint(Tokenizer("abc")) != tokenizer_fingerprint(Tokenizer("acb"))
-
-
 def test_another_tokenizer_is_refused(tmp_path):
     path = tmp_path / "store"
     build([[1, 2]], path, vocab_size=3, tokenizer=Tokenizer("abc"))
-    Datastore.open(path, tokenizer=Tokenizer("abc"))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        Datastore.open(path, tokenizer=Tokenizer("abd"))
+    for same in (Tokenizer("abc"), Processor("abc")):
+        Datastore.open(path, tokenizer=same)
+    for other in ("abd", "acb"):
+        with pytest.raises(ValueError, match="another tokenizer"):
+            Datastore.open(path, tokenizer=Tokenizer(other))
     build([[1, 2]], tmp_path / "unknown", vocab_size=3).check_tokenizer(Tokenizer("abd"))
 
 
@@ -255,8 +250,8 @@ class Hub:
         return str(self.root / repo_id)
 
 
-def test_push_and_pull_through_the_hub(store, tmp_path, monkeypatch):
-    hub = Hub(tmp_path / "hub")
+def test_push_and_pull_through_the_hub(tmp_path, monkeypatch):
+    store, hub = build(make_documents(), tmp_path / "store"), Hub(tmp_path / "hub")
     monkeypatch.setattr("huggingface_hub.HfApi", lambda **options: hub)
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     (store.path / "notes.txt").write_text("private")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SequoiaAssistant, SuffixAssistant
 
@@ -30,8 +30,9 @@ def prompts(rows, vocab_size):
 
 def run(model, ids, **options):
     set_seed(5)
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    whole = {"attention_mask": torch.ones_like(ids)}
+    options = whole | {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    return model.generate(ids, **options)
 
 
 def everywhere(value):
@@ -79,24 +80,21 @@ def padded(model, rank):
     ids = prompts(2, model.config.vocab_size)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    outputs = [
-        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
-        for options in ({}, {"assistant": SamAssistant(budget=8)})
-    ]
-    assert torch.equal(*outputs)
+    plain = run(model, ids, attention_mask=mask, max_new_tokens=12)
+    options = {"max_new_tokens": 12, "assistant": SamAssistant(budget=8)}
+    assert torch.equal(plain, run(model, ids, attention_mask=mask, **options))
 
 
-class Raises(LogitsProcessor):
-    """Raises on one rank, at the n-th token."""
+def raising(tokens):
+    """A processor that raises behind so many tokens."""
+    left = iter(range(tokens))
 
-    def __init__(self, rank, tokens):
-        self.left = tokens if dist.get_rank() == rank else 1 << 30
-
-    def __call__(self, ids, scores):
-        self.left -= 1
-        if self.left < 0:
+    def process(ids, scores):
+        if next(left, None) is None:
             raise ArithmeticError("this rank's own fault")
         return scores
+
+    return process
 
 
 def fails(model, rank):
@@ -105,10 +103,10 @@ def fails(model, rank):
     plain = run(model, ids)
     for culprit in (0, 1):
         for tokens in (0, 7):
-            processors = LogitsProcessorList([Raises(culprit, tokens)])
             kind, message = (RuntimeError, "another process that computes this model has failed")
             if rank == culprit:
                 kind, message = (ArithmeticError, "this rank's own fault")
+            processors = [raising(tokens if rank == culprit else 1 << 30)]
             with pytest.raises(kind, match=message):
                 run(model, ids, assistant=SamAssistant(), logits_processor=processors)
             assert torch.equal(plain, run(model, ids, assistant=SamAssistant()))

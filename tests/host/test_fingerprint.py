@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, config_fingerprint, fingerprint
-from tests.support.lossless import PROMPT, build
+from tests.support.lossless import build
 
 
 def changed(model, **settings):
@@ -89,19 +88,6 @@ def test_adapters_are_told_apart_and_others_beside_them_do_not_matter(adapted):
     with torch.no_grad():
         alone.model.layers[0].self_attn.q_proj.lora_A["a"].weight.add_(1)
     assert fingerprint(copy.deepcopy(alone)) != found["a"]
-
-
-def test_each_adapter_has_outputs_of_its_own(adapted):
-    assistant = SuffixAssistant(budget=8)
-    for name in ("a", "b", "a"):
-        adapted.set_adapter(name)
-        adapted.generate(input_ids=PROMPT, assistant=assistant, max_new_tokens=12, do_sample=False)
-    memory, base = assistant.memory, adapted.get_base_model()
-    lengths = {}
-    for name in ("a", "b"):
-        adapted.set_adapter(name)
-        lengths[name] = len(memory.tree(fingerprint(base)))
-    assert lengths == {"a": 2, "b": 1}
 
 
 def test_a_model_whose_weights_are_elsewhere_has_one(model):

@@ -11,13 +11,6 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_retrieval_assist
 from hf_retrieval_assist.host import private_names, transformers_private
-from hf_retrieval_assist.host.private_names import (
-    CONTINUOUS_BATCHING,
-    GENERATE,
-    GROUPS,
-    SERVER,
-    absent,
-)
 from tests.support.lossless import build, equal, knowing, run, same
 
 PACKAGE = Path(hf_retrieval_assist.__file__).parent
@@ -27,9 +20,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "transformers_versions.md"
 HAS_BATCHING = transformers.__version__ >= "5.20"
 NAMES = [
     name
-    for names in GROUPS.values()
+    for names in private_names.GROUPS.values()
     for name in names
-    if HAS_BATCHING or names is not CONTINUOUS_BATCHING
+    if HAS_BATCHING or names is not private_names.CONTINUOUS_BATCHING
 ]
 
 
@@ -52,7 +45,7 @@ def test_a_renamed_method_a_parameter_and_an_attribute_are_named(monkeypatch):
 
     monkeypatch.setattr(GenerationMixin, "_prefill", prefill)
     monkeypatch.delattr(GenerationMixin, "_has_unfinished_sequences")
-    assert absent(GENERATE) == [
+    assert private_names.absent(private_names.GENERATE) == [
         "GenerationMixin._prefill(input_ids, generation_config, model_kwargs) takes no input_ids; "
         "used for the prompt's forward",
         "GenerationMixin._has_unfinished_sequences(this_peer_finished, synced_gpus, device) is "
@@ -71,7 +64,10 @@ def test_a_renamed_attribute_of_the_scheduler_is_named(monkeypatch):
             code = getattr(member, "__code__", None)
             if code is not None and "waiting_requests_order" in code.co_names:
                 monkeypatch.setattr(kind, name, lambda self: None)
-    assert any("Scheduler.waiting_requests_order" in line for line in absent(CONTINUOUS_BATCHING))
+    assert any(
+        "Scheduler.waiting_requests_order" in line
+        for line in private_names.absent(private_names.CONTINUOUS_BATCHING)
+    )
 
 
 def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, told, fresh):
@@ -156,6 +152,6 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
             spelt |= names if path == HOST else set()
             read |= dict.fromkeys(() if path in HOSTS else names, path)
     # The server extends classes of transformers'.
-    served = {name.text.partition("(")[0] for name in SERVER}
+    served = {name.text.partition("(")[0] for name in private_names.SERVER}
     foreign = (read.keys() - defined - served - PYTORCH - OTHERS) | (read.keys() & spelt)
     assert not foreign, {name: read[name] for name in foreign}

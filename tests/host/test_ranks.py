@@ -13,7 +13,7 @@ from packaging.version import Version
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import TokenTree
-from hf_retrieval_assist.host.ranks import Ranks, _pack, _unpack
+from hf_retrieval_assist.host.ranks import _pack, _unpack
 from hf_retrieval_assist.host.transformers_private import PIPELINES_SINCE
 
 from ..support.tiny_models import tiny_config, tiny_model
@@ -102,11 +102,3 @@ def test_a_plan_survives_the_journey():
         assert again.fault(2**31 - 1, 1 << 30) is None
         for name in ("token_ids", "parents", "probs", "classes"):
             assert getattr(tree, name).tolist() == getattr(again, name).tolist()
-
-
-def test_one_process_meets_nobody():
-    ranks, tree = Ranks(), TokenTree.chain([1], [0.5])
-    with ranks:
-        ranks.begin()
-        assert ranks.agree([tree], 1) == [tree]
-    assert not ranks.several

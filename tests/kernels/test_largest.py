@@ -26,6 +26,7 @@ def scores_of(seed, rows, columns, dtype, padded=False, spread=None):
 
 @given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans(), dtypes)
 def test_largest_is_torch_topk(k, extra, seed, padded, dtype):
+    """Of some rows, of parts of rows, of columns that lie apart, of more dimensions."""
     columns = max(k, extra) + (9000 if seed % 2 else 0)
     scores = scores_of(seed, 4, columns, dtype, padded)
     rows = np.array([0, 2, 3])
@@ -33,8 +34,14 @@ def test_largest_is_torch_topk(k, extra, seed, padded, dtype):
     assert torch.equal(values, scores[rows].topk(k, 1).values)
     assert torch.equal(scores[rows].gather(1, ids), values)
     assert all(len(set(row)) == k for row in ids.tolist())
-    for one, other in zip(largest(scores[rows], k), (values, ids), strict=True):
-        assert torch.equal(one, other)
+    for found in (
+        largest(scores[rows], k),
+        largest(torch.cat([scores, scores], 1)[:, :columns], k, rows),
+        largest(torch.stack([scores, scores], 2)[..., 0], k, rows),
+        [x.flatten(0, 1)[rows] for x in largest(scores.view(2, 2, columns), k)],
+    ):
+        assert torch.equal(found[0], values)
+        assert torch.equal(found[1], ids)
 
 
 @given(st.integers(1, 40), st.integers(1, 900), st.integers(0, 2**32 - 1))
@@ -44,20 +51,6 @@ def test_of_equal_scores_the_first_come_first(k, columns, seed):
     order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
     assert torch.equal(ids, order)
     assert torch.equal(values, scores.gather(1, order))
-
-
-def test_several_dimensions_lead():
-    scores = scores_of(2, 6, 50, torch.float32).view(2, 3, 50)
-    values, ids = largest(scores, 4)
-    assert torch.equal(values, scores.topk(4).values)
-    assert torch.equal(ids, scores.topk(4).indices)
-
-
-def test_part_of_each_row_may_be_looked_at():
-    scores = scores_of(1, 3, 700, torch.float32)
-    assert torch.equal(largest(scores[:, :300], 4)[1], scores[:, :300].topk(4).indices)
-    apart = scores[:, ::7]
-    assert torch.equal(largest(apart, 4)[1], apart.topk(4).indices)
 
 
 @given(st.integers(1, 900), st.integers(0, 2**32 - 1), dtypes, st.booleans())

@@ -2,19 +2,20 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import reroute
 from hf_retrieval_assist.kernels.skinny import scaled_linear
 from tests.support.int8_weight import Int8Weight, in_eight_bits, rounded
 from tests.support.lossless import build, equal, knowing, run
-from tests.support.products import DTYPES, ROUNDING, random
+from tests.support.products import DTYPES, ROUNDING, random, same_within_a_scope
 
 
-def products(action):
-    """How often the weights' own class multiplied."""
+def products(*arguments):
+    """How often the weights' own class multiplied for a linear."""
     before = Int8Weight.products
-    action()
+    F.linear(*arguments)
     return Int8Weight.products - before
 
 
@@ -22,14 +23,13 @@ def products(action):
 def test_few_rows_are_multiplied_by_the_kernel(dtype):
     weight, bias = rounded(random(70, 200).to(dtype)), random(70).to(dtype)
     x = random(2, 3, 200).to(dtype)
-    plain = torch.nn.functional.linear(x, weight, bias)
+    plain = F.linear(x, weight, bias)
     with reroute():
-        torch.nn.functional.linear(x, weight, bias)
-        assert products(lambda: torch.nn.functional.linear(x, weight, bias)) == 0
-        ours = torch.nn.functional.linear(x, weight, bias)
-        assert torch.equal(
-            ours[1], scaled_linear(x[1], weight.values, weight.scales.view(-1), bias)
-        )
+        F.linear(x, weight, bias)
+        assert products(x, weight, bias) == 0
+        ours = F.linear(x, weight, bias)
+        exact = scaled_linear(x[1], weight.values, weight.scales.view(-1), bias)
+        assert torch.equal(ours[1], exact)
     # Both may round each of the 200 terms, and plain's the widened weights.
     size = x.double().abs() @ weight.widened().double().abs().T + 5
     bound = 2 * (200 * 2.0**-24 + ROUNDING[dtype]) * size
@@ -39,11 +39,11 @@ def test_few_rows_are_multiplied_by_the_kernel(dtype):
 def test_what_is_written_to_the_weight_later_is_read():
     weight, x = rounded(random(70, 200)), random(1, 200)
     with reroute():
-        torch.nn.functional.linear(x, weight)
+        F.linear(x, weight)
         weight.scales.mul_(2)
         weight.values = weight.values.clone().neg_()
-        after = torch.nn.functional.linear(x, weight)
-    assert torch.allclose(after, torch.nn.functional.linear(x, weight), atol=1e-4)
+        after = F.linear(x, weight)
+    assert torch.allclose(after, F.linear(x, weight), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -58,40 +58,24 @@ def test_what_is_written_to_the_weight_later_is_read():
 def test_other_meanings_are_left_to_the_library(make):
     weight = make(random(70, 200))
     x = random(1, 200).to(weight.dtype)
-    plain = torch.nn.functional.linear(x, weight)
+    same_within_a_scope(lambda x: F.linear(x, weight), x)
     with reroute():
-        torch.nn.functional.linear(x, weight)
-        assert products(lambda: torch.nn.functional.linear(x, weight)) == 1
-        assert torch.equal(torch.nn.functional.linear(x, weight), plain)
-
-
-def test_a_weight_met_within_autocast_is_read_later():
-    weight, one = rounded(random(70, 200)), random(1, 200)
-    with reroute():
-        with torch.autocast("cpu", torch.bfloat16):
-            assert products(lambda: torch.nn.functional.linear(one, weight)) == 1
-        torch.nn.functional.linear(one, weight)
-        assert products(lambda: torch.nn.functional.linear(one, weight)) == 0
-
-
-def test_zero_points_of_zero_are_no_other_meaning():
-    weight, x = rounded(random(70, 200), zeros=torch.zeros(70, 1, dtype=torch.int8)), random(1, 200)
-    with reroute():
-        torch.nn.functional.linear(x, weight)
-        assert products(lambda: torch.nn.functional.linear(x, weight)) == 0
+        assert products(x, weight) == 1
 
 
 def test_the_library_multiplies_many_rows_recorded_ones_and_those_outside_of_scopes():
-    weight = rounded(random(70, 200))
+    # Zero points that are all zero are no other meaning.
+    weight = rounded(random(70, 200), zeros=torch.zeros(70, 1, dtype=torch.int8))
     one, many, recorded = random(1, 200), random(66, 200), random(1, 200).requires_grad_()
     with reroute():
-        torch.nn.functional.linear(one, weight)
-        assert products(lambda: torch.nn.functional.linear(one, weight)) == 0
-        assert products(lambda: torch.nn.functional.linear(many, weight)) == 1
-        assert products(lambda: torch.nn.functional.linear(recorded, weight)) == 1
-        with torch.autocast("cpu", torch.bfloat16):
-            assert products(lambda: torch.nn.functional.linear(one, weight)) == 1
-    assert products(lambda: torch.nn.functional.linear(one, weight)) == 1
+        for _ in range(2):  # also where it is met there first
+            with torch.autocast("cpu", torch.bfloat16):
+                assert products(one, weight) == 1
+            F.linear(one, weight)
+            assert products(one, weight) == 0
+        assert products(many, weight) == 1
+        assert products(recorded, weight) == 1
+    assert products(one, weight) == 1
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
@@ -100,8 +84,9 @@ def test_models_generate_what_they_generate_plainly(model_class):
     plain, _, _ = equal(model)
     assistant = knowing(plain, fallback="quantized_self")
     run(model, assistant=assistant)
-    assert products(lambda: run(model, assistant=assistant)) == 0
+    before = Int8Weight.products
     assert torch.equal(run(model, assistant=assistant), plain)
+    assert Int8Weight.products == before
 
 
 def test_half_precision_is_that_of_plain_decoding_inside_a_scope():

@@ -14,24 +14,17 @@ from hf_retrieval_assist.kernels.norms import learn_norms
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import NORM_LANES, fused_norm
 from tests.support.lossless import build
+from tests.support.products import DTYPES, same_within_a_scope
+from tests.support.watching import results_of
 
 MODELS = (LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM)
 IDS = torch.tensor([[5, 17, 3, 42, 8]])
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
 def fused(monkeypatch):
-    """How many norms were computed in one operation."""
-    counted = []
-
-    def count(*arguments):
-        y = fused_norm(*arguments)
-        counted.append(y is not None)
-        return y
-
-    monkeypatch.setattr(norms, "fused_norm", count)
-    return counted
+    """Of each norm that might be, whether it was computed in one operation."""
+    return results_of(monkeypatch, norms, "fused_norm", lambda y, *_: y is not None)
 
 
 def norms_of(model):
@@ -47,11 +40,9 @@ def test_bits_are_those_of_pytorchs_operators(depth, dtype):
     random = torch.Generator().manual_seed(depth)
     for scale in (1e-6, 1.0, 1e4):
         x = (torch.randn(2, 3, depth, generator=random) * scale).to(dtype)
-        with torch.no_grad():
-            plain = module(x)
-            with reroute():
-                assert torch.equal(module(x), plain)
-                rows = [module(x[i : i + 1, j : j + 1]) for i in range(2) for j in range(3)]
+        plain = same_within_a_scope(module, x)
+        with torch.no_grad(), reroute():
+            rows = [module(x[i : i + 1, j : j + 1]) for i in range(2) for j in range(3)]
         assert torch.equal(torch.cat(rows).view_as(plain), plain)
 
 
@@ -75,13 +66,8 @@ def test_heads_that_were_moved_keep_their_strides(view):
     module = LlamaRMSNorm(16)
     learn_norms(module)
     x = torch.randn(16, 4, 5, 16)
-    views = [x.permute(view), x.permute(view)[:, 1:]]
-    with torch.no_grad():
-        for x in views:
-            plain = module(x)
-            with reroute():
-                found = module(x)
-            assert torch.equal(found, plain)
+    for moved in (x.permute(view), x.permute(view)[:, 1:]):
+        same_within_a_scope(module, moved)
 
 
 def test_what_changes_after_it_was_learnt_is_followed(fused):
@@ -96,10 +82,7 @@ def test_what_changes_after_it_was_learnt_is_followed(fused):
     ]
     for change in changes:
         change()
-        with torch.no_grad():
-            plain = module(x)
-            with reroute():
-                assert torch.equal(module(x), plain)
+        same_within_a_scope(module, x)
     # The last change is of the dtype that it was learnt for.
     assert fused[-3:] == [True, True, True]
 
@@ -125,11 +108,7 @@ class Clipped(LlamaRMSNorm):
 def test_other_norms_are_left_alone(module, fused):
     learn_norms(module)
     fused.clear()
-    x = torch.randn(3, 24) * 3
-    with torch.no_grad():
-        plain = module(x)
-        with reroute():
-            assert torch.equal(module(x), plain)
+    same_within_a_scope(module, torch.randn(3, 24) * 3)
     assert not fused
 
 

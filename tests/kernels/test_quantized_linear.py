@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.skinny import PATHS, int8_linear, pack_int8
-from tests.support.products import DTYPES, Packed, dequantized, dtypes, packed, paths, random
+from tests.support.products import DTYPES, Packed, dequantized, everywhere, packed, paths, random
 
 
-@settings(deadline=None)
 @given(
     depth=st.integers(1, 300),
     outputs=st.integers(1, 9),
@@ -38,14 +37,11 @@ def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
 @paths
 def test_packing_does_not_depend_on_the_number_of_threads(path):
     weight = random(300, 100, dtype=torch.float32)
-    for one, other in zip(
-        pack_int8(weight, path=path, threads=1), pack_int8(weight, path=path), strict=True
-    ):
-        assert torch.equal(one, other)
+    found = pack_int8(weight, path=path, threads=1), pack_int8(weight, path=path)
+    assert all(map(torch.equal, *found))
 
 
-@paths
-@dtypes
+@everywhere
 @pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_becomes_nan_in_its_own_row_or_column_alone(path, dtype, special):
     x, weight = random(7, 50, dtype=dtype), random(21, 50, dtype=dtype, seed=1)

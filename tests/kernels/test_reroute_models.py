@@ -7,29 +7,25 @@ import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant, reroute
-from hf_retrieval_assist.kernels import attention, linear
-from hf_retrieval_assist.kernels.attention import AttentionTuning
-from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 from hf_retrieval_assist.planning.account import Account
 from tests.support.lossless import build, equal, knowing, run
+from tests.support.products import kernels_serving
 from tests.support.wrapped_models import WRAPS
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Whatever is fastest here, the kernels serve; how often the one for attention did."""
-    served = []
-    attend = attention.kernel_attention
+def kernels():
+    with kernels_serving() as queries:
+        yield queries
 
-    def counted(query, *arguments):
-        served.append(query.shape[2])
-        return attend(query, *arguments)
 
-    monkeypatch.setattr(attention, "kernel_attention", counted)
-    monkeypatch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
-    set_chooser(lambda weight: kernel_linear)
-    yield served
-    set_chooser(linear.TUNING.choose)
+WITH_LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+
+
+def assert_same_bits(one, other):
+    """Not the tokens alone: every bit of the logits."""
+    assert torch.equal(one.sequences, other.sequences)
+    assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -60,32 +56,25 @@ def test_rows_of_one_step_round_alike(rows, kernels):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
 def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_sample, length):
-    """Not the tokens alone: every bit, of prompts that fit into one pass of the kernels or not."""
+    """Of prompts that fit into one pass of the kernels or not."""
     model = build(model_class, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
-    options = {
-        "ids": torch.arange(length)[None] % 7 + 5,
-        "do_sample": do_sample,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    ids = torch.arange(length)[None] % 7 + 5
+    options = {"ids": ids, "do_sample": do_sample} | WITH_LOGITS
     with reroute():
         plain = run(model, **options)
     assistant = knowing(plain)
     assisted = run(model, **options, assistant=assistant)
     assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
-    assert torch.equal(plain.sequences, assisted.sequences)
-    assert torch.equal(torch.stack(plain.logits), torch.stack(assisted.logits))
+    assert_same_bits(plain, assisted)
 
 
 def test_bfloat16_logits_of_a_call_at_rest_are_those_of_drafted_ones(monkeypatch):
     """Whatever kernels would be faster there."""
     model = build(Gemma3ForCausalLM, head_dim=16).to(torch.bfloat16)
-    options = {"output_logits": True, "return_dict_in_generate": True}
-    drafted = run(model, **options, assistant=SamAssistant(budget=8))
+    drafted = run(model, **WITH_LOGITS, assistant=SamAssistant(budget=8))
     monkeypatch.setattr(Account, "rests", lambda self: True)
     monkeypatch.setattr(Account, "reroutes", lambda self: False)
     assistant = SamAssistant()
-    rested = run(model, **options, assistant=assistant)
+    rested = run(model, **WITH_LOGITS, assistant=assistant)
     assert assistant.stats.last.tier == "at rest"
-    assert torch.equal(drafted.sequences, rested.sequences)
-    assert torch.equal(torch.stack(drafted.logits), torch.stack(rested.logits))
+    assert_same_bits(drafted, rested)

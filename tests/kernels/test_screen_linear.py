@@ -10,8 +10,7 @@ from hf_retrieval_assist import demo_model
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.screen import PLAIN, Sampling, Screen
 from hf_retrieval_assist.kernels.skinny import skinny_linear
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from tests.support.products import DTYPES
 
 
 def screen_of(weight):
@@ -76,14 +75,14 @@ def layers(draw):
     return x.to(dtype), weight.to(dtype)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(layer=layers())
 def test_the_greatest_logit_is_that_of_the_whole_layer(layer):
     x, weight = layer
     assert torch.equal(argmax(screen_of(weight), x), skinny_linear(x, weight).argmax(-1))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     layer=layers(),
     seed=st.integers(0, 99),
@@ -131,7 +130,7 @@ def test_most_draws_are_told(temperature, top_p, min_p):
     assert int((drawn < 0).sum()) < 40
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layer=layers(), data=st.data())
 def test_logits_have_the_whole_layers_bits_and_hold_what_was_asked_for(layer, data):
     x, weight = layer

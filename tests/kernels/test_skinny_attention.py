@@ -1,14 +1,15 @@
 """The kernel against attention in float64, on every instruction set this CPU has."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.skinny import PATHS, kernel_attention
-from tests.support.products import DTYPES, ROUNDING, SMALLEST, dtypes, paths, random
-from tests.support.threads import in_threads
+from tests.support.products import DTYPES, everywhere, paths, random, same_in_threads, with_rounding
 
 
 def operands(batch=1, groups=2, heads=2, queries=5, slots=40, depth=32, dtype=torch.float32):
@@ -43,7 +44,7 @@ def assert_close(y, query, key, value, mask=None, scale=None):
     largest = factor * query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max()
     roundings = 2 * (query.shape[-1] + 4) * largest + 2 * key.shape[2] + 16
     bound = roundings * 2.0**-24 * exact(query, key, value.abs(), mask, scale)
-    bound += ROUNDING[y.dtype] * (expected.abs() + bound) + SMALLEST[y.dtype]
+    bound = with_rounding(bound, expected, y.dtype)
     assert ((y.double() - expected).abs() <= bound).all()
 
 
@@ -52,7 +53,6 @@ def added(mask, dtype):
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-@settings(deadline=None)
 @given(
     batch=st.integers(1, 2),
     groups=st.integers(1, 3),
@@ -79,8 +79,7 @@ def test_random_shapes(
     assert_close(y, query, key, value, mask)
 
 
-@paths
-@dtypes
+@everywhere
 def test_a_query_has_the_same_bits_in_any_company_and_on_any_number_of_threads(path, dtype):
     query, key, value = operands(groups=1, queries=64, slots=50, dtype=dtype)
     alone = [
@@ -92,8 +91,7 @@ def test_a_query_has_the_same_bits_in_any_company_and_on_any_number_of_threads(p
         assert torch.equal(together, torch.cat(alone[:n], dim=1))
 
 
-@paths
-@dtypes
+@everywhere
 @pytest.mark.parametrize("boolean", [True, False])
 def test_slots_that_are_not_seen_change_no_bit_wherever_they_stand(path, dtype, boolean):
     query, key, value = operands(queries=3, slots=90, dtype=dtype)
@@ -103,8 +101,7 @@ def test_slots_that_are_not_seen_change_no_bit_wherever_they_stand(path, dtype, 
     assert torch.equal(y, kernel_attention(query, key[:, :, seen], value[:, :, seen], path=path))
 
 
-@paths
-@dtypes
+@everywhere
 def test_strided_arguments(path, dtype):
     query, key, value = operands(batch=2, depth=64, slots=33, dtype=dtype)
     mask = added(random(2, 33, 5, 1) > -0.5, dtype).permute(0, 3, 2, 1)
@@ -118,8 +115,7 @@ def test_strided_arguments(path, dtype):
         assert_close(kernel_attention(*arguments, path=path), *arguments)
 
 
-@paths
-@dtypes
+@everywhere
 def test_many_scores_take_several_passes(path, dtype):
     query, key, _ = operands(3, groups=2, heads=1, queries=64, slots=6000, depth=1, dtype=dtype)
     value = random(3, 2, 6000, 16, dtype=dtype, seed=3)
@@ -140,8 +136,7 @@ def test_a_query_that_sees_nothing_gives_zeros_like_torch(path, boolean):
     torch.testing.assert_close(y, plain.transpose(1, 2))
 
 
-@paths
-@dtypes
+@everywhere
 def test_a_query_with_the_smallest_number_everywhere_takes_the_mean_like_torch(path, dtype):
     query, key, value = operands(heads=1, dtype=dtype)
     mask = torch.full((1, 1, 5, 40), torch.finfo(dtype).min, dtype=dtype)
@@ -191,12 +186,5 @@ def test_no_slots_give_zeros(path):
 
 @paths
 def test_many_threads_at_once(path):
-    query, key, value = operands(queries=9, slots=300)
-    expected = kernel_attention(query, key, value, path=path, threads=1)
-
-    def work(number):
-        for turn in range(40):
-            y = kernel_attention(query, key, value, path=path, threads=1 + (number + turn) % 4)
-            assert torch.equal(y, expected)
-
-    in_threads(work, range(6))
+    given = operands(queries=9, slots=300)
+    same_in_threads(partial(kernel_attention, *given, path=path))

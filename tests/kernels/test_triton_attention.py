@@ -39,17 +39,13 @@ def test_every_width(width):
         assert Case(4, 1, 32, width, torch.float32, [700, 90], reach=reach).error() < 2e-6
 
 
-def test_sinks():
-    assert Case(4, 2, 32, 4, torch.float32, [301, 40], sinks=True).error() < 2e-6
-
-
-def test_scores_that_are_bounded():
-    assert Case(4, 2, 32, 4, torch.float32, [301, 40], softcap=1.5).error() < 2e-6
-
-
-@pytest.mark.parametrize("reach", [None, 40])
-def test_prompts_with_holes(reach):
-    assert Case(4, 2, 32, 4, torch.float32, [301, 40], reach=reach, holes=True).error() < 2e-6
+@pytest.mark.parametrize(
+    "kinds",
+    [{"sinks": True}, {"softcap": 1.5}, {"holes": True}, {"holes": True, "reach": 40}],
+    ids=["sinks", "bounded scores", "holes", "holes in a window"],
+)
+def test_other_kinds_of_attention(kinds):
+    assert Case(4, 2, 32, 4, torch.float32, [301, 40], **kinds).error() < 2e-6
 
 
 def test_a_query_that_sees_nothing_brings_zeros():

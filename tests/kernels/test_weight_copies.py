@@ -55,18 +55,6 @@ def test_copies_go_with_their_model():
     assert weights.nbytes() == kept
 
 
-def replaced(layer):
-    layer.weight = nn.Parameter(torch.randn(SHAPE), requires_grad=False)
-
-
-def moved(layer):
-    layer.weight.data = torch.randn(SHAPE)
-
-
-def shortened(layer):
-    layer.weight.data = layer.weight.data[:-1]
-
-
 def trained(layer):
     layer.weight.requires_grad_()
     layer.weight.grad = torch.ones_like(layer.weight)
@@ -79,9 +67,9 @@ COUNTED = {
     "all": lambda layer: layer.weight.copy_(torch.randn(SHAPE)),
     "another dtype": lambda layer: layer.to(torch.bfloat16),
     "optimiser": trained,
-    "replaced": replaced,
-    "moved": moved,
-    "shortened": shortened,
+    "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(SHAPE), False)),
+    "moved": lambda layer: setattr(layer.weight, "data", torch.randn(SHAPE)),
+    "shortened": lambda layer: setattr(layer.weight, "data", layer.weight.data[:-1]),
 }
 NOT_COUNTED = {
     "all": lambda layer: layer.weight.data.add_(1),

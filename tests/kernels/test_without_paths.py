@@ -6,35 +6,30 @@ from transformers import Gemma3ForCausalLM
 
 from hf_retrieval_assist import QuantizedSelf, SamAssistant, reroute
 from hf_retrieval_assist.decoding import copies
-from hf_retrieval_assist.kernels import linear, norms, skinny
-from hf_retrieval_assist.kernels.attention import AttentionTuning
+from hf_retrieval_assist.kernels import norms, skinny
 from hf_retrieval_assist.kernels.compact import COMPACT
 from hf_retrieval_assist.kernels.quantized import WEIGHTS, QuantizedWeight
-from hf_retrieval_assist.kernels.skinny import kernel_attention, routed_linear, set_chooser
+from hf_retrieval_assist.kernels.skinny import kernel_attention, routed_linear
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, run
+from tests.support.products import kernels_serving, same_within_a_scope
 
 
 @pytest.fixture(autouse=True)
 def no_paths(monkeypatch):
     """Kernels would serve weights and heads of all sizes, if there were any."""
     monkeypatch.setattr(skinny, "PATHS", ())
-    monkeypatch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
-    set_chooser(lambda weight: linear.kernel_linear)
-    yield
-    set_chooser(linear.TUNING.choose)
+    with kernels_serving():
+        yield
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, in_eight_bits])
-def test_models_are_computed_by_pytorch(wrap, monkeypatch):
-    model = wrap(build(Gemma3ForCausalLM, head_dim=16))
+def test_models_are_computed_by_pytorch(wrap):
+    model, weight = wrap(build(Gemma3ForCausalLM, head_dim=16)), torch.randn(8, 16)
     norms.learn_norms(model)
-    with torch.no_grad():
-        plain = model(PROMPT).logits
-        with reroute():
-            assert torch.equal(model(PROMPT).logits, plain)
-            weight = torch.randn(8, 16)
-            assert torch.equal(routed_linear(weight, weight), weight @ weight.T)
+    same_within_a_scope(lambda ids: model(ids).logits, PROMPT)
+    with reroute():
+        assert torch.equal(routed_linear(weight, weight), weight @ weight.T)
 
 
 def test_assistants_keep_no_copies(monkeypatch):

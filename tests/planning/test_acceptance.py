@@ -31,13 +31,13 @@ def observe(calibrator, evidence_class, hit):
     session.commit([1 if hit else 2])
 
 
-def tried_by_definition(tree, tokens, known):
+def tried_by_definition(tree, tokens):
     """Node by node: the path above it is the text's, and the text has a token to judge it by."""
     spelt = paths(tree)
     nodes = [
         node
         for node, path in enumerate(spelt)
-        if known < len(path) <= len(tokens) and path[:-1] == tuple(tokens[: len(path) - 1])
+        if len(path) <= len(tokens) and path[:-1] == tuple(tokens[: len(path) - 1])
     ]
     return nodes, [spelt[node] == tuple(tokens[: len(spelt[node])]) for node in nodes]
 
@@ -57,15 +57,16 @@ def arrays_of(tree):
     return tree.token_ids, tree.parents, tree.probs, tree.classes, offsets
 
 
-@given(trees(12), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 8))
-def test_tried_nodes_are_those_below_the_texts_path(tree, tokens, known):
+@given(trees(12), st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
+def test_tried_nodes_are_those_below_the_texts_path(tree, pieces):
+    """However the text comes in pieces."""
     assert tree.fault(1 << 30, 1 << 30) is None
-    known = min(known, len(tokens))
+    tokens = [token for piece in pieces for token in piece]
     # A class for each node tells which were tried and hit; its rate is its number.
     counts = np.stack([np.full(12, 64.0), np.arange(12.0)], axis=1)
     before = counts.copy()
-    bins, inside = judged(tree, [tokens[:known], tokens[known:]], counts, np.ones((12, 2)), 100.0)
-    nodes, on_path = tried_by_definition(tree, tokens, 0)
+    bins, inside = judged(tree, pieces, counts, np.ones((12, 2)), 100.0)
+    nodes, on_path = tried_by_definition(tree, tokens)
     assert np.flatnonzero(counts[:, 0] - before[:, 0]).tolist() == nodes
     assert (counts - before)[nodes, 1].tolist() == on_path
     assert bins.sum(0) == pytest.approx([len(nodes), sum(nodes) / 64, sum(on_path)])
@@ -121,21 +122,6 @@ def test_the_oldest_of_many_open_proposals_gives_way():
     assert len(text) == 4
 
 
-@given(trees(12), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
-def test_judging_in_pieces_is_judging_at_once(tree, tokens, data):
-    at_once, in_pieces = Calibrator(np.full(12, 0.5)), Calibrator(np.full(12, 0.5))
-    session = Session(at_once)
-    session.calibrate(tree)
-    session.commit(tokens)
-    session, start = Session(in_pieces), 0
-    session.calibrate(tree)
-    while start < len(tokens):
-        size = data.draw(st.integers(1, 3))
-        session.commit(tokens[start : start + size])
-        start += size
-    assert np.array_equal(at_once._counts, in_pieces._counts)
-
-
 def test_priors_come_first_and_counts_take_over():
     calibrator = Calibrator(np.array([0.2, 0.9]))
     classes = np.array([0, 1, 1], np.int32)
@@ -148,12 +134,9 @@ def test_priors_come_first_and_counts_take_over():
 
 
 def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
-    calibrator = Calibrator(np.array([0.5]))
-    session = Session(calibrator)
-    rates = []
+    calibrator, rates = Calibrator(np.array([0.5])), []
     for step in range(160):
-        session.calibrate(TokenTree.chain([1], [0.5], [0]))
-        session.commit([1 if step >= 80 else 2])
+        observe(calibrator, 0, step >= 80)
         rates.append(calibrator.rates(np.zeros(1, np.int32))[0])
     assert rates[79] < 0.05
     assert rates[159] == pytest.approx(0.5)
@@ -206,36 +189,27 @@ def test_what_a_drafter_has_alone_is_counted_apart():
 
 
 def test_drafters_without_classes_judge_for_themselves_beside_others():
-    calibrator = Calibrator(np.empty(0), beside=True)
+    session = Session(Calibrator(np.empty(0), beside=True))
+    session.commit([1, 2, 3])  # for which nothing was proposed
     tree = TokenTree.chain([7, 8], [0.9, 0.8])
-    assert Session(calibrator).calibrate(tree, EARLIER).probs == pytest.approx([0.9, 0.8])
-
-
-def test_empty_trees_and_no_proposals_are_fine():
-    session = Session(Calibrator(np.empty(0)))
+    assert session.calibrate(tree, EARLIER).probs == pytest.approx([0.9, 0.8])
     assert len(session.calibrate(TokenTree.empty())) == 0
-    session.commit([1, 2, 3])
 
 
 def test_reliability_compares_predicted_and_observed():
     calibrator = Calibrator(np.linspace(0.05, 0.95, 10))
+    assert np.isnan(calibrator.reliability().ratio)
     rng = np.random.default_rng(0)
     truth = np.linspace(0.02, 0.9, 10)
-    session = Session(calibrator)
     for _ in range(3000):
         kind = int(rng.integers(10))
-        session.calibrate(TokenTree.chain([1], [0.5], [kind]))
-        session.commit([1 if rng.random() < truth[kind] else 2])
+        observe(calibrator, kind, rng.random() < truth[kind])
     reliability = calibrator.reliability()
     assert reliability.trials.sum() == 3000
     assert reliability.ratio == pytest.approx(1, abs=0.05)
     seen = reliability.trials > 100
     error = (reliability.predicted - reliability.observed)[seen] / reliability.trials[seen]
     assert np.abs(error).max() < 0.12
-
-
-def test_reliability_before_anything_was_seen():
-    assert np.isnan(Calibrator(np.array([0.5])).reliability().ratio)
 
 
 @pytest.mark.parametrize("priors", [[1.5], [-0.1], [float("nan")], [[0.5]]])

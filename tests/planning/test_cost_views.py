@@ -1,30 +1,33 @@
-"""Planning for forwards that are filled up to a few widths."""
+"""Planning for forwards that feed other numbers of tokens than are planned."""
 
 import numpy as np
+import pytest
 
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_views import PackedCost, SteppedCost, stepped
 from hf_retrieval_assist.planning.planner import Planner
 from hf_retrieval_assist.token_tree import TokenTree
 
-LINEAR = CostModel.fixed(lambda n: 1.0 + 0.1 * n)
+STEPS = (1, 2, 4, 8)
+# How a forward is fed, the tokens where 1, 2, … are planned, and what a row pays for the others.
+VIEWS = {
+    "filled up": (lambda cost: SteppedCost(cost, STEPS), [1, 2, 4, 4, 8, 8, 8, 8, 9, 10], 0),
+    "packed": (lambda cost: PackedCost(cost, 4), [4, 5, 6], 3),
+    "packed, in step": (lambda cost: PackedCost(cost, 4, alike=True), [4, 8, 12], 0),
+}
 
 
-def test_the_curve_stands_at_the_next_width():
-    cost = SteppedCost(LINEAR, (1, 2, 4, 8))
-    widths = [1, 2, 4, 4, 8, 8, 8, 8, 9, 10]
-    assert np.allclose(cost.curve(10), [1.0 + 0.1 * n for n in widths])
-    assert np.isclose(cost.seconds(3), cost.seconds(4))
-    assert stepped(LINEAR, ()) is LINEAR
-
-
-def test_what_it_measures_is_what_was_measured():
-    measured = CostModel("cuda")
+@pytest.mark.parametrize(("view", "fed", "company"), VIEWS.values(), ids=VIEWS)
+def test_a_view_is_what_was_measured_at_the_tokens_that_are_fed(view, fed, company):
+    measured, most = CostModel("cuda"), len(fed)
     for _ in range(5):
         measured.observe(4, 0.02)
-    cost = SteppedCost(measured, (1, 4))
-    assert cost.observations == 5
-    assert np.allclose(cost.spread(4, 3), measured.spread(4, 4)[[0, 3, 3, 3]])
+    cost, places = view(measured), np.array(fed) - 1
+    assert (cost.observations, cost.company) == (5, company)
+    assert np.allclose(cost.curve(most), measured.curve(fed[-1])[places])
+    assert np.isclose(cost.seconds(3), measured.seconds(fed[2]))
+    assert np.allclose(cost.spread(most, 3), measured.spread(fed[-1], fed[2])[places])
+    assert stepped(measured, ()) is measured
 
 
 def test_a_width_that_is_paid_for_is_filled():
@@ -34,29 +37,9 @@ def test_a_width_that_is_paid_for_is_filled():
     steep = CostModel.fixed(lambda n: 1.0 + 0.2 * n)
     planner = Planner(exploration=0)
     assert len(planner.plan([tree], steep)[0]) == 2
-    assert len(planner.plan([tree], SteppedCost(steep, (1, 2, 4, 8)))[0]) == 3
+    assert len(planner.plan([tree], SteppedCost(steep, STEPS))[0]) == 3
 
 
-def test_a_packed_row_is_charged_for_what_it_adds():
-    cost = PackedCost(LINEAR, rows=4)
-    assert np.allclose(cost.curve(3), [1.4, 1.5, 1.6])
-    assert np.isclose(cost.seconds(2), LINEAR.seconds(5))
-    assert cost.company == 3
-    assert cost.share(4) == 1
-    assert cost.share(9) == 6
-
-
-def test_rows_in_step_are_charged_for_all():
-    cost = PackedCost(LINEAR, rows=4, alike=True)
-    assert np.allclose(cost.curve(3), [1.4, 1.8, 2.2])
-    assert cost.company == 0
-    assert cost.share(12) == 3
-
-
-def test_what_is_known_of_packed_rows_is_what_was_measured():
-    measured = CostModel()
-    for _ in range(5):
-        measured.observe(6, 0.02)
-    cost = PackedCost(measured, rows=4)
-    assert cost.observations == 5
-    assert np.allclose(cost.spread(4, 2), measured.spread(7, 5)[3:])
+def test_a_rows_share_of_what_was_fed():
+    packed, in_step = (PackedCost(CostModel(), 4, alike) for alike in (False, True))
+    assert [packed.share(4), packed.share(9), in_step.share(12)] == [1, 6, 3]

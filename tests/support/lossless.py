@@ -25,14 +25,17 @@ INPUTS = {
 }
 
 
-def padded(rows, length=18, seed=0):
-    """Prompts of different lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 60, (rows, length), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, : (5 * row) % 14] = 0
+def prompts_of(lengths, seed=0):
+    """Random prompts of these lengths, padded on the left."""
+    width, generator = max(lengths), torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 60, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def padded(rows, length=18):
+    """Prompts of different lengths."""
+    return prompts_of([length - (5 * row) % 14 for row in range(rows)])
 
 
 def late_token(text, earliest):

@@ -99,7 +99,7 @@ def sequences_of(result):
     return result if isinstance(result, torch.Tensor) else result.sequences
 
 
-def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, **kwargs):
+def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True, **kwargs):
     """Generate plainly, and the same with an assistant that knows the outcome, under one seed.
 
     A call that says that it keeps the seed has left the random state where plain decoding leaves
@@ -108,6 +108,7 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, **kwargs):
     Args:
         tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
         make: makes another assistant from plain decoding's result.
+        graphs: whether it may record forwards.
 
     Returns:
         Both results and the assistant, whose `stats` tell how the second one came about.
@@ -120,6 +121,8 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, **kwargs):
         assistant = oracle_assistant(plain, mask, **(oracle or {}))
     else:
         assistant = make(plain)
+    if not graphs:
+        assistant.graphs = False
     torch.manual_seed(seed)
     assisted = model.generate(**inputs, **kwargs, assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))

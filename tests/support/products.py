@@ -1,16 +1,25 @@
 """Kernels that multiply rows by a matrix, and what their products are measured against."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from hf_retrieval_assist.kernels import attention, linear
+from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
+from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import (
     PATHS,
     int8_linear,
     pack_int8,
     scaled_linear,
+    set_chooser,
     skinny_linear,
 )
+
+from .threads import in_threads
+from .watching import results_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative, of each dtype, and its smallest number.
@@ -18,11 +27,51 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 paths = pytest.mark.parametrize("path", PATHS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def everywhere(test):
+    """Of every dtype on every instruction set."""
+    return paths(pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])(test))
+
+
+@contextmanager
+def kernels_serving():
+    """Scope in which the kernels serve, whatever is fastest here; the numbers of queries of those
+    for attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
+        set_chooser(lambda weight: linear.kernel_linear)
+        yield results_of(patch, attention, "kernel_attention", lambda y, query, *_: query.shape[2])
+    set_chooser(linear.TUNING.choose)
+
+
+@torch.no_grad()
+def same_within_a_scope(compute, x):
+    """What a function gives, within a scope of the kernels to the bit what it gives outside."""
+    plain = compute(x)
+    with reroute():
+        assert torch.equal(compute(x), plain)
+    return plain
+
+
+def with_rounding(bound, exact, dtype):
+    """How far from an exact result one may be that is rounded to a dtype besides."""
+    return bound + ROUNDING[dtype] * (exact.abs() + bound) + SMALLEST[dtype]
 
 
 def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_in_threads(compute):
+    """What a kernel gives does not depend on its threads, nor on those that call it."""
+    expected = compute(threads=1)
+
+    def work(number):
+        for turn in range(40):
+            assert torch.equal(compute(threads=1 + (number + turn) % 4), expected)
+
+    in_threads(work, range(6))
 
 
 def packed(weight, path):
@@ -46,6 +95,21 @@ class Whole:
     def rounding_of(self, x):
         """What the kernel's rounding of the rows takes, at most."""
         return 0.0
+
+    def check(self, x, bias=None):
+        """Within the textbook bound of a float32 sum of k products, plus one rounding to the
+        dtype."""
+        y, weight = self(x, bias), self.exact.double()
+        exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+        if bias is not None:
+            exact, size = exact + bias.double(), size + bias.double().abs()
+        bound = (x.shape[-1] + 8) * 2.0**-24 * size + self.rounding_of(x)
+        bound = with_rounding(bound, exact, y.dtype)
+        if type(self) is not Whole:
+            bound = bound + 2.0**-24
+        assert y.dtype == x.dtype
+        assert y.shape == exact.shape
+        assert ((y.double() - exact).abs() <= bound).all()
 
 
 class Packed(Whole):
@@ -79,18 +143,3 @@ class Scaled(Whole):
 
 
 KERNELS = (Whole, Packed, Scaled)
-
-
-def assert_close(y, x, weight, bias=None):
-    """Within the textbook bound of a float32 sum of k products, plus one rounding to the dtype."""
-    exact = x.double() @ weight.exact.double().T
-    size = x.double().abs() @ weight.exact.double().abs().T
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    bound = (x.shape[-1] + 8) * 2.0**-24 * size + weight.rounding_of(x)
-    bound = bound + ROUNDING[y.dtype] * (exact.abs() + bound) + SMALLEST[y.dtype]
-    if type(weight) is not Whole:
-        bound = bound + 2.0**-24
-    assert y.dtype == x.dtype
-    assert y.shape == exact.shape
-    assert ((y.double() - exact).abs() <= bound).all()

@@ -8,17 +8,23 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 
-def calls_of(monkeypatch, owner, name):
-    """The positional arguments of every call of a function from now on."""
-    calls, function = [], getattr(owner, name)
+def results_of(monkeypatch, owner, name, say=lambda result, *_, **__: result):
+    """The results of a function from now on, or what `say` makes of each and of its arguments."""
+    results, function = [], getattr(owner, name)
 
     @wraps(function)
     def noted(*arguments, **options):
-        calls.append(arguments)
-        return function(*arguments, **options)
+        result = function(*arguments, **options)
+        results.append(say(result, *arguments, **options))
+        return result
 
     monkeypatch.setattr(owner, name, noted)
-    return calls
+    return results
+
+
+def calls_of(monkeypatch, owner, name):
+    """The positional arguments of every call of a function from now on."""
+    return results_of(monkeypatch, owner, name, lambda result, *arguments, **_: arguments)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Models whose weights are adapted, elsewhere, or in eight bits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -36,3 +38,20 @@ def quantised(model):
 
 
 WRAPS = (with_lora, offloaded, quantised)
+
+
+class Around(torch.nn.Module):
+    """A part of a model, whose output a function changes.
+
+    Args:
+        change: given the output and this module.
+        held: what `change` may count with; no settings, by which models are told apart.
+    """
+
+    def __init__(self, part, change, **held):
+        super().__init__()
+        self.part, self.change, self.held = part, change, SimpleNamespace(**held)
+        self.weight = getattr(part, "weight", None)
+
+    def forward(self, x):
+        return self.change(self.part(x), self.held)

@@ -10,19 +10,11 @@ from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from hf_retrieval_assist.verification.slot_layers import HybridSlotLayer, IndexedSlotLayer
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.support.architectures import (
-    BELOW_KNOWN,
-    SKIPPED,
-    TABLE,
-    architectures,
-    build,
-    known_tiers,
-    row_of,
-    tabled,
-)
+from tests.support import architectures as classes
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing
 from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.watching import calls_of
 
 # Longer than the windows and chunks of the tiny models.
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50, 3, 29]])
@@ -31,14 +23,13 @@ TIERS = ("tree", "chain", "replay", "plain")
 
 # The table is of one version; others have fewer classes, and serve some of them at lower tiers.
 TABLED = (
-    re.findall(r"transformers (\d+\.\d+\.\d+)", TABLE.read_text())[0] == transformers.__version__
+    re.findall(r"transformers (\d+\.\d+\.\d+)", classes.TABLE.read_text())[0]
+    == transformers.__version__
 )
 with_table = pytest.mark.skipif(not TABLED, reason="the table is of another transformers version")
 
 # XLM puts out NaN once its positions exceed the padding index, with or without an assistant.
 LOOSE = {"XLMWithLMHeadModel"}
-
-SLOW = pytest.mark.slow
 
 # Forwards whose routing of experts asks the device for numbers, or takes them for granted.
 UNRECORDED = {
@@ -51,13 +42,16 @@ UNRECORDED = {
 @pytest.fixture(scope="module")
 def served():
     """Tier of one row, tier of a batch, and why not higher: by class, as the table shows them."""
-    return tabled()
+    return classes.tabled()
 
 
-def relative_error(expected, actual):
-    finite = expected.isfinite()
-    assert torch.equal(finite, actual.isfinite())
-    return float((expected - actual)[finite].abs().max() / expected[finite].std())
+def assert_near(plain, assisted):
+    """Both results' logits, in units of their spread."""
+    for expected, actual in zip(plain.logits, assisted.logits, strict=True):
+        finite = expected.isfinite()
+        assert torch.equal(finite, actual.isfinite())
+        error = (expected - actual)[finite].abs().max() / expected[finite].std()
+        assert error < 1e-3
 
 
 # One class of each way in which classes are served, or are not; `make test-sweep` tries all.
@@ -73,27 +67,27 @@ QUICK = {
 
 
 def quick(names, chosen):
-    return [pytest.param(name, marks=() if name in chosen else SLOW) for name in names]
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in chosen else slow) for name in names]
 
 
-@pytest.mark.parametrize("name", quick(architectures(), QUICK))
+@pytest.mark.parametrize("name", quick(classes.architectures(), QUICK))
 def test_class_generates_as_without_assistant(name, served):
-    model = build(name)
+    model = classes.build(name)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     length = {"max_new_tokens": NEW_TOKENS}
 
     *_, assistant = agreeing(model, inputs, do_sample=False, **length)
     if TABLED:
         assert assistant.stats.last.tier == served[name][0]
-        assert row_of(model) == served[name]
+        assert classes.row_of(model) == served[name]
     if assistant.stats.last.tier != "plain":
         assert assistant.stats.last.accepted > 0
 
     outputs = {"return_dict_in_generate": True, "output_logits": True}
     plain, assisted, _ = agreeing(model, inputs, seed=1, do_sample=True, **length, **outputs)
     if name not in LOOSE:
-        for expected, actual in zip(plain.logits, assisted.logits, strict=True):
-            assert relative_error(expected, actual) < 1e-3
+        assert_near(plain, assisted)
 
 
 def padded_batch():
@@ -104,11 +98,11 @@ def padded_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", classes.architectures())
 def test_class_generates_padded_batches_as_without_assistant(name, served):
     inputs = padded_batch()
     length = {"max_new_tokens": NEW_TOKENS}
-    *_, assistant = agreeing(build(name), inputs, do_sample=False, **length)
+    *_, assistant = agreeing(classes.build(name), inputs, do_sample=False, **length)
     if TABLED:
         assert assistant.stats.last.tier == served[name][1]
 
@@ -139,7 +133,7 @@ def with_near_thresholds(name):
 
 # A row that ends at its threshold, and a batch whose rows cross it one after another.
 @pytest.mark.parametrize(
-    "name", quick(architectures(), {"LlamaForCausalLM", "GlmMoeDsaForCausalLM"})
+    "name", quick(classes.architectures(), {"LlamaForCausalLM", "GlmMoeDsaForCausalLM"})
 )
 def test_class_generates_past_its_thresholds(name):
     model = with_near_thresholds(name)
@@ -149,24 +143,17 @@ def test_class_generates_past_its_thresholds(name):
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for inputs in (single, padded_batch()):
         plain, assisted, _ = agreeing(model, inputs, **options, max_new_tokens=24)
-        for expected, actual in zip(plain.logits, assisted.logits, strict=True):
-            assert relative_error(expected, actual) < 1e-3
+        assert_near(plain, assisted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", classes.architectures())
 def test_class_is_served_from_recordings(name, served, monkeypatch):
     """Padded batches in memory that stays in place, a recorder standing where CUDA graphs are."""
     if served.get(name, ("", ""))[1] != "tree":
         pytest.skip("no trees, so nothing is recorded")
     serve_in_place(monkeypatch)
-    model, verifiers, settle = build(name), [], FixedVerifier.finish
-
-    def noted(verifier, tokens):
-        verifiers.append(verifier)
-        settle(verifier, tokens)
-
-    monkeypatch.setattr(FixedVerifier, "finish", noted)
+    model, finished = classes.build(name), calls_of(monkeypatch, FixedVerifier, "finish")
     for _ in range(2):
         options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
         *_, assistant = agreeing(model, padded_batch(), **options)
@@ -175,7 +162,7 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
     # Layers that keep more than keys and values stay as they are.
     more = IndexedSlotLayer, HybridSlotLayer
     simple = not any(isinstance(layer, more) for layer in SlotCache(model.config).layers)
-    assert bool(verifiers) == simple
+    assert bool(finished) == simple
     fault = next(iter(WORKSPACES._faults.get(model, {}).values()), "")
     assert UNRECORDED.get(name, "") in fault
     assert bool(fault) == (name in UNRECORDED)
@@ -187,8 +174,12 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
 
 def hybrids():
     """Classes with a recurrent state."""
-    known = known_tiers()
-    return [n for n in architectures() if known.get(n) == "replay" and n not in BELOW_KNOWN]
+    known = classes.known_tiers()
+    return [
+        n
+        for n in classes.architectures()
+        if known.get(n) == "replay" and n not in classes.BELOW_KNOWN
+    ]
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -200,7 +191,7 @@ def test_hybrids_in_batches_take_fewer_forwards(name, pads):
     if pads:
         mask[1, :5] = prompts[1, :5] = 0
     inputs = {"input_ids": prompts, "attention_mask": mask}
-    model, length = build(name), {"max_new_tokens": 32, "eos_token_id": None}
+    model, length = classes.build(name), {"max_new_tokens": 32, "eos_token_id": None}
     for do_sample in (False, True):
         *_, assistant = agreeing(model, inputs, do_sample=do_sample, **length)
         assert assistant.stats.last.tier == "replay"
@@ -210,17 +201,17 @@ def test_hybrids_in_batches_take_fewer_forwards(name, pads):
 
 @with_table
 def test_table_lists_every_class(served):
-    assert sorted(served) == architectures()
-    text = TABLE.read_text()
-    assert all(name in text for name in SKIPPED)
+    assert sorted(served) == classes.architectures()
+    text = classes.TABLE.read_text()
+    assert all(name in text for name in classes.SKIPPED)
 
 
 @with_table
 def test_no_class_is_served_below_its_known_tier_without_a_reason(served):
-    known = known_tiers()
+    known = classes.known_tiers()
     lower = {
         name
         for name, (tier, *_) in served.items()
         if TIERS.index(tier) > TIERS.index(known.get(name, "plain"))
     }
-    assert lower == set(BELOW_KNOWN)
+    assert lower == set(classes.BELOW_KNOWN)

@@ -36,6 +36,10 @@ from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, goes_on_after_an_interrupt, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.watching import calls_of, results_of
+from tests.support.wrapped_models import Around
+
+OPTIONS = {"do_sample": False, "max_new_tokens": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -48,29 +52,16 @@ def in_place(monkeypatch):
 def test_tokens_are_those_of_plain_decoding(model_class, inputs):
     model = build(model_class)
     for _ in range(2):
-        options = {"do_sample": False, "max_new_tokens": 40}
-        *_, assistant = agreeing(model, INPUTS[inputs], **options)
-        assert assistant.stats.last.accepted > 0
-        assert assistant.stats.last.tier == "tree"
+        agreeing(model, INPUTS[inputs], "tree", **OPTIONS)
     steps = idle(model)._steps.values()
     assert any(step.trusted for step in steps)
     assert all(step.fault is None for step in steps)
 
 
-class InFloat32(torch.nn.Module):
-    """A head whose logits are float32 whatever its weights are, as several models compute them."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head, self.weight = head, head.weight
-
-    def forward(self, states):
-        return self.head(states).float()
-
-
 def test_logits_of_another_dtype_than_the_model():
+    """In float32 whatever the head's weights are, as several models compute them."""
     model = build(LlamaForCausalLM).to(torch.bfloat16)
-    model.lm_head = InFloat32(model.lm_head)
+    model.lm_head = Around(model.lm_head, lambda logits, _: logits.float())
     assistant = SamAssistant(budget=16)
     run(model, assistant=assistant)
     assert assistant.stats.last.tier == "tree"
@@ -91,10 +82,7 @@ def test_windows_move_on_in_mid_call(inputs, monkeypatch):
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
     kinds = ["sliding_attention", "full_attention"]
     options = {"sliding_window": 8, "layer_types": kinds, "num_hidden_layers": 2}
-    model, moved, begin = build(Gemma3ForCausalLM, **options), [], Arena.begin_with
-    monkeypatch.setattr(
-        Arena, "begin_with", lambda held, first: moved.append(first) or begin(held, first)
-    )
+    model, moved = build(Gemma3ForCausalLM, **options), calls_of(monkeypatch, Arena, "begin_with")
     for _ in range(3):
         moved.clear()
         options = {"do_sample": False, "max_new_tokens": 150}
@@ -110,8 +98,7 @@ def test_drafts_wider_than_any_bucket(monkeypatch):
     monkeypatch.setattr("hf_retrieval_assist.verification.workspace.MOST_MOVED", 1)
     model = build(LlamaForCausalLM)
     for inputs in INPUTS.values():
-        *_, assistant = agreeing(model, inputs, do_sample=False, max_new_tokens=40)
-        assert assistant.stats.last.accepted > 0
+        agreeing(model, inputs, "tree", **OPTIONS)
 
 
 def test_returned_caches_are_the_callers_own():
@@ -131,23 +118,15 @@ def test_returned_caches_are_the_callers_own():
     assert torch.equal(plain, again)
 
 
-class Flaky(torch.nn.Module):
-    """A head that scales logits by a number which a recording takes for granted."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head, self.weight = head, head.weight
-        # No setting, by which models are told apart.
-        self.held = SimpleNamespace(scale=1.0, growth=0.0)
-
-    def forward(self, states):
-        self.held.scale += self.held.growth
-        return self.head(states) * self.held.scale
+def growing_logits(logits, held):
+    """Scaled by a number which a recording takes for granted."""
+    held.scale += held.growth
+    return logits * held.scale
 
 
 def test_forwards_that_differ_each_time_are_served_as_they_are(told):
     model = build(LlamaForCausalLM)
-    model.lm_head = Flaky(model.lm_head)
+    model.lm_head = Around(model.lm_head, growing_logits, scale=1.0, growth=0.0)
     agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
     # Unknown to the self-test, which was before.
     model.lm_head.held.growth = 0.5
@@ -157,18 +136,6 @@ def test_forwards_that_differ_each_time_are_served_as_they_are(told):
     assert len(shown) == 1
     assert "of their spread" in shown[0]
     assert not WORKSPACES._idle[model]
-
-
-def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
-    model = build(LlamaForCausalLM)
-    options = {"do_sample": False, "max_new_tokens": 40}
-    agreeing(model, INPUTS["one row"], **options)
-    first = idle(model)
-    agreeing(model, INPUTS["one row"], **options)
-    assert idle(model) is first
-    model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
-    agreeing(model, INPUTS["one row"], **options)
-    assert idle(model) is not first
 
 
 def test_its_memory_goes_with_the_model():
@@ -199,15 +166,10 @@ def test_hidden_states_come_from_what_was_recorded():
 def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
     attended, model = dense_attention.install(monkeypatch), build(model_class)
     for _ in range(3):
-        plain = model.generate(**INPUTS[inputs], **OPTIONS)
-        assistant = oracle_assistant(plain, INPUTS[inputs].get("attention_mask"))
-        assistant.graphs = recorded
         attended.clear()
-        found = model.generate(**INPUTS[inputs], **OPTIONS, assistant=assistant)
-        assert torch.equal(plain, found)
-        assert assistant.stats.last.accepted > 0
+        *_, assistant = agreeing(model, INPUTS[inputs], "tree", graphs=recorded, **OPTIONS)
     last = assistant.stats.last
-    assert (last.tier, last.attention) == ("tree", "triton")
+    assert last.attention == "triton"
     # Every layer of every forward, whoever launches it.
     assert len(attended) == (0 if recorded else model.config.num_hidden_layers * last.forwards)
     assert last.repeated == (last.forwards if recorded else 0)
@@ -222,11 +184,6 @@ def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, m
     model, hold = build(LlamaForCausalLM, max_position_embeddings=1024), Arena.hold
     inputs, lent = {"input_ids": PROMPT.repeat(1, 20)}, []
 
-    def other(plain):
-        assistant = make(plain)
-        assistant.graphs = recorded
-        return assistant
-
     def held(memory, layers):
         if layers[0].slots.longest == inputs["input_ids"].shape[1]:
             lent.append(first not in WORKSPACES._idle[model])
@@ -235,7 +192,7 @@ def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, m
     agreeing(model, inputs, **OPTIONS)
     first = idle(model)
     monkeypatch.setattr(Arena, "hold", held)
-    *_, assistant = agreeing(model, inputs, make=other, **OPTIONS)
+    *_, assistant = agreeing(model, inputs, make=make, graphs=recorded, **OPTIONS)
     assert assistant.stats.last.attention == "triton"
     assert (assistant.stats.last.repeated > 0) is recorded
     assert lent == [True]
@@ -250,33 +207,20 @@ def test_flash_attention_is_served_by_trees(monkeypatch):
         monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("unmasked")
-    *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
-    assert assistant.stats.last.tier == "tree"
+    agreeing(model, INPUTS["one row"], "tree", **OPTIONS)
     assert attended
-
-
-# Of a settled call, whatever is drafted in it.
-OPTIONS = {"do_sample": False, "max_new_tokens": 40}
 
 
 def forwards(monkeypatch):
     """Of every forward behind prompts: its width, whether it ran Python, whether it is timed."""
-    computed, seen = [0], []
-    compute, feed = FixedVerifier._compute, FixedVerifier._feed
+    computed = calls_of(monkeypatch, FixedVerifier, "_compute")
 
-    def noted(verifier, step):
-        computed[0] += 1
-        return compute(verifier, step)
+    def told(verified, *_):
+        ran = bool(computed)
+        computed.clear()
+        return verified.width, ran, verified.typical
 
-    def fed(verifier, *arguments):
-        before = computed[0]
-        verified = feed(verifier, *arguments)
-        seen.append((verified.width, computed[0] > before, verified.typical))
-        return verified
-
-    monkeypatch.setattr(FixedVerifier, "_compute", noted)
-    monkeypatch.setattr(FixedVerifier, "_feed", fed)
-    return seen
+    return results_of(monkeypatch, FixedVerifier, "_feed", told)
 
 
 def test_every_forward_of_a_settled_call_is_repeated(monkeypatch):
@@ -313,10 +257,7 @@ def test_a_recording_keeps_nothing_of_its_call():
     """Neither the call's cache nor logits of every width for themselves."""
     model, caches = build(LlamaForCausalLM), []
     for _ in range(3):
-        returned = run(model, max_new_tokens=40, return_dict_in_generate=True)
-        assistant = oracle_assistant(returned.sequences)
-        options = {"max_new_tokens": 40, "return_dict_in_generate": True}
-        found = run(model, **options, assistant=assistant)
+        _, found, _ = agreeing(model, INPUTS["one row"], return_dict_in_generate=True, **OPTIONS)
         caches.append(weakref.ref(found[CACHE]))
         del found
         gc.collect()
@@ -365,7 +306,7 @@ def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch,
 @pytest.mark.parametrize("refused", ["no recorder", "nothing can be recorded", "no recordings"])
 def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     """And no masks over whole buffers: on devices that record nothing, and where nothing can be."""
-    model, verifiers = build(LlamaForCausalLM), []
+    model = build(LlamaForCausalLM)
     if refused == "no recorder":
         monkeypatch.undo()  # as on MPS and XPU
     elif refused == "nothing can be recorded":
@@ -375,16 +316,8 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
 
         monkeypatch.setattr(replay, "recorder", lambda device: fails)
         agreeing(model, INPUTS["one row"], **OPTIONS)
-    make = tiers.Service.verifier
-    monkeypatch.setattr(
-        tiers.Service, "verifier", lambda *told: verifiers.append(make(*told)) or verifiers[-1]
-    )
-    plain = model.generate(**INPUTS["padded"], **OPTIONS)
-    assistant = oracle_assistant(plain, INPUTS["padded"]["attention_mask"])
-    assistant.graphs = refused != "no recordings"
-    assert torch.equal(plain, model.generate(**INPUTS["padded"], **OPTIONS, assistant=assistant))
-    assert assistant.stats.last.tier == "tree"
-    assert assistant.stats.last.accepted > 0
+    verifiers = results_of(monkeypatch, tiers.Service, "verifier")
+    agreeing(model, INPUTS["padded"], "tree", graphs=refused != "no recordings", **OPTIONS)
     # The test's too: what is tested is what serves.
     assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
 
@@ -401,8 +334,7 @@ def test_kernels_that_fail_their_test_are_told(attention, why, monkeypatch, told
     model = build(LlamaForCausalLM)
     model.set_attn_implementation(attention)
     for _ in range(2):
-        *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
-    assert assistant.stats.last.tier == "tree"
+        agreeing(model, INPUTS["one row"], "tree", **OPTIONS)
     first, warned = [text for text in told.messages if "Triton" in text or "triton" in text]
     assert "may compile attention (7 s, kept by Triton) and record graphs" in first
     assert why in warned

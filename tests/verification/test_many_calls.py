@@ -18,7 +18,7 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.lossless import build, run
 from tests.support.op_recorder import few_tokens, idle, serve_in_place
 from tests.support.tiny_models import VOCAB
-from tests.support.watching import calls_of
+from tests.support.watching import calls_of, results_of
 
 
 @pytest.fixture
@@ -74,18 +74,13 @@ def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, assist
     for name in ("arena._MOST_ROOMY", "workspace._MOST_IDLE_BYTES"):
         monkeypatch.setattr(f"hf_retrieval_assist.verification.{name}", 0)
     gc.collect()
-    model, others, seen = build(model_class, max_position_embeddings=8192), alive(), []
+    model, others = build(model_class, max_position_embeddings=8192), alive()
 
-    def watched(function):
-        def measured(*given):
-            result = function(*given)
-            seen.append(alive() - others)
-            return result
+    def measured(*_):
+        return alive() - others
 
-        return measured
-
-    monkeypatch.setattr(private, "prefill", watched(private.prefill))
-    monkeypatch.setattr(Generation, "step", watched(Generation.step))
+    first = results_of(monkeypatch, private, "prefill", measured)
+    seen = results_of(monkeypatch, Generation, "step", measured)
     for length in range(1000, 2000, 100):
         text, options = torch.randint(2, VOCAB, (1, length)), {"max_new_tokens": 4}
         layers = run(model, text, return_dict_in_generate=True, **options)[CACHE].layers
@@ -96,10 +91,11 @@ def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, assist
             room = capacity_bucket(slots + 1 + 512) if layer.is_sliding else capacity
             held += nbytes // slots * room
             near += nbytes * layer.is_sliding
+        first.clear()
         seen.clear()
         run(model, text, assistant=assistant, **options)
         assert alive() - others == held
         # Layers with a window begin in memory of their own.
-        assert max(seen) <= held + near
+        assert max(first + seen) <= held + near
         if not near:
             assert held < 1.45 * sum(plain)

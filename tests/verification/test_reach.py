@@ -1,6 +1,7 @@
 """Models that make something else of a position when others are fed beside it."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,43 +13,21 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.reach import Reach
 from hf_retrieval_assist.verification.service import choose_service
-from tests.support.lossless import ROPES, build, rope_model
+from tests.support.lossless import ROPES, build, prompts_of, rope_model
 from tests.support.oracle_drafter import oracle_assistant
 
 ORIGINAL = 32
 
 
 def phi3():
-    model = rope_model("longrope", ORIGINAL, transformers.Phi3ForCausalLM)
-    assert model.config.original_max_position_embeddings == ORIGINAL
-    return model
+    return rope_model("longrope", ORIGINAL, transformers.Phi3ForCausalLM)
 
 
-def inputs(lengths, seed):
-    """Rows of these lengths, padded on the left."""
-    width, generator = max(lengths), torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 67, (len(lengths), width), generator=generator)
-    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-@pytest.mark.parametrize(
-    ("kind", "reach"),
-    [
-        ("default", Reach()),
-        ("yarn", Reach()),
-        ("longrope", Reach(borders=(ORIGINAL,))),
-        ("dynamic", Reach(apart_from=ORIGINAL)),
-    ],
-)
-def test_borders_are_found_by_the_kind_of_rope(kind, reach):
-    assert choose_service(rope_model(kind, ORIGINAL), {}).reach == reach
-
-
-def prepares(model, longest):
+def prepares(longest=None, **lengths):
     """A model that prepares its inputs itself, and drops its cache behind a length, if any."""
+    model = build(LlamaForCausalLM, **lengths)
 
-    class Prepares(type(model)):
+    class Prepares(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, ids, **options):
             if longest is not None and ids.shape[1] > longest:
                 options |= {CACHE: None}
@@ -59,21 +38,20 @@ def prepares(model, longest):
 
 
 @pytest.mark.parametrize(
-    ("make", "restart"),
+    ("make", "reach"),
     [
-        (phi3, ORIGINAL + 1),
-        (lambda: prepares(build(LlamaForCausalLM, max_context_length=40), 40), 41),
+        (partial(rope_model, "default", ORIGINAL), Reach()),
+        (partial(rope_model, "yarn", ORIGINAL), Reach()),
+        (partial(rope_model, "longrope", ORIGINAL), Reach(borders=(ORIGINAL,))),
+        (partial(rope_model, "dynamic", ORIGINAL), Reach(apart_from=ORIGINAL)),
+        (phi3, Reach(borders=(ORIGINAL,), restart=ORIGINAL + 1)),
+        (partial(prepares, 40, max_context_length=40), Reach(restart=41)),
         # An original length says nothing by itself.
-        (
-            lambda: prepares(
-                build(LlamaForCausalLM, original_max_position_embeddings=ORIGINAL), None
-            ),
-            None,
-        ),
+        (partial(prepares, original_max_position_embeddings=ORIGINAL), Reach()),
     ],
 )
-def test_lengths_at_which_the_cache_is_dropped_are_found(make, restart):
-    assert choose_service(make(), {}).reach.restart == restart
+def test_borders_and_lengths_at_which_the_cache_is_dropped_are_found(make, reach):
+    assert choose_service(make(), {}).reach == reach
 
 
 def test_room_ends_at_borders():
@@ -94,7 +72,7 @@ def test_texts_across_the_original_length(kind, lengths, do_sample):
     accepted = 0
     for seed in range(2):
         model = rope_model(kind, ORIGINAL)
-        options = inputs(lengths, seed) | {"max_new_tokens": 30, "do_sample": do_sample}
+        options = prompts_of(lengths, seed) | {"max_new_tokens": 30, "do_sample": do_sample}
         torch.manual_seed(seed)
         # Frequencies that have grown stay grown for the next text.
         plain = copy.deepcopy(model).generate(**options)
@@ -117,7 +95,7 @@ def test_texts_across_the_original_length(kind, lengths, do_sample):
 def test_a_cache_that_the_model_drops(lengths, new, tier):
     model = phi3()
     for seed in range(2):
-        options = inputs(lengths, seed) | {"max_new_tokens": new, "do_sample": False}
+        options = prompts_of(lengths, seed) | {"max_new_tokens": new, "do_sample": False}
         plain = model.generate(**options)
         for assistant in (oracle_assistant(plain, options["attention_mask"]), SamAssistant()):
             assert torch.equal(plain, model.generate(**options, assistant=assistant))
@@ -129,7 +107,7 @@ def test_a_cache_that_the_model_drops(lengths, new, tier):
 @pytest.mark.parametrize("kind", ROPES)
 def test_the_test_leaves_the_model_as_it_was(kind):
     model = rope_model(kind, ORIGINAL)
-    model.generate(**inputs([20], 0), max_new_tokens=30, do_sample=False)
+    model.generate(**prompts_of([20]), max_new_tokens=30, do_sample=False)
     rotary = model.model.rotary_emb
     before = copy.deepcopy({n: v for n, v in vars(rotary).items() if not n.startswith("_")})
     buffers = {name: (b, b.clone()) for name, b in rotary.named_buffers()}
@@ -145,7 +123,7 @@ def test_embeddings_in_place_of_ids_count(kind):
     """Where no ids tell how long the prompts are."""
     for seed in range(2):
         model = phi3() if kind == "phi3" else rope_model(kind, ORIGINAL)
-        options = inputs([20, 9, 14], seed)
+        options = prompts_of([20, 9, 14], seed)
         told = torch.cat([options["input_ids"], options["input_ids"]], dim=1)
         options["inputs_embeds"] = model.get_input_embeddings()(options.pop("input_ids")).detach()
         options |= {"max_new_tokens": 26, "do_sample": False, "pad_token_id": 0}
@@ -168,11 +146,7 @@ def test_embeddings_in_place_of_ids_count(kind):
 )
 def test_drafts_end_at_a_table_of_positions(model_class, end):
     """Plain decoding goes on to the table's last position and ends there by its end token."""
-    options = {"is_decoder": True, "is_encoder_decoder": False}
-    model = build(
-        model_class, **(options if model_class is not transformers.OPTForCausalLM else {})
-    )
-    model.config.is_encoder_decoder = False
+    model = build(model_class)
     assert choose_service(model, {}).reach.end == end
     ids = torch.tensor([([5, 9, 33, 21, 60, 7, 44] * 18)[: end - 12]])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}

@@ -9,34 +9,21 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-    FalconForCausalLM,
-    Gemma3ForCausalLM,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
-from hf_retrieval_assist.kernels.recording import (
-    Program,
-    Recorder,
-    UnrecordableError,
-    same_bits,
-    thread,
-)
+from hf_retrieval_assist.kernels.recording import Program, Recorder, UnrecordableError, thread
 from hf_retrieval_assist.kernels.reroute import standing_in
 from hf_retrieval_assist.verification import repeated_forward
-from tests.support.lossless import INPUTS, PROMPT, build, knowing, run, same
-from tests.support.watching import calls_of
+from tests.support import architectures
+from tests.support.lossless import INPUTS, PROMPT, build, knowing, rope_model, run, same
+from tests.support.threads import in_threads
+from tests.support.watching import calls_of, results_of
+from tests.support.wrapped_models import Around
 
 CLASSES = [
-    *(LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen3ForCausalLM),
-    Phi3ForCausalLM,
+    *("LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"),
+    *("Qwen3ForCausalLM", "Phi3ForCausalLM"),
 ]
 
 
@@ -49,10 +36,10 @@ def repeating(model, assistant=None, **options):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("model_class", CLASSES)
-def test_forwards_are_repeated(model_class, sampled):
+@pytest.mark.parametrize("name", CLASSES)
+def test_forwards_are_repeated(name, sampled):
     options = {"do_sample": sampled, "seed": 3}
-    last = repeating(build(model_class), **options).stats.last
+    last = repeating(architectures.build(name), **options).stats.last
     assert last.repeated == last.forwards
     assert last.recordings == 0
     assert last.accepted > 0
@@ -85,20 +72,8 @@ def test_a_next_turn_goes_on_in_the_callers_cache():
     assert assistant.stats.last.repeated > 0
 
 
-class Counting(nn.Module):
-    """A module of the user's, which somebody expects to be called."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.mlp, self.calls = mlp, 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.mlp(x)
-
-
-def counting(model):
-    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+def module_of_its_own(model):
+    model.model.layers[0].mlp = Around(model.model.layers[0].mlp, lambda x, _: x)
 
 
 def forward_of_its_own(model):
@@ -111,31 +86,20 @@ def hooked(model):
 
 
 UNREPEATED = {
-    "a user's module": (counting, {}),
-    "a user's forward": (forward_of_its_own, {}),
-    "a hook": (hooked, {}),
-    "dynamic RoPE": (
-        None,
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
-    ),
+    "a user's module": module_of_its_own,
+    "a user's forward": forward_of_its_own,
+    "a hook": hooked,
+    "attention that is not looked up": lambda model: model.set_attn_implementation("eager"),
+    "attention of its own": lambda _: architectures.build("FalconForCausalLM"),
+    "dynamic RoPE": lambda _: rope_model("dynamic", 128),
 }
 
 
-@pytest.mark.parametrize(("change", "settings"), UNREPEATED.values(), ids=UNREPEATED)
-def test_what_python_may_decide_is_not_repeated(change, settings):
-    model = build(LlamaForCausalLM, **settings)
-    if change is not None:
-        change(model)
-    last = repeating(model).stats.last
+@pytest.mark.parametrize("change", UNREPEATED.values(), ids=UNREPEATED)
+def test_what_python_may_decide_is_not_repeated(change):
+    model = build(LlamaForCausalLM)
+    last = repeating(change(model) or model).stats.last
     assert last.repeated == last.recordings == 0
-
-
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, FalconForCausalLM])
-def test_attention_that_is_not_looked_up_is_not_repeated(model_class):
-    model = build(model_class)
-    if model_class is LlamaForCausalLM:
-        model.set_attn_implementation("eager")
-    assert repeating(model).stats.last.repeated == 0
 
 
 def test_a_hook_that_comes_within_a_call_sees_what_follows():
@@ -149,7 +113,7 @@ def test_a_hook_that_comes_within_a_call_sees_what_follows():
         return scores
 
     handles = []
-    run(model, assistant=assistant, logits_processor=LogitsProcessorList([register]))
+    run(model, assistant=assistant, logits_processor=[register])
     last = assistant.stats.last
     assert len(handles) == 1
     assert 0 < last.repeated < last.forwards
@@ -202,26 +166,14 @@ def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
     with pytest.raises(pytest.fail.Exception, match="was not compared"):
         run(model, assistant=assistant)
     monkeypatch.undo()
-    compared, same_bits = [], repeated_forward.same_bits
-
-    def noted(one, other):
-        compared.append(1)
-        return same_bits(one, other)
-
-    monkeypatch.setattr(repeated_forward, "same_bits", noted)
+    compared = calls_of(monkeypatch, repeated_forward, "same_bits")
     run(model, PROMPT.repeat(1, 8), assistant=assistant)
     assert compared
 
 
 def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
     """No program is tried at the length of the cache at which it was recorded."""
-    model, call, tried = build(LlamaForCausalLM), Program.__call__, []
-
-    def noted(*given):
-        tried.append(given)
-        return call(*given)
-
-    monkeypatch.setattr(Program, "__call__", noted)
+    model, tried = build(LlamaForCausalLM), calls_of(monkeypatch, Program, "__call__")
     for _ in range(5):  # of one forward each, all at one length
         same(model, assistant=Assistant([], budget=0), max_new_tokens=2)
     assert not tried
@@ -230,13 +182,11 @@ def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
 
 
 def test_forwards_are_filled_up_to_no_more_than_was_tested(monkeypatch):
-    model, call, fed = build(LlamaForCausalLM), repeated_forward.RepeatedForward.__call__, set()
+    def width(result, forward, input_ids, **_):
+        return input_ids.shape[1]
 
-    def noted(forward, **given):
-        fed.add(given["input_ids"].shape[1])
-        return call(forward, **given)
-
-    monkeypatch.setattr(repeated_forward.RepeatedForward, "__call__", noted)
+    fed = results_of(monkeypatch, repeated_forward.RepeatedForward, "__call__", width)
+    model = build(LlamaForCausalLM)
     repeating(model, knowing(run(model), budget=16))
     assert max(fed) == 17
 
@@ -278,23 +228,26 @@ def test_an_option_turns_it_off():
     assert repeating(model, SamAssistant(budget=4, graphs=False)).stats.last.repeated == 0
 
 
-def test_threads_do_not_share_programs():
-    model = build(LlamaForCausalLM)
+def test_calls_of_two_threads_repeat_programs_that_they_do_not_share():
+    """Side by side, while a third one decodes plainly, which changes nothing of the model."""
+    model, together = build(LlamaForCausalLM), threading.Barrier(3)
     prompts = [PROMPT, PROMPT.flip(1), PROMPT.roll(3)]
-    plain, found = [run(model, prompt) for prompt in prompts], []
+    plain = [run(model, prompt) for prompt in prompts]
+
+    def meet(ids, scores):
+        if ids.shape[1] == PROMPT.shape[1] + 1:
+            together.wait(60)
+        return scores
 
     def converse(i):
-        assistant = SamAssistant(budget=4)
-        calls = (run(model, prompts[i], assistant=assistant) for _ in range(12))
-        found.extend((i, text) for text in calls)
+        for _ in range(12):
+            assistant = knowing(plain[i], budget=3) if i < 2 else None
+            found = run(model, prompts[i], logits_processor=[meet], assistant=assistant)
+            assert torch.equal(found, plain[i])
+        return assistant and assistant.stats.last
 
-    threads = [threading.Thread(target=converse, args=(i,)) for i in range(3)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert len(found) == 36
-    assert all(torch.equal(text, plain[i]) for i, text in found)
+    for last in in_threads(converse, range(3))[:2]:
+        assert last.repeated == last.forwards > 0 == last.recordings
 
 
 def test_an_interrupted_recording_leaves_nothing(monkeypatch):
@@ -370,10 +323,10 @@ def test_a_program_computes_from_what_it_is_given(compute):
         with recording:
             first = compute(model, recording.inputs["x"])
         program = recording.program(first)
-        assert same_bits(first, compute(model, x))
+        assert repeated_forward.same_bits(first, compute(model, x))
         for _ in range(3):
             x = torch.randn(1, 8)
-            assert same_bits(program({"x": x}, [], []), compute(model, x))
+            assert repeated_forward.same_bits(program({"x": x}, [], []), compute(model, x))
 
 
 def test_a_program_reads_what_stands_for_a_weight():
@@ -383,8 +336,8 @@ def test_a_program_reads_what_stands_for_a_weight():
         with recording:
             made = recording.program(model.linear(recording.inputs["x"]) + 1)
         with standing_in({id(model.linear.weight): lambda x, bias: 2 * x}):
-            assert same_bits(made({"x": x}, [], []), 2 * x + 1)
-        assert same_bits(made({"x": x}, [], []), model.linear(x) + 1)
+            assert repeated_forward.same_bits(made({"x": x}, [], []), 2 * x + 1)
+        assert repeated_forward.same_bits(made({"x": x}, [], []), model.linear(x) + 1)
 
 
 def test_a_new_assistant_claims_nothing_beside_steps_that_were_never_timed():

@@ -1,6 +1,7 @@
 """Models whose forward depends on how many tokens it is fed, and verdicts that follow the model."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from hf_retrieval_assist.verification import service, tiers
 from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import Demand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
-from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import PROMPT, build, knowing, run, same
+from tests.support.threads import in_threads
+from tests.support.watching import results_of
+from tests.support.wrapped_models import with_lora
 
 
 @pytest.fixture
 def tests(monkeypatch):
     """What the tests of models have found."""
-    found, examined = [], service.examined
-    monkeypatch.setattr(service, "examined", lambda *a: found.append(examined(*a)) or found[-1])
-    return found
+    return results_of(monkeypatch, service, "examined")
 
 
 @pytest.mark.parametrize(("capacity", "budget", "new"), [(8, 16, 40), (64, 16, 40), (64, 128, 110)])
@@ -30,9 +32,8 @@ def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
     )
     for seed in range(2):
         ids = torch.randint(3, 67, (1, 9), generator=torch.Generator().manual_seed(seed))
-        plain = run(model, ids, max_new_tokens=new)
-        assistant = SamAssistant(plain.tolist(), budget=budget)
-        assert torch.equal(plain, run(model, ids, max_new_tokens=new, assistant=assistant))
+        make = partial(knowing, budget=budget)
+        _, _, assistant = same(model, ids, make, max_new_tokens=new)
         assert assistant.stats.last.tier == "chain"
         assert assistant.stats.last.accepted > 0
 
@@ -59,13 +60,8 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
     run(base, assistant=SamAssistant())
     model = peft.get_peft_model(base, config).eval()
     tests.clear()
-    ids = torch.tensor([prompt])
-    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    options |= {"max_new_tokens": 40, "do_sample": False}
-    plain = model.generate(**options)
-    assistant = SamAssistant(plain.tolist(), budget=16)
     for _ in range(2):
-        assert torch.equal(plain, model.generate(**options, assistant=assistant))
+        _, _, assistant = same(model, torch.tensor([prompt]), max_new_tokens=40)
         assert assistant.stats.last.tier == tier
     if width is not None:
         # Its hooks are others in every call, and say the same.
@@ -73,19 +69,11 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
 
 
 def test_an_adapter_comes_and_goes():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build(LlamaForCausalLM), peft.LoraConfig(task_type="CAUSAL_LM"))
+    model = with_lora(build(LlamaForCausalLM))
     settings = service.model_settings(model)
     with model.disable_adapter():
         assert service.model_settings(model) != settings
     assert service.model_settings(model) == settings
-
-
-def test_what_another_thread_taps_is_no_other_model():
-    model = build(LlamaForCausalLM)
-    settings = service.model_settings(model)
-    with FeatureTaps(model, [(0, 1)]):
-        assert service.model_settings(model) == settings
 
 
 def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(tests):
@@ -100,19 +88,23 @@ def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(tests)
     assert choose_service(model, {}).tier is Tier.TREE
 
 
-def test_hooks_that_trainers_leave_behind_mean_nothing():
+def test_hooks_of_trainers_and_of_our_own_taps_mean_nothing():
     model = build(LlamaForCausalLM)
-    plain = run(model)
-    settings, state = service.model_settings(model), recorded_state(model, {}, torch.device("cpu"))
+
+    def known():
+        return service.model_settings(model), recorded_state(model, {}, torch.device("cpu"))
+
+    before = known()
     for _ in range(12):
         # As a trainer does that turns gradient checkpointing off while it generates.
         model.enable_input_require_grads()
-        assistant = knowing(plain)
-        assert torch.equal(plain, run(model, assistant=assistant))
+        _, _, assistant = same(model)
         assert assistant.stats.last.tier == "tree"
     assert len(model.model.embed_tokens._forward_hooks) == 12
-    assert service.model_settings(model) == settings
-    assert recorded_state(model, {}, torch.device("cpu")) == state
+    assert known() == before
+    # Another thread's, or in the middle of a forward in which memory grows.
+    with FeatureTaps(model, [(0, 1, -1)]):
+        assert known() == before
 
 
 def test_wider_forwards_are_tested_when_they_are_wanted():
@@ -125,14 +117,7 @@ def test_wider_forwards_are_tested_when_they_are_wanted():
 
 @pytest.mark.parametrize("options", [{}, {"output_hidden_states": True}])
 def test_the_verifier_that_serves_is_the_one_that_was_tested(options, monkeypatch):
-    made, make = [], tiers.Service.verifier
-
-    def noted(self, *arguments):
-        made.append(make(self, *arguments))
-        return made[-1]
-
-    monkeypatch.setattr(tiers.Service, "verifier", noted)
-    model = build(LlamaForCausalLM)
+    made, model = results_of(monkeypatch, tiers.Service, "verifier"), build(LlamaForCausalLM)
     returned = {"return_dict_in_generate": True} | options if options else {}
     run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4), **returned)
     assert len(set(map(type, made))) == 1
@@ -179,13 +164,11 @@ class Counting(torch.nn.Module):
 def test_counters_of_a_models_parts_are_no_other_model(tests):
     model = build(LlamaForCausalLM)
     model.model.layers[1].mlp = counting = Counting(model.model.layers[1].mlp)
-    plain = run(model)
     calls = counting.calls
     choose_service(model, {})
     assert counting.calls == calls  # the test's forwards are not counted
     for _ in range(10):
-        assistant = knowing(plain)
-        assert torch.equal(plain, run(model, assistant=assistant))
+        _, _, assistant = same(model)
         assert assistant.stats.last.tier == "tree"
     assert len(tests) <= 2
 
@@ -202,12 +185,16 @@ def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):
         return examined(model, *rest)
 
     monkeypatch.setattr(service, "examined", wait)
-    thread = threading.Thread(target=choose_service, args=(slow, {}))
-    thread.start()
-    assert began.wait(60)
-    assert choose_service(other, {}).tier is Tier.TREE
-    ends.set()
-    thread.join()
+
+    def choose(model):
+        if model is other:
+            assert began.wait(60)
+        try:
+            return choose_service(model, {}).tier
+        finally:
+            ends.set()
+
+    assert in_threads(choose, (slow, other)) == [Tier.TREE] * 2
 
 
 def test_a_text_that_is_not_finite_says_nothing_of_the_model():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.arena import Shape
 from hf_retrieval_assist.verification.fixed_masks import FixedMasks
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
@@ -15,6 +14,7 @@ from hf_retrieval_assist.verification.tree_attention import (
     LayerMask,
     TreeAttention,
 )
+from tests.support.trees import random_tree
 
 CPU = torch.device("cpu")
 
@@ -25,14 +25,6 @@ RULES = {
     "chunks": LayerMask(chunk=5),
     "explicit": LayerMask(explicit=True),
 }
-
-
-def random_tree(rng, nodes, depth):
-    """A tree whose first nodes are a path of the given depth."""
-    parents = [i - 1 if i < depth else int(rng.integers(-1, i)) for i in range(nodes)]
-    return TokenTree.build(
-        np.arange(nodes) + 100, parents, np.linspace(0.9, 0.1, max(nodes, 1))[:nodes]
-    )
 
 
 def expected(rule, lengths, trees, padding, shown):
@@ -55,6 +47,14 @@ def expected(rule, lengths, trees, padding, shown):
                         rule, length + depths[query], places[slot], padding[row]
                     )
     return allowed
+
+
+def assert_defined(rule, lengths, trees, padding, actual, shown):
+    """Rows of fill-up tokens may see what they like: nobody looks at them."""
+    wanted = expected(rule, lengths, trees, padding, shown)
+    for row, tree in enumerate(trees):
+        nodes = 1 + len(tree)
+        np.testing.assert_array_equal(actual[row, :nodes], wanted[row, :nodes])
 
 
 def reaches(rule, query, key, start):
@@ -126,11 +126,9 @@ def random_rows(seed):
 def test_masks_are_their_definition(rule, per_type, seed):
     lengths, padding, trees = random_rows(seed)
     actual, shown = built(rule, lengths, trees, padding, per_type)
-    wanted = expected(rule, lengths, trees, padding, shown)
-    for row, tree in enumerate(trees):
-        # Rows of fill-up tokens may see what they like: nobody looks at them.
-        nodes = 1 + len(tree)
-        np.testing.assert_array_equal(actual[row, :nodes], wanted[row, :nodes])
+    assert_defined(rule, lengths, trees, padding, actual, shown)
+    # Softmax over nothing is NaN, which would spread from fill-up tokens.
+    assert actual.any(axis=-1).all()
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -141,55 +139,19 @@ def test_masks_over_whole_buffers_are_their_definition(seed):
     fed = FedTokens.of([7] * len(lengths), trees, lengths, width=width)
     actual = in_buffers(RULES, lengths, padding, fed.depths, fed.sees, width)
     for kind, rule in RULES.items():
-        wanted = expected(rule, lengths, trees, padding, range(CAPACITY))
-        for row, tree in enumerate(trees):
-            nodes = 1 + len(tree)
-            np.testing.assert_array_equal(actual[kind][row, :nodes], wanted[row, :nodes])
+        assert_defined(rule, lengths, trees, padding, actual[kind], range(CAPACITY))
 
 
+@pytest.mark.parametrize("before", range(1, 8))
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_every_query_sees_something(rule):
-    """Softmax over nothing is NaN, which would spread from fill-up tokens."""
-    trees = [TokenTree.empty(), random_tree(np.random.default_rng(0), 7, 7)]
-    actual, _ = built(rule, [3, 11], trees, [0, 2], per_type=True)
-    assert actual.any(axis=-1).all()
-
-
-def test_layout_of_trees():
-    trees = [TokenTree.build([4, 5, 6], [-1, 0, -1], [0.9, 0.8, 0.7]), TokenTree.empty()]
-    ids, fed = FedTokens.of([1, 2], trees, [5, 9]).lines(CPU)
-    assert ids.tolist() == [[1, 4, 5, 6], [2, 2, 2, 2]]
-    assert fed.depths.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
-    assert fed.sees[0].tolist() == [
-        [True, False, False, False],
-        [True, True, False, False],
-        [True, True, True, False],
-        [True, False, False, True],
-    ]
-    assert fed.sees[1, :, 0].all()
-    assert not fed.sees[1, :, 1:].any()
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_levels_fed_one_after_the_other_see_what_one_tree_sees(rule):
+def test_tokens_fed_one_after_another_see_in_views_what_they_would_together(rule, before):
     """Columns of earlier forwards stand behind the kept slots."""
-    tree = random_tree(np.random.default_rng(3), 9, 4)
-    order = np.argsort(tree.depths, kind="stable")
-    tree = TokenTree.build(
-        tree.token_ids[order],
-        [-1 if p < 0 else int(np.flatnonzero(order == p)[0]) for p in tree.parents[order]],
-        tree.probs,
-    )
-    whole, shown = built(rule, [10], [tree], [0], per_type=False)
+    tree = random_tree(np.random.default_rng(before), 8, 4)
     _, fed = FedTokens.of([7], [tree], [10]).lines(CPU)
-    last = int(tree.depths.max())
-    level = [0, *tree.depths.tolist()].index(last)
-    late = Fed(fed.depths[:, level:], fed.depths, fed.sees[:, level:])
-    slots = RowSlots([10])
-    mask, _ = TreeAttention(rule, None, torch.float32).masks(late, slots)
-    actual = (mask[:, 0] == 0).numpy()
-    assert actual.shape == (1, fed.sees.shape[1] - level, len(shown))
-    np.testing.assert_array_equal(actual[0], whole[0, level:])
+    late = Fed(fed.depths[:, before:], fed.depths, fed.sees[:, before:])
+    attention = TreeAttention(rule, None, torch.float32)
+    whole, part = (attention.masks(tokens, RowSlots([10]))[0] for tokens in (fed, late))
+    assert torch.equal(part, whole[:, :, before:])
 
 
 @pytest.mark.parametrize("before", range(1, 8))

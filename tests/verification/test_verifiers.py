@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma3ForCausalLM,
-    GPTNeoXForCausalLM,
-    Llama4ForCausalLM,
-    LlamaForCausalLM,
-)
+from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist import Assistant, reroute
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.linear import MAX_ROWS
 from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
@@ -24,26 +18,20 @@ from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.support.lossless import build
+from tests.support import architectures
+from tests.support.lossless import build, prompts_of
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.scripted import Scripted
+from tests.support.trees import random_tree
 from tests.support.watching import fed_shapes
-
-from .test_tree_attention import random_tree
 
 ROWS, LENGTH = 4, 11
 
 
 def arguments(pads):
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    for row in range(ROWS):
-        mask[row, : (3 * row) % 7] = 0 if pads else 1
-    ids = torch.randint(3, 60, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return ids * mask, {
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-        "use_cache": True,
-    }
+    given = prompts_of([LENGTH - pads * (3 * row % 7) for row in range(ROWS)], seed=1)
+    positions = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return given.pop("input_ids"), given | {"position_ids": positions, "use_cache": True}
 
 
 def started(model, packed, pads, tier=Tier.TREE):
@@ -62,28 +50,25 @@ def started(model, packed, pads, tier=Tier.TREE):
     return verifier, rows
 
 
-def small(tree):
-    """The tree with tokens of a tiny vocabulary."""
-    return TokenTree.build(tree.token_ids - 90, tree.parents, tree.probs)
-
-
 @pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize(
-    "model_class", [LlamaForCausalLM, Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM]
-)
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPTNeoX", "Llama4"])
 @torch.no_grad()
-def test_logits_are_those_of_padded_rows(model_class, pads):
+def test_logits_are_those_of_padded_rows(name, pads):
     """Over some steps of unequal trees and progress, in which rows end one after another."""
-    model = build(model_class)
+    model = architectures.build(f"{name}ForCausalLM")
     packed, rows = started(model, True, pads)
     padded, _ = started(model, False, pads)
     rng = np.random.default_rng(0)
     for step in range(6):
         running = [row for row in rows if not row.finished]
         sizes = [0 if row.finished or step == 3 else int(rng.integers(0, 6)) for row in rows]
-        trees = [small(random_tree(rng, size, min(size, 2))) for size in sizes]
-        found, expected = (v.forward(rows, trees) for v in (packed, padded))
+        sizes = sizes if step else [3] * ROWS
+        trees = [random_tree(rng, size, min(size, 2)) for size in sizes]
+        with fed_shapes(model) as shapes:
+            found, expected = (v.forward(rows, trees) for v in (packed, padded))
         assert found.width == sum(1 + sizes[row.index] for row in running)
+        # Side by side while all rows are there and need no filler.
+        assert shapes[0] == ((1, found.width) if step else (ROWS, 4))
         assert expected.width == 1 + max(sizes)
         for row in running:
             torch.testing.assert_close(
@@ -117,17 +102,20 @@ def model(request):
     return build(request.param)
 
 
-def ending(model):
+def ending(model, pads=True):
     """A batch whose rows end at different tokens, and what ends them."""
-    ids, kwargs = arguments(True)
+    ids, kwargs = arguments(pads)
     free = run(model, ids, kwargs["attention_mask"], max_new_tokens=30, eos_token_id=None)
     new = free[:, LENGTH:].tolist()
     eos = [new[0][3], new[1][8]]
     return ids, kwargs["attention_mask"], {"max_new_tokens": 30, "eos_token_id": eos}
 
 
-def test_rows_that_have_ended_leave(model):
-    ids, mask, options = ending(model)
+@pytest.mark.parametrize("pads", [False, True])
+def test_rows_that_have_ended_leave(model, pads):
+    """Padded or not: `generate` may drop a mask that hides nothing, and with it the number of
+    rows."""
+    ids, mask, options = ending(model, pads)
     plain = run(model, ids, mask, **options)
     assistant = oracle_assistant(plain, mask)
     run(model, ids, mask, assistant, **options)
@@ -146,27 +134,6 @@ def test_rows_that_have_ended_leave(model):
     assert stats.accepted > 0
 
 
-@pytest.mark.parametrize("nodes", [0, 3])
-@torch.no_grad()
-def test_rows_that_need_no_filler_stand_side_by_side(model, nodes):
-    rng = np.random.default_rng(nodes)
-    packed, rows = started(model, True, True)
-    padded, _ = started(model, False, True)
-    trees = [small(random_tree(rng, nodes, 2)) for _ in rows]
-    with fed_shapes(model) as shapes:
-        found, expected = (v.forward(rows, trees) for v in (packed, padded))
-    assert shapes == [(ROWS, 1 + nodes)] * 2
-    assert found.width == ROWS * (1 + nodes)
-    for row in range(ROWS):
-        assert torch.equal(found.of_row(row, nodes), expected.of_row(row, nodes))
-    # Once one has left they stand behind one another.
-    packed.keep(rows, found, [[0]] * ROWS)
-    rows[1].finished = True
-    with fed_shapes(model) as shapes:
-        assert packed.forward(rows, [TokenTree.empty()] * ROWS).width == ROWS - 1
-    assert shapes == [(1, ROWS - 1)]
-
-
 @torch.no_grad()
 def test_a_forward_to_keep_others_company_feeds_something(model):
     verifier, rows = started(model, True, True)
@@ -177,6 +144,15 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
     assert found.width == 1
     verifier.keep(rows, found, [[]] * ROWS)
     assert verifier.cache.slots.lengths == before
+
+
+def assert_goes_on(model, cache, plain, mask, options):
+    """From a cache that a text has left in its middle as from none."""
+    length = max(cache.get_seq_length() + 1, LENGTH)
+    ids, mask = plain[:, :length], torch.cat([mask, mask.new_ones(ROWS, length - LENGTH)], dim=1)
+    options = options | {"max_new_tokens": plain.shape[1] - length}
+    expected = run(model, ids, mask, **options)
+    assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
 def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch):
@@ -195,13 +171,8 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
         patched.setattr(TreeVerifier, "_feed", without_memory)
         with pytest.raises(MemoryError):
             run(model, ids, mask, assistant, **{CACHE: cache}, **options)
-    new = cache.get_seq_length() - LENGTH
-    assert 0 <= new < 29
-    ids = plain[:, : LENGTH + new + 1]
-    mask = torch.cat([mask, mask.new_ones(ROWS, new + 1)], dim=1)
-    options |= {"max_new_tokens": 29 - new}
-    expected = run(model, ids, mask, **options)
-    assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
+    assert LENGTH <= cache.get_seq_length() < plain.shape[1] - 1
+    assert_goes_on(model, cache, plain, mask, options)
 
 
 @pytest.mark.parametrize("tested", [False, True])
@@ -226,14 +197,8 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkey
         with pytest.raises(KeyboardInterrupt):
             run(model, ids, mask, assistant, **{CACHE: cache}, **options)
     assert torch.equal(plain, run(model, ids, mask, **options))
-    length = cache.get_seq_length()
-    assert (length >= LENGTH) == (tested or scope is reroute)
-    length = max(length + 1, LENGTH)
-    ids = plain[:, :length]
-    mask = torch.cat([mask, mask.new_ones(ROWS, length - LENGTH)], dim=1)
-    options |= {"max_new_tokens": plain.shape[1] - length, "eos_token_id": None}
-    expected = run(model, ids, mask, **options)
-    assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
+    assert (cache.get_seq_length() >= LENGTH) == (tested or scope is reroute)
+    assert_goes_on(model, cache, plain, mask, options | {"eos_token_id": None})
 
 
 def served(model, rows=ROWS, **inputs):
@@ -247,27 +212,6 @@ def test_what_is_packed(model):
     # One row has nothing to pack; of other inputs nobody knows what they say of which row.
     assert not served(model, rows=1).packed
     assert not served(model, row_scales=torch.ones(ROWS)).packed
-
-
-@pytest.mark.parametrize("pads", [False, True])
-def test_batches_are_packed_whether_or_not_they_are_padded(model, pads, monkeypatch):
-    """`generate` may drop a mask that hides nothing, and with it the number of rows."""
-    widths = []
-    feed = TreeVerifier._feed
-
-    def counting(self, roots, trees, rows):
-        verified = feed(self, roots, trees, rows)
-        widths.append((verified.width, sum(1 + len(trees[row.index]) for row in rows)))
-        return verified
-
-    monkeypatch.setattr(TreeVerifier, "_feed", counting)
-    ids, kwargs = arguments(pads)
-    assistant = SamAssistant(budget=4)
-    model.generate(
-        ids, attention_mask=kwargs["attention_mask"], max_new_tokens=6, assistant=assistant
-    )
-    assert widths
-    assert all(width == tokens for width, tokens in widths)
 
 
 def test_models_that_are_compiled_or_compute_attention_themselves_are_padded():

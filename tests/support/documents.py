@@ -32,7 +32,6 @@ def assert_holds(datastore, documents):
     datastore.verify()
 
 
-def shards_of(datastore):
-    """What the files of all shards hold; their names are random."""
-    files = (file for file in datastore.path.iterdir() if file.suffix != ".json")
-    return sorted((file.suffix, file.read_bytes()) for file in files)
+def contents(path):
+    """All bytes of a datastore, by the files' names."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}
