@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.sequoia import PRIORS, classes_by_rank
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.planning.cost_store import CostModels
-from tests.support.lossless import PHRASE, PROMPT, build, run
+from tests.support.lossless import PHRASE, PROMPT, build, run, same
+from tests.support.oracle_drafter import agreeing
 
 VOCAB = 48
 
@@ -113,13 +115,15 @@ def test_a_draft_model_as_large_as_the_target_is_not_asked():
         assert bool(fed) == drafts
 
 
-def test_classes_are_within_the_priors():
-    priors = DraftModelDrafter(llama()).priors()
-    rates = np.linspace(0, 1, 50, dtype=np.float32)
-    classes = classes_by_rank(rates, np.arange(50, dtype=np.int32) % 7)
+def test_classes_are_near_their_priors_and_foreseen_nodes_have_their_own():
+    rates, ranks = np.linspace(0, 1, 50, dtype=np.float32), np.arange(50, dtype=np.int32) % 7
+    classes, drawn = (classes_by_rank(rates, ranks, foreseen=told) for told in (False, True))
     assert classes.min() >= 0
-    assert classes.max() < len(priors)
-    assert np.abs(priors[classes] - rates).max() < 0.09
+    assert np.abs(PRIORS[classes] - rates).max() < 0.09
+    assert (drawn == classes + len(PRIORS) // 2).all()
+    assert drawn.max() < len(PRIORS)
+    # Of the first rank, the surer the model, the surer the draft.
+    assert (np.diff(PRIORS[drawn[::7]]) >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -128,17 +132,6 @@ def test_classes_are_within_the_priors():
 def test_rejects_other_options(options):
     with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected"):
         DraftModelDrafter(llama(), **options)
-
-
-def test_rejects_models_without_a_cache_of_tokens():
-    sizes = {
-        "vocab_size": 8,
-        "hidden_size": 16,
-        "attention_hidden_size": 16,
-        "num_hidden_layers": 2,
-    }
-    with pytest.raises(ValueError, match="token trees, got RwkvForCausalLM"):
-        DraftModelDrafter(transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes)))
 
 
 def test_proposals_tell_what_was_drawn_below_every_fed_node():
@@ -188,11 +181,14 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
             monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
         steps[foreseen] = 0
         for seed in range(2):
-            plain, left = run(target, seed=seed, **options), torch.get_rng_state()
-            assistant = Assistant([DraftModelDrafter(perturbed(target))], budget=8)
-            ours = run(target, seed=seed, assistant=assistant, **options)
-            assert torch.equal(ours, plain)
-            assert torch.equal(torch.get_rng_state(), left)
+            _, _, assistant = agreeing(
+                target,
+                {"input_ids": PROMPT},
+                seed=seed,
+                make=lambda _: Assistant([DraftModelDrafter(perturbed(target))], budget=8),
+                **options,
+            )
+            assert assistant.stats.last.keeps_seed
             steps[foreseen] += assistant.stats.last.steps
     assert steps[True] < 0.8 * steps[False]
 
@@ -200,33 +196,34 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
 def test_rows_of_a_sampled_batch_that_have_ended_are_not_foreseen():
     target = build(transformers.LlamaForCausalLM)
     prompts = torch.tensor([[5, 6, 7], [9, 3, 1], [4, 4, 2]])
-    options = {
-        "do_sample": True,
-        "max_new_tokens": 24,
-        "attention_mask": torch.ones_like(prompts),
-        "pad_token_id": 0,
-    }
-    torch.manual_seed(0)
-    free = target.generate(prompts, **options)
+    options = {"do_sample": True, "max_new_tokens": 24}
     # The first row ends soon.
-    options["eos_token_id"] = int(free[0, 6])
-    texts = []
-    for keyword in ({}, {"assistant": Assistant([DraftModelDrafter(target)], budget=8)}):
-        torch.manual_seed(0)
-        texts.append(target.generate(prompts, **options, **keyword))
-    assert torch.equal(*texts)
-    ends = (texts[0][:, 3:] == options["eos_token_id"]).int().argmax(dim=1).tolist()
+    ending = int(run(target, prompts, **options)[0, 6])
+    drafting = Assistant([DraftModelDrafter(target)], budget=8)
+    plain, _, _ = same(target, prompts, drafting, eos_token_id=ending, pad_token_id=0, **options)
+    ends = (plain[:, 3:] == ending).int().argmax(dim=1).tolist()
     assert 0 < ends[0] < 5
-    assert texts[0].shape[1] > 12
-    assert keyword["assistant"].stats.last.keeps_seed
+    assert plain.shape[1] > 12
+    assert drafting.stats.last.keeps_seed
 
 
-def test_foreseen_nodes_have_classes_of_their_own():
-    rates, ranks = np.array([0.2, 0.7, 0.99], np.float32), np.array([2, 1, 0], np.int32)
-    drawn = classes_by_rank(rates, ranks, foreseen=True)
-    assert (drawn == classes_by_rank(rates, ranks) + len(PRIORS) // 2).all()
-    assert drawn.max() < len(PRIORS)
-    assert PRIORS[drawn].argmax() == 2
+def test_only_texts_that_are_asked_are_foreseen():
+    """The draws of one that has ended may not be known any more."""
+    drafter, looked = DraftModelDrafter(llama(), max_nodes=4), []
+
+    def started(row):
+        def best(logits, paths, count):
+            looked.append(row)
+            return logits.topk(count)
+
+        foresight = SimpleNamespace(draws=True, knows=lambda size: True, best=best)
+        return drafter.start(np.array([3, 1, 4], np.int32), Target(VOCAB, foresight=foresight))
+
+    rows = [started(0), started(1)]
+    for budgets, expected in (([4, 4], {0, 1}), ([4, 0], {0})):
+        looked.clear()
+        drafter.propose_rows(rows, budgets)
+        assert set(looked) == expected
 
 
 TABLES = {

@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
 
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters import token_recycling
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.drafters.token_recycling import (
@@ -15,9 +17,11 @@ from hf_retrieval_assist.drafters.token_recycling import (
     TokenRecyclingDrafter,
     template_of,
 )
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.structures import draft_tree, successors
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.verified import TopLogits
+from tests.support.lossless import build, run, same
 from tests.support.threads import in_threads
 from tests.support.trees import paths
 
@@ -95,21 +99,6 @@ def test_ranks_beyond_the_table_are_left_out():
     parents, ranks = template_of((2, 1, 1, 0, 0), 1)
     assert parents.tolist() == [-1, 0]
     assert ranks.tolist() == [0, 0]
-
-
-def test_budget_keeps_the_most_probable_nodes():
-    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 2, 1, 0, 0, 0))
-    session = drafter.start(ids(0, 1, 2), target())
-    feed(session, (0, 1, 2), (0, 1, 2), logits_preferring(10, (1, 2), (3, 4), (5, 6)), [0])
-    whole = session.propose(64)
-    for budget in range(6):
-        tree = session.propose(budget)
-        assert len(tree) == min(budget, len(whole))
-        assert drafted_paths(tree) <= drafted_paths(whole)
-        assert np.isclose(tree.expected_tokens, np.sort(whole.probs)[::-1][:budget].sum())
-        pruned = whole.prune(budget)
-        for name in ("token_ids", "parents", "probs", "classes"):
-            np.testing.assert_array_equal(getattr(tree, name), getattr(pruned, name))
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data(), st.integers(0, 20))
@@ -339,7 +328,9 @@ def test_a_text_without_a_token_before_the_last_has_no_last_logits(prompt, learn
     assert drafted_paths(session.propose(2)) == {(5,), (6,)}
 
 
-@pytest.mark.parametrize("changes", [{"learn": False}, {"expected": (ids(3, 7, 5),)}])
+@pytest.mark.parametrize(
+    "changes", [{"learn": False}, {"expected": (ids(3, 7, 5),)}, {"forms": "of a schema"}]
+)
 def test_a_text_in_confidence_reads_the_table_and_teaches_it_nothing(changes):
     drafter = TokenRecyclingDrafter(top_k=2, template=(1, 1, 0))
     drafter.start(ids(1, 2), target())
@@ -370,3 +361,34 @@ def test_texts_in_confidence_take_memory_for_what_they_hold():
     private = dataclasses.replace(target(vocab_size=262_144), learn=False)
     tables = [drafter.start(ids(*range(20)), private).table for _ in range(32)]
     assert sum(t._successors.nbytes + t._classes.nbytes for t in tables) < 1 << 20
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}])
+def test_generation_is_lossless_and_warms_up(options):
+    """A second call needs fewer forwards, a reset the first number again; tokens stay the same."""
+    model, drafter, steps = build(LlamaForCausalLM, vocab_size=300), TokenRecyclingDrafter(), []
+    for reset in (False, False, True):
+        if reset:
+            drafter.reset()
+        assistant = Assistant([drafter], budget=24)
+        same(model, assistant=assistant, **options, max_new_tokens=60)
+        steps.append(assistant.stats.last.steps)
+    assert steps[1] < steps[0] == steps[2]
+
+
+def test_last_logits_are_lossless_over_turns_and_rows():
+    """Two turns of two rows, the second on the cache of the first; some last logits come true."""
+    model, cache = build(LlamaForCausalLM, vocab_size=300), {}
+    assistant = Assistant([TokenRecyclingDrafter(last_logits=True)], budget=24)
+    rows = torch.tensor([[5, 6, 7], [9, 8, 5]])
+    options = {"max_new_tokens": 24, "return_dict_in_generate": True}
+    with assistant.record() as record:
+        for _ in range(2):
+            plain = run(model, rows, **options)
+            found = run(model, rows, **options, **cache, assistant=assistant)
+            assert torch.equal(found.sequences, plain.sequences)
+            rows = torch.cat([plain.sequences, torch.tensor([[11, 12], [13, 14]])], dim=1)
+            cache = {CACHE: found[CACHE]}
+    proposed, _, came = record.by_origin()["last logits"]
+    assert proposed > 0
+    assert came > 0
