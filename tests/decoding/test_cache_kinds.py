@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.lossless import build, run, same
+from tests.support.lossless import build, late_token, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPTS = torch.tensor(
@@ -193,6 +193,20 @@ def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(mod
             expected = turn(model, first[rows], None)
             helped = oracle_assistant(expected) if again else None
             assert torch.equal(turn(model, first[rows], cache, helped), expected)
+
+
+def test_rows_that_end_in_one_step_leave_what_plain_decoding_leaves():
+    model = build(Lfm2ForCausalLM)
+    first, second = run(model, PROMPTS)[:, PROMPTS.shape[1] :]
+    ends = [late_token(first, 3), late_token(second, 8)]
+    options = {"eos_token_id": ends, "pad_token_id": 0, "return_dict_in_generate": True}
+    knows = SamAssistant(run(model, PROMPTS).tolist(), budget=16)
+    plain, ours, _ = same(model, PROMPTS, knows, **options)
+    assert knows.stats.last.accepted > 0
+    for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            expected, found = (getattr(layer, name, None) for layer in (one, other))
+            torch.testing.assert_close(found, expected)
 
 
 def test_windows_hold_what_they_show_and_little_more():
