@@ -27,8 +27,9 @@ static ALWAYS_INLINE int8_weights load_weights(const char *p) {
 }
 
 static ALWAYS_INLINE __m256i add_products(__m256i sums, int8_weights w, const char *x) {
+    const __m256i *from = (const __m256i *)x;
     for (int i = 0; i < 4; i++)
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(w.part[i], _mm256_loadu_si256((const __m256i *)x + i)));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(w.part[i], _mm256_loadu_si256(from + i)));
     return sums;
 }
 

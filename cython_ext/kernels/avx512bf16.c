@@ -17,7 +17,8 @@
 /* What the extension does not know goes the common way. */
 static int linear_by_dtype(const linear_problem *p, int count, int threads) {
     const int halves = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-    return halves || p->weight_dtype == SKINNY_ROUNDED ? linear(p, count, threads) : avx512_path.linear(p, count, threads);
+    const int own = halves || p->weight_dtype == SKINNY_ROUNDED;
+    return own ? linear(p, count, threads) : avx512_path.linear(p, count, threads);
 }
 
 static int attention_by_dtype(const attention_problem *p, int threads) {

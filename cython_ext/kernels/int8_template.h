@@ -8,7 +8,7 @@
  *   to_floats(sums)                       as VEC
  */
 
-/* What each lane can sum up. */
+/* Weights of a row whose products the lanes of a vector can sum up. */
 #define SUMMED_DEPTH (SUMMED * LANES)
 
 /* INT8_STEP elements from the k-th as float32, zeros behind the last. */
@@ -94,7 +94,8 @@ static ALWAYS_INLINE void int8_tile(const int rows, skinny_tile t) {
         for (; k < end; k += INT8_STEP, t.panel += rows * X_STEP_BYTES)
             for (int o = 0; o < TILE_ROWS; o++) {
                 const int8_weights w = load_weights(t.weight[o] + k);
-                for (int r = 0; r < rows; r++) sums[r][o] = add_products(sums[r][o], w, t.panel + r * X_STEP_BYTES);
+                for (int r = 0; r < rows; r++)
+                    sums[r][o] = add_products(sums[r][o], w, t.panel + r * X_STEP_BYTES);
             }
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ADD(acc[r][o], to_floats(sums[r][o]));

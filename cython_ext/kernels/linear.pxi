@@ -209,9 +209,8 @@ def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
 
     A row of x is rounded to 14 bits, one scale per row; products are summed as integers, and the result is
-    rounded once to x's dtype. A row of x gives the same bits
-    whatever rows stand beside it and however many threads work. A row of x that is not finite gives
-    NaN. Not differentiable.
+    rounded once to x's dtype. A row of x gives the same bits whatever rows stand beside it and however many
+    threads work. A row of x that is not finite gives NaN. Not differentiable.
 
     Args:
         x: [..., depth], float32, bfloat16 or float16, any strides; depth may be less than the values' by

@@ -6,7 +6,6 @@ after another. Here the logarithms are taken many at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -17,7 +16,7 @@ _ERROR = 2.0**-50
 _TRIALS, _TRIED = 3, 1 << 16
 
 
-def exponential(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+def exponential(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """As `torch.empty(shape).exponential_(generator=generator)` on a CPU, to the bit, the state of
     the generator after it too."""
     if is_fast():
@@ -25,7 +24,7 @@ def exponential(shape: Sequence[int], generator: torch.Generator) -> torch.Tenso
         if (drawn := _by_many(shape, generator)) is not None:
             return drawn
         generator.set_state(before)
-    return torch.empty(tuple(shape), device="cpu").exponential_(generator=generator)
+    return torch.empty(shape, device="cpu").exponential_(generator=generator)
 
 
 @cache
@@ -40,9 +39,9 @@ def is_fast() -> bool:
     return False
 
 
-def _by_many(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor | None:
+def _by_many(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
     """None where rounding to float32 hangs on a logarithm's last bits: of one in 50 million."""
-    exact = torch.empty(tuple(shape), dtype=torch.float64, device="cpu")
+    exact = torch.empty(shape, dtype=torch.float64, device="cpu")
     exact.uniform_(generator=generator).neg_().log1p_().neg_()
     drawn = (exact * (1 - _ERROR)).float()
     return drawn if torch.equal(drawn, exact.mul_(1 + _ERROR).float()) else None

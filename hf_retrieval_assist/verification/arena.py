@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kernels.fixed_attention import AttentionBy
-from .slot_layers import Block, Home, Kind, SlotLayer, kinds_of, move_in_turn
+from .blocks import Block, Home, Kind
+from .slot_layers import SlotLayer, kinds_of, move_in_turn
 from .tree_attention import Rules
 
 # The smallest difference of two capacities.

@@ -24,13 +24,10 @@ from transformers.cache_utils import (
 )
 
 from ..host.transformers_private import CACHE
+from .blocks import MIN_GROWTH, SLACK, Block, Kind
 from .slot_layers import (
-    MIN_GROWTH,
-    SLACK,
-    Block,
     HybridSlotLayer,
     IndexedSlotLayer,
-    Kind,
     RowSlots,
     SlotLayer,
     kinds_of,

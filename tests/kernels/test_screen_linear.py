@@ -193,3 +193,17 @@ def test_real_rows_of_the_demo_model():
     noise = torch.empty_like(whole).exponential_(generator=generator(0))
     assert_drawn(draw(screen, x, noise), plain_draw(whole, noise))
     assert max(len(ids) for ids, _ in logits(screen, x)) < 1000
+
+
+def test_what_rounding_takes_from_x_is_in_the_bounds():
+    """Of weights that eight bits hold exactly."""
+    weight, x = torch.zeros(100, 64), torch.full((1, 64), 3e-5)  # less than half a step
+    x[0, :2] = torch.tensor([1.0, 8 / 8191])
+    weight[:2, 0] = 127
+    weight[0, 1] = 100
+    weight[1, 2:] = 127
+    packed = QuantizedWeight.pack(weight)
+    assert packed.left_out[:2].max() < 1e-4
+    screened = Screen(weight, packed).look(x)
+    assert screened.near.argmax() == 0
+    assert screened.argmax(0) == (x @ weight.T).argmax() == 1
