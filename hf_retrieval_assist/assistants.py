@@ -15,6 +15,7 @@ from .decoding.decode import decode
 from .drafters.expected import Expected, Text
 from .drafting.policy import DraftingPolicy
 from .stats import CallStats
+from .system import changes
 
 if TYPE_CHECKING:
     from .record import CallRecord, Record, Step
@@ -110,6 +111,17 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         if assistant.expected.forms and self.planner.budget == "paper":
             raise ValueError('expecting: no paper drafts from schema or tools, got budget="paper"')
         return assistant
+
+    @staticmethod
+    def model_changed() -> None:
+        """Say that a model was changed in a way that PyTorch does not count.
+
+        Writes through `.data`, through NumPy or into tensors made in inference mode are such, and
+        attributes of objects that a module holds. Everything that was found out, recorded or copied
+        of models before is found out anew, also within a call that goes on: its next token comes
+        from the model as it is now. Other changes are noticed without it.
+        """
+        changes.say()
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:
         """A scope in which calls of `model.generate` by others are assisted; see `attach`."""

@@ -21,8 +21,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from .assistants import Assistant
 from .attachment import attached_to
 from .decoding.call import refused_mode
+from .host.plain_step import has_own_loop
 from .host.private_names import why_plain
-from .host.transformers_private import given_cache, has_own_loop, shards_need_company
+from .host.transformers_private import given_cache, shards_need_company
+from .stats import CallStats
 from .system.arguments import kind_of
 from .system.log import get_logger
 
@@ -151,7 +153,9 @@ def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any
         if asked and _left_to_transformers(model) is None:
             raise ValueError(why)
         _tell(model, why)
-        return original(model, **kwargs)
+        result = original(model, **kwargs)
+        assistant.count(CallStats(tier="plain", reason=why, calls=1))
+        return result
     _heal_tokens(model, kwargs)
     _stop_at_strings(kwargs)
     kwargs.pop("tokenizer", None)
@@ -187,7 +191,7 @@ def _left_to_transformers(model: Any) -> str | None:
     if (why := why_plain()) is not None:
         return why
     if has_own_loop(model):
-        return f"{type(model).__name__} decodes by a loop of its own"
+        return f"{type(model).__name__} decodes by another loop than transformers' own"
     for name in _TOKENIZER_SETTINGS:
         if getattr(model.generation_config, name, None):
             # transformers fills it in again and then misses the tokenizer, which it has dropped.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -67,6 +69,17 @@ class RowText:
         """What plain decoding feeds in its place, now that it has ended; None while it has not."""
         return None if self.met is None else self.pad_id
 
+    @property
+    def prompt(self) -> torch.Tensor:
+        """int64 [prompt length], as code of the caller's has left it."""
+        return self._ids[0, : self._prompt_length]
+
+    def rewrite(self, ids: torch.Tensor) -> None:
+        """Take over a text int64 [len(self)] into which code of the caller's has written."""
+        self._ids[0, : len(self)] = ids
+        self.generated[:] = ids[self._prompt_length :].tolist()
+        self._written = len(self.generated)
+
     def cut(self, tokens: int) -> None:
         """Drop what was generated behind the first `tokens`."""
         del self.generated[tokens:]
@@ -81,6 +94,20 @@ class RowText:
         tokens = self.generated[start:stop]
         pad_id = self.last if self.pad_id is None or not self.finished else self.pad_id
         return tokens + [pad_id] * (stop - start - len(tokens))
+
+
+@contextmanager
+def shown(rows: Sequence[RowText]) -> Iterator[torch.Tensor]:
+    """The texts of rows, int64 [rows, length], for code of the caller's.
+
+    What that writes into them is their text from then on, as in plain decoding.
+    """
+    ids = rows[0].ids if len(rows) == 1 else torch.cat([row.ids for row in rows])
+    before = ids.clone() if ids.is_inference() else ids._version
+    yield ids
+    if not torch.equal(ids, before) if isinstance(before, torch.Tensor) else ids._version != before:
+        for row, text in zip(rows, ids, strict=True):
+            row.rewrite(text)
 
 
 @dataclass

@@ -42,6 +42,7 @@ class CallStats:
     Attributes:
         tier: how drafts were verified: tree, chain, replay or plain; "at rest" where a call was
             decoded plainly because drafts had made calls like it slower.
+        reason: why the call was decoded plainly, or drafts ended before it did.
         attention: what computed attention in the forwards that verified: an implementation of
             transformers', or "triton".
         calls: calls summed up here.
@@ -69,6 +70,7 @@ class CallStats:
     """
 
     tier: str = ""
+    reason: str = ""
     attention: str = ""
     calls: int = 0
     steps: int = 0
@@ -153,7 +155,8 @@ class CallStats:
         made = f"{self.tokens:,} tokens in {self.forwards + self.calls:,} forwards"
         rate = f", {self.tokens / total:.1f} tokens/s" if total else ""
         if self.tier == "plain" and not self.drafted:
-            return f"not assisted, the log says why: {made}{rate}"
+            why = f" ({self.reason})" if self.reason else ""
+            return f"not assisted{why}: {made}{rate}"
         per_row = " a row" if self._from_prefill > self.calls else ""
         made += f" ({self.tokens_per_forward:.2f}{per_row} a forward"
         made += f", {self.saved_forwards:,} forwards saved)" if self.saved_forwards else ")"

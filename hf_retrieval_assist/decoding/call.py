@@ -19,6 +19,7 @@ from ..drafters.base import Target
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
+from ..host.plain_step import choosers_known, is_known_streamer
 from ..host.ranks import Ranks
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.planner import Planner
@@ -31,7 +32,7 @@ from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
 from ..verification.service import PER_TOKEN, Demand, choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.workspace import WORKSPACES
-from .selection import follows_rows
+from .selection import known_kind
 from .stopping import Stopping
 
 logger = get_logger(__name__)
@@ -163,10 +164,15 @@ class Call:
             )
         if (name := self._unknown_input) is not None:
             return f"{name} has an entry for each token, and nobody knows those of tokens to come"
-        if self._asks_caller and has_callers_hooks(self.model):
+        if self.asks_caller and has_callers_hooks(self.model):
             return (
                 "a logits processor, stopping criterion or streamer of the caller's may read what "
                 "hooks of the caller's have noted of a forward; leave out either"
+            )
+        if self.asks_caller and service.tier is Tier.REPLAY:
+            return (
+                "a logits processor, stopping criterion or streamer of the caller's may change the "
+                "model, whose state processes accepted tokens again; leave them out"
             )
         states = self.returns_states
         if self.batch_size > 1 and states:
@@ -200,13 +206,16 @@ class Call:
         )
         return next(found, None) if shape[1] > 1 else None
 
+    @cached_property
+    def asks_caller(self) -> bool:
+        """Whether code that is not known runs between forwards, which may change anything."""
+        known = choosers_known() and (self.streamer is None or is_known_streamer(self.streamer))
+        return not known or self._follows_rows
+
     @property
-    def _asks_caller(self) -> bool:
-        """Whether code that is not known runs between forwards."""
-        foreign = type(self.streamer).__module__.partition(".")[0] != "transformers"
-        if self.streamer is not None and foreign:
-            return True
-        return any(map(follows_rows, (*self.processors, *self.criteria)))
+    def _follows_rows(self) -> bool:
+        """Whether a processor or criterion may keep something of all rows from token to token."""
+        return any(known_kind(one) is None for one in (*self.processors, *self.criteria))
 
     @property
     def returns_states(self) -> bool:
@@ -216,7 +225,8 @@ class Call:
     @property
     def _lengths(self) -> tuple[int, int]:
         """The length of the shortest prompt, and one that no row's text gets to."""
-        limit = self.stopping.max_length
+        # A criterion of the caller's may move the limit while the text grows.
+        limit = None if self._follows_rows else self.stopping.max_length
         length = self.input_ids.shape[1]
         # Embeddings in the place of ids are not counted among a text's tokens.
         unseen = self.prompt_length - length
@@ -253,13 +263,14 @@ class Call:
         together = (
             service.tier is Tier.REPLAY
             or self.streamer is not None
+            or self.asks_caller
             or service.reach.meets(*self._lengths)
         )
         config = self.config
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             # Of rows that have ended, plain decoding returns what the model makes of padding.
             together = together or self.stopping.has_eos
-        return together or any(map(follows_rows, (*self.processors, *self.criteria)))
+        return together
 
     def keeps_cache(self, service: Service) -> bool:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""

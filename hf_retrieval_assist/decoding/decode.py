@@ -70,6 +70,8 @@ def decode(
     started = time.perf_counter()
     service = call.service(assistant.planner, assistant.fixed_width, assistant.graphs)
     counts = CallStats(tier=service.tier.value, calls=1)
+    if service.tier is Tier.PLAIN:
+        counts.reason = service.reason
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
     if service.tier is Tier.PLAIN:
@@ -83,7 +85,7 @@ def decode(
                 result = _decode_with_drafts(call, assistant, service, counts, record, account)
             except UnservableError as error:
                 call.tell_plain(str(error))
-                counts.tier = Tier.PLAIN.value
+                counts.tier, counts.reason = Tier.PLAIN.value, str(error)
                 result = decode_plainly(call, counts, record)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)

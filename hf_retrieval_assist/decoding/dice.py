@@ -18,6 +18,7 @@ from functools import cache
 import torch
 
 from ..drafters.base import Foresight
+from ..host.plain_step import choosers_exchanged
 from ..kernels.exponential import exponential, is_fast
 from ..kernels.largest import greatest, largest
 from ..row_text import RowText
@@ -63,7 +64,8 @@ class Dice:
 
     def works(self, vocab_size: int) -> bool:
         """Whether draws from so many probabilities are known beforehand on this device."""
-        return self._generator is not None and self._rows_at_once(vocab_size) > 0
+        known = self._generator is not None and not choosers_exchanged()
+        return known and self._rows_at_once(vocab_size) > 0
 
     def reaches(self, rows: Sequence[RowText], vocab_size: int) -> bool:
         """Whether the numbers of the next tokens of rows are known, and those of later ones: not
@@ -108,6 +110,8 @@ class Dice:
         even = self._is_even(rows)
         if not self.works(vocab_size):
             self.plain = self.plain and even
+            self._states.clear()  # others draw, so nobody knows where the generator stands
+            self._at = 1 + max(places)
             return self._all(probs, rows) if self.plain else _drawn(probs)
         self._anchor(vocab_size)
         fast = self._device.type == "cpu" and is_fast()
@@ -162,6 +166,8 @@ class Dice:
     def follow(self, rows: Sequence[RowText], tokens: Sequence[int]) -> bool:
         """Draw the next tokens of rows as they were foreseen; False where they have to be drawn
         otherwise, because somebody else has used the generator or there was no distribution."""
+        if choosers_exchanged():
+            return False
         self._anchor(self._vocab_size)
         if not self._foreseen or min(tokens) < 0:
             return False

@@ -10,11 +10,13 @@ from ..drafting.policy import DraftingPolicy
 from ..host import transformers_private as private
 from ..host.callers_hooks import HookWatch
 from ..host.feature_taps import FeatureTaps
+from ..host.lookups import ForwardLookups
 from ..kernels.linear import MAX_ROWS
 from ..kernels.reroute import reroute
 from ..stats import CallStats, Stopwatch
 from ..system.log import get_logger
 from ..token_tree import TokenTree
+from ..verification.chain_verifier import StepVerifier
 from ..verification.fixed_verifier import ForwardOptions
 from ..verification.service import PER_TOKEN
 from ..verification.tiers import Service, slot_cache
@@ -84,6 +86,19 @@ class Forwards:
             draws = walk.select.sampling is not None
             self._copies = Copies.of(call.model, walk.screens, draws, extra)
         self._sound = True
+
+    @property
+    def lookups(self) -> ForwardLookups | None:
+        """What the model's forward looked up when it was tested."""
+        return self._service.lookups
+
+    def go_on_plainly(self) -> None:
+        """Feed one token of each row from now on, as plain decoding does, since code of the
+        caller's has changed the model."""
+        self._sound = False
+        self._copies = Copies()
+        self._counts.reason = "code of the caller's changed the model or what its loop asks"
+        self.verifier = StepVerifier.after(self.verifier, self.model_kwargs)
 
     @property
     def may_draft(self) -> bool:
@@ -165,6 +180,7 @@ class Forwards:
                 # Forwards were tested without the hook: the next call is served as a test with it
                 # says.
                 self._sound, self._counts.tier = False, "plain"
+                self._counts.reason = "a hook of the caller's changes what forwards compute"
         self._counts.forwards += 1
         return trees, verified
 

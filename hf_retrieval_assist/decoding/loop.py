@@ -91,6 +91,8 @@ class Generation:
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
         lap = Stopwatch(self.counts.seconds).lap
+        if self.walk.watch.changed:
+            self.forward.go_on_plainly()
         self.forward.pack_due()
         lap("pack")
         rows = self.running
@@ -99,6 +101,7 @@ class Generation:
         trees = self.plan(rows, drafts, drafting)
         lap("draft")
         trees, verified = self.forward(trees)
+        self.walk.watch.look()
         seconds = lap("forward")
         paths = self.walk(trees, verified, self._drawn)
         seconds += lap("walk")
@@ -141,6 +144,7 @@ class Generation:
         outputs = self.forward.prefill()
         lap = Stopwatch(self.counts.seconds).lap
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
+        self.walk.watch.begin(self.forward.lookups)
         self.walk.recorder.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk([TokenTree.empty()] * len(self.rows), last, self._drawn)
@@ -236,7 +240,7 @@ class Generation:
 
     def result(self) -> Any:
         """What plain `generate` returns."""
-        end, prompts = self.tokens, self.call.input_ids
+        end, device = self.tokens, self.call.input_ids.device
         self.forward.end(end)
         if self.record is not None:
             self.record.finish(end)
@@ -249,8 +253,9 @@ class Generation:
         )
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor(
-            [row.fed(0, end) for row in self.rows], dtype=torch.long, device=prompts.device
+            [row.fed(0, end) for row in self.rows], dtype=torch.long, device=device
         )
+        prompts = torch.stack([row.prompt for row in self.rows])
         return self.walk.recorder.result(
             torch.cat([prompts, new], dim=1),
             self.forward.returned_cache,

@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 import torch
 
 from ..row_text import RowText
+from ..structures.lookups import Snapshot
 from ..token_tree import TokenTree
 from .dice import Dice, Place
 from .selection import TokenSelector, process_blindly
@@ -23,7 +24,7 @@ from .selection import TokenSelector, process_blindly
 _MOST_CELLS = 1 << 24
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NodeChoices:
     """Chooses for the nodes of all rows of a call.
 
@@ -32,12 +33,19 @@ class NodeChoices:
         select: how it chooses; its processors see nothing but the scores.
         dice: its random draws.
         width: tokens per row that are chosen for, filler included; None: a row's own.
+        settings: of the processors when it chose last.
     """
 
     rows: Sequence[RowText]
     select: TokenSelector
     dice: Dice
     width: int | None = None
+    settings: Snapshot | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was chosen last would be chosen now."""
+        return self.select.blind and self.settings is not None and self.settings.is_same()
 
     def __call__(
         self, logits: torch.Tensor, trees: Sequence[TokenTree], out: torch.Tensor
@@ -47,7 +55,8 @@ class NodeChoices:
         Behind filler and rows that have ended it is any token.
         """
         running = [row for row in self.rows if not row.finished]
-        if not running or logits.device != running[0].device:
+        self.settings = None
+        if not (running and self.select.blind) or logits.device != running[0].device:
             return None
         if self.select.do_sample and not self.dice.reaches(running, logits.shape[-1]):
             return None
@@ -55,6 +64,7 @@ class NodeChoices:
             self._places(running[0] if row.finished else row, tree)
             for row, tree in zip(self.rows, trees, strict=True)
         ]
+        self.settings = self.select.settings()
         # A copy in float32, as plain decoding makes one.
         lines = [line[: len(own)] for line, own in zip(logits, places, strict=True)]
         self._write(torch.cat(lines).float(), list(chain(*places)), out)

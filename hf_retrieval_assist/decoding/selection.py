@@ -12,15 +12,17 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
+from ..host.plain_step import called_as_written, choosers_exchanged, choosers_known
 from ..kernels.largest import greatest
 from ..kernels.screen import Sampling
-from ..row_text import RowText
-from ..system.lazy import cached_property
+from ..row_text import RowText, shown
+from ..structures.lookups import Snapshot
 
 Draw = Callable[[torch.Tensor], list[int]]
 
 # Processors of transformers that look at nothing but the scores.
-_BLIND = (
+_BLIND = frozenset(
+    (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
     logits_process.InfNanRemoveLogitsProcessor,
@@ -31,6 +33,7 @@ _BLIND = (
     logits_process.TopKLogitsWarper,
     logits_process.TopPLogitsWarper,
     logits_process.TypicalLogitsWarper,
+    )
 )
 
 # Processors of transformers that look up their own state by the row's number in the batch.
@@ -72,7 +75,8 @@ _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
 
 # Further ones, and criteria, that say of a row what its own text and scores say. All others keep
 # something of the batch, look at one row for all, or call what a caller gave them.
-_ROWWISE = (
+_ROWWISE = frozenset(
+    (
     *_BLIND,
     *_TOUCHING,
     *_ROW_BOUND,
@@ -85,6 +89,7 @@ _ROWWISE = (
     stopping_criteria.MaxTimeCriteria,
     stopping_criteria.StopStringCriteria,
     logits_process.WatermarkLogitsProcessor,
+    )
 )
 
 # Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
@@ -98,6 +103,9 @@ _SAMPLING = {
 class TokenSelector:
     """The logits processors on the true prefix, then argmax or one random draw.
 
+    What follows from processors is read of them at each token, since their owners may move their
+    settings, or exchange what chooses, at any time.
+
     Args:
         processors: as `generate` prepared them.
         do_sample: draw from the processed distribution instead of taking its maximum.
@@ -108,30 +116,46 @@ class TokenSelector:
         self.processors = processors
         self.do_sample = do_sample
         self.batch_size = batch_size
-        self.blind = all(type(processor) in _BLIND for processor in processors)
 
-    @cached_property
+    @property
+    def kinds(self) -> list[type | None] | None:
+        """The class of each processor, None of one whose rule is not known; None where tokens are
+        chosen by functions that are not known."""
+        if not choosers_known():
+            return None
+        return [known_kind(processor) for processor in self.processors]
+
+    @property
+    def blind(self) -> bool:
+        """Whether processors look at nothing but the scores."""
+        kinds = self.kinds
+        return kinds is not None and all(kind in _BLIND for kind in kinds)
+
+    @property
     def shortlist(self) -> int:
         """How many of a row's greatest logits its token is chosen from, where only they and those
         of `touched` matter; 0 where all do, or processors are not known.
 
         What follows on a top-k warper sees nothing else. So does whoever takes the greatest.
         """
+        kinds = self.kinds
+        if kinds is None:
+            return 0
         count = 0 if self.do_sample else 1
-        for processor in self.processors:
-            if count and type(processor) in _BLIND and self.do_sample:
+        for processor, kind in zip(self.processors, kinds, strict=True):
+            if count and kind in _BLIND and self.do_sample:
                 continue  # behind top-k
-            if type(processor) is logits_process.TopKLogitsWarper:
+            if kind is logits_process.TopKLogitsWarper:
                 count = processor.top_k
-            elif type(processor) not in (logits_process.TemperatureLogitsWarper, *_TOUCHING):
+            elif kind is not logits_process.TemperatureLogitsWarper and kind not in _TOUCHING:
                 return 0
         return count
 
-    @cached_property
+    @property
     def sampling(self) -> Sampling | None:
         """By what tokens are drawn from all others; None where something else decides."""
-        kinds = [type(processor) for processor in self.processors]
-        if not self.do_sample or kinds != [kind for kind in _SAMPLING if kind in kinds]:
+        kinds: Any = self.kinds if self.do_sample else None
+        if kinds is None or kinds != [kind for kind in _SAMPLING if kind in kinds]:
             return None
         for one in self.processors:
             removed = getattr(one, "filter_value", -math.inf)
@@ -154,7 +178,13 @@ class TokenSelector:
     @property
     def greedy(self) -> bool:
         """Whether a token is nothing but the maximum of its logits."""
-        return not self.do_sample and not len(self.processors)
+        return not self.do_sample and not len(self.processors) and self.kinds is not None
+
+    def settings(self) -> Snapshot:
+        """What the processors are set to, to be compared with what they are set to later."""
+        held = [vars(processor) for processor in self.processors]
+        tensors = [x for one in held for x in one.values() if isinstance(x, torch.Tensor)]
+        return Snapshot(held, [self.processors], [x for x in tensors if not x.is_inference()])
 
     def process(self, rows: Sequence[RowText], logits: torch.Tensor) -> torch.Tensor:
         """Processed scores [rows, vocab_size] of rows that may have got unequally far.
@@ -166,7 +196,8 @@ class TokenSelector:
         if self.blind:
             return process_blindly(self.processors, logits)
         if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
-            return self.processors(torch.cat([row.ids for row in rows]), logits)
+            with shown(rows) as ids:
+                return self.processors(ids, logits)
         return torch.cat(
             [
                 self._process(self.processors, row.index, row.ids, one)
@@ -189,7 +220,9 @@ class TokenSelector:
         """
         scores = logits.to(copy=True, dtype=torch.float32, device=row.device)
         known = LogitsProcessorList(
-            one for one in self.processors if type(one) in (*_BLIND, *_TOUCHING)
+            one
+            for one in self.processors
+            if (kind := known_kind(one)) in _BLIND or kind in _TOUCHING
         )
         if all(type(processor) in _BLIND for processor in known):
             return process_blindly(known, scores)
@@ -217,9 +250,9 @@ class TokenSelector:
 
     def choose(self, scores: torch.Tensor, draw: Draw) -> list[int]:
         """The tokens of processed scores [rows, vocab_size]; `draw` draws from probabilities."""
-        if not self.do_sample:
-            return greatest(scores).tolist()
-        return draw(torch.nn.functional.softmax(scores, dim=-1))
+        if self.do_sample:
+            return draw(torch.nn.functional.softmax(scores, dim=-1))
+        return (torch.argmax(scores, dim=-1) if choosers_exchanged() else greatest(scores)).tolist()
 
     @staticmethod
     def verify(scores: torch.Tensor, drawn: ChildDraw) -> int:
@@ -239,9 +272,11 @@ def process_blindly(processors: LogitsProcessorList, scores: torch.Tensor) -> to
     return processors(scores.new_empty((len(scores), 0), dtype=torch.long), scores)
 
 
-def follows_rows(member: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or criterion may keep something of the whole batch from call to call.
+def known_kind(member: LogitsProcessor | StoppingCriteria) -> type | None:
+    """The class of a processor or criterion that says of a row what its own text and scores say.
 
-    Most of transformers do not; what others do nobody knows, subclasses of its own included.
+    Most of transformers' do. None: what it does nobody knows; subclasses of transformers' own
+    classes are among these, and its classes where they are called otherwise than it wrote.
     """
-    return type(member) not in _ROWWISE
+    kind = type(member)
+    return kind if kind in _ROWWISE and called_as_written(kind) else None

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..row_text import RowText
+from ..host.plain_step import called_as_written, lists_called_as_written
+from ..row_text import RowText, shown
+
+# A criterion that is answered from the host, or others that are asked together.
+_Part = StoppingCriteria | StoppingCriteriaList
 
 
 class Stopping:
     """Decides which rows are finished.
 
     The criteria of every call (length, end-of-sequence ids) are answered from the host; all others
-    are asked after every token, as plain decoding asks them.
+    are asked after every token, as plain decoding asks them. All are read anew each time and in
+    their order, since one may move what the next one says.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
-        self.max_length: int | None = None
-        self.eos_ids: frozenset[int] = frozenset()
+        self._criteria = criteria
+        # As plain decoding, which asks this once.
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.others = StoppingCriteriaList()
-        for criterion in criteria:
-            if type(criterion) is MaxLengthCriteria:
-                # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
-                if math.isfinite(limit := float(criterion.max_length)):
-                    limits: set[Any] = {math.ceil(limit), self.max_length}
-                    self.max_length = min(limits - {None})
-            elif type(criterion) is EosTokenCriteria:
-                ids = torch.as_tensor(criterion.eos_token_id, device="cpu").flatten().tolist()
-                self.eos_ids = self.eos_ids | frozenset(ids)
-            else:
-                self.others.append(criterion)
+        self._ends: dict[int, tuple[Any, int, frozenset[int]]] = {}
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that no row gets beyond, as the criteria say it now; None without a limit."""
+        lengths = [
+            # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
+            float(criterion.max_length)
+            for criterion in self._criteria
+            if type(criterion) is MaxLengthCriteria and called_as_written(MaxLengthCriteria)
+        ]
+        return min(map(math.ceil, filter(math.isfinite, lengths)), default=None)
 
     def finish(
         self,
@@ -56,33 +61,67 @@ class Stopping:
             in_step: whether criteria see all rows at once, which then are those that walk.
         """
         asked = [walking] if in_step else [[row] for row in walking if row.met is None]
+        parts = [*self._parts()]
         for together in asked:
-            for row, met in zip(together, self._met(together, scores), strict=True):
+            for row, met in zip(together, self._met(parts, together, scores), strict=True):
                 if row.met is None and met:
                     row.met = len(row.generated)
         if self.has_eos and not in_step:
             for row in walking:
                 row.finished = row.met is not None
         elif any(row.met is None for row in rows):
+            limit = self.max_length
             for row in walking:
-                row.finished = row.met is not None and self.remaining(row) == 0
+                row.finished = row.met is not None and limit is not None and len(row) >= limit
         else:
             end = self.end(rows)
             for row in rows:
                 row.finished = len(row.generated) >= end
 
-    def _met(self, rows: Sequence[RowText], scores: Any) -> list[bool]:
+    def _parts(self) -> Iterator[_Part]:
+        """The criteria in their order, those that are asked behind one another together."""
+        if not lists_called_as_written():
+            yield self._criteria
+            return
+        others = StoppingCriteriaList()
+        for criterion in self._criteria:
+            kind = type(criterion)
+            if kind in (MaxLengthCriteria, EosTokenCriteria) and called_as_written(kind):
+                if others:
+                    yield others
+                    others = StoppingCriteriaList()
+                yield criterion
+            else:
+                others.append(criterion)
+        if others:
+            yield others
+
+    def _met(self, parts: Sequence[_Part], rows: Sequence[RowText], scores: Any) -> list[bool]:
         """Whether a criterion is met by each of the rows, which are equally long."""
-        met = [
-            row.generated[-1] in self.eos_ids
-            or (self.max_length is not None and len(row) >= self.max_length)
-            for row in rows
-        ]
-        if len(self.others):
-            ids = rows[0].ids if len(rows) == 1 else torch.cat([row.ids for row in rows])
-            also = self.others(ids, scores).reshape(len(rows), -1).all(dim=-1).tolist()
-            met = [one or other for one, other in zip(met, also, strict=True)]
+        met = [False] * len(rows)
+        for part in parts:
+            if type(part) is MaxLengthCriteria:
+                now = [bool(len(row) >= part.max_length) for row in rows]
+            elif type(part) is EosTokenCriteria:
+                ends = self._end_ids(part)
+                now = [row.generated[-1] in ends for row in rows]
+            else:
+                with shown(rows) as ids:
+                    now = part(ids, scores).reshape(len(rows), -1).all(dim=-1).tolist()
+            met = [one or other for one, other in zip(met, now, strict=True)]
         return met
+
+    def _end_ids(self, criterion: EosTokenCriteria) -> frozenset[int]:
+        """Of a criterion, brought from the device when its tensor is another or was written to."""
+        ids = criterion.eos_token_id
+        if isinstance(ids, torch.Tensor) and not ids.is_inference():
+            known, version, found = self._ends.get(id(criterion), (None, 0, frozenset[int]()))
+            if known is ids and version == ids._version:
+                return found
+            found = _listed(ids)
+            self._ends[id(criterion)] = ids, ids._version, found
+            return found
+        return _listed(ids)
 
     @staticmethod
     def end(rows: Sequence[RowText]) -> int:
@@ -91,10 +130,10 @@ class Stopping:
 
     def deepest(self, row: RowText) -> int | None:
         """How deep a draft of the row may be of use; None without a limit."""
-        left = self.remaining(row)
+        limit = self.max_length
         # The last token that may be generated needs no node: the walk chooses it at its parent.
-        return None if left is None else max(0, left - 1)
+        return None if limit is None else max(0, limit - len(row) - 1)
 
-    def remaining(self, row: RowText) -> int | None:
-        """Tokens the row may still grow by; None without a limit."""
-        return None if self.max_length is None else self.max_length - len(row)
+
+def _listed(ids: Any) -> frozenset[int]:
+    return frozenset(torch.as_tensor(ids, device="cpu").flatten().tolist())

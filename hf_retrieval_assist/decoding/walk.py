@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..drafters.base import ChildDraw
+from ..host.plain_step import STREAMS_FIRST
 from ..kernels.screen import Screened
 from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
 from .call import Call
+from .call_watch import CallWatch
 from .dice import Dice, quotient_token
 from .node_choices import NodeChoices
 from .recorder import OutputRecorder
@@ -48,6 +50,7 @@ class Walk:
         stopping: says after each token which rows are finished.
         recorder: is told of each token's scores and logits where the call wants them.
         dice: the call's random draws.
+        watch: tells whether code of the caller's has changed the model since the last forward.
     """
 
     def __init__(self, call: Call, rows: Sequence[RowText], in_step: bool, residual: bool):
@@ -57,7 +60,9 @@ class Walk:
         self.recorder = OutputRecorder(call.config, call.batch_size)
         self.dice = Dice(rows)
         self.residual = residual and self.select.do_sample
+        self.watch = CallWatch(call)
         self._streamer = call.streamer
+        self._ahead: NodeChoices | None = None
 
     @property
     def _needs_logits(self) -> bool:
@@ -77,9 +82,9 @@ class Walk:
         Args:
             width: see :class:`~.node_choices.NodeChoices`.
         """
-        if self.select.greedy or not self.select.blind or self._needs_logits:
-            return None
-        return NodeChoices(self.rows, self.select, self.dice, width)
+        if not (self.select.greedy or not self.select.blind or self._needs_logits):
+            self._ahead = NodeChoices(self.rows, self.select, self.dice, width)
+        return self._ahead
 
     def end(self, tokens: int) -> bool:
         """End the streamer's text and leave the generator as plain decoding does after so many
@@ -116,11 +121,20 @@ class Walk:
                 row.generated.append(token if padding is None else padding)
                 if padding is None:
                     paths[row.index].tokens.append(token)
+            if STREAMS_FIRST:
+                self._stream(walking)
             self.stopping.finish(walking, self.rows, self.recorder.shown, self.in_step)
-            if self._streamer is not None:  # one row, or rows in step
-                self._streamer.put(torch.tensor([row.last for row in walking], device="cpu"))
+            if not STREAMS_FIRST:
+                self._stream(walking)
+            if self.watch.changed:  # the logits at hand are those of another model
+                break
             walking = self._following(walking, trees, paths)
         return paths
+
+    def _stream(self, walking: Sequence[RowText]) -> None:
+        """Give the streamer the newest tokens, of one row or of rows in step."""
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([row.last for row in walking], device="cpu"))
 
     def _following(
         self, walking: Sequence[RowText], trees: Sequence[TokenTree], paths: Sequence[Path]
@@ -154,7 +168,8 @@ class Walk:
         nodes = [paths[i].accepted[-1] for i in rows]
         if self.select.greedy and not self.recorder.wants_tokens:
             return verified.best(rows, nodes)
-        ahead = verified.chosen(rows, nodes)
+        known = self._ahead is not None and self._ahead.holds
+        ahead = verified.chosen(rows, nodes) if known else None
         if ahead is not None and (not self.select.do_sample or self.dice.follow(walking, ahead)):
             return ahead
         if verified.screened is None:

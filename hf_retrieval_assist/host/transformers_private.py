@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
+from transformers import GenerationConfig, PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -67,12 +67,7 @@ def prefill(
 
 def sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
     """transformers' own loop for greedy decoding and sampling."""
-    return model._sample(input_ids, **arguments)
-
-
-def has_own_loop(model: Any) -> bool:
-    """Whether a model's class decodes by another loop than transformers' own."""
-    return type(model)._sample is not GenerationMixin._sample
+    return type(model)._sample(model, input_ids, **arguments)
 
 
 def kwargs_after(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:

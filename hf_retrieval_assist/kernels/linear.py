@@ -157,6 +157,9 @@ def linear(
     return library_linear(input, weight, bias)
 
 
+linear.stands_for = plain_linear  # type: ignore[attr-defined]
+
+
 class RepeatedLayers:
     """Linear layers of the same x, computed anew by every call where their results lie.
 

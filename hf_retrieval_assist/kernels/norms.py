@@ -112,6 +112,7 @@ def _fused_forward(kind: type[nn.Module]) -> Callable[..., Any]:
                     result = None
         return plain(self, *inputs, **options) if result is None else result
 
+    forward.stands_for = plain  # type: ignore[attr-defined]
     return forward
 
 

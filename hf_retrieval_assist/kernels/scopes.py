@@ -121,15 +121,19 @@ def is_exchangeable(name: str) -> bool:
 
 
 class _Routed:
-    """The function that is registered: it asks the thread's scopes who computes."""
+    """The function that is registered: it asks the thread's scopes who computes.
+
+    Attributes:
+        stands_for: the function that was registered before.
+    """
 
     def __init__(self, plain: Attention):
-        self.plain = plain
+        self.stands_for = plain
         self._outside: Attention = attention if plain is plain_attention else plain
 
     def __call__(self, module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         if torch.compiler.is_compiling():  # which sees no scopes
-            return self.plain(module, *arguments, **options)
+            return self.stands_for(module, *arguments, **options)
         scope = _thread.scope
         if scope is None or module not in scope.modules:
             return self._outside(module, *arguments, **options)
@@ -152,7 +156,7 @@ class _Registered(Exchange):
         plain = ALL_ATTENTION_FUNCTIONS[self._name]
         if isinstance(plain, _Routed):
             return
-        if self._routed is None or self._routed.plain is not plain:
+        if self._routed is None or self._routed.stands_for is not plain:
             self._routed = _Routed(plain)
         ALL_ATTENTION_FUNCTIONS[self._name] = self._routed
 
@@ -160,8 +164,8 @@ class _Registered(Exchange):
         routed = ALL_ATTENTION_FUNCTIONS.get(self._name)
         if isinstance(routed, _Routed):
             del ALL_ATTENTION_FUNCTIONS[self._name]
-            if ALL_ATTENTION_FUNCTIONS.get(self._name) is not routed.plain:
-                ALL_ATTENTION_FUNCTIONS[self._name] = routed.plain
+            if ALL_ATTENTION_FUNCTIONS.get(self._name) is not routed.stands_for:
+                ALL_ATTENTION_FUNCTIONS[self._name] = routed.stands_for
 
 
 _names: dict[str, _Registered] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..system import changes
 from ..system.locks import Lock
 from . import skinny
 from .linear import LEAST_ELEMENTS
@@ -37,13 +38,14 @@ class _Copy(Protocol):
 
 C = TypeVar("C", bound=_Copy)
 
-# Where a weight lies, how its memory is read, and how often PyTorch has counted a write to it.
-_Mark: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int]
+# Where a weight lies, how its memory is read, and how often a write to it was counted or told.
+_Mark: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int, int]
 
 
 def _mark_of(weight: torch.Tensor) -> _Mark:
     version = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, version
+    place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    return *place, version, changes.said()
 
 
 def _sample_of(weight: torch.Tensor) -> int:

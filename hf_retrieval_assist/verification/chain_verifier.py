@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..host.transformers_private import kwargs_after
 from ..row_text import RowText
 from ..token_tree import TokenTree
 from .states import States
@@ -129,3 +130,41 @@ class ChainVerifier(Verifier):
         super().abandon()
         self.states.undo(self.feeding)
         self.states.finish(0)
+
+
+class StepVerifier(ChainVerifier):
+    """Feeds one token of each row in each forward, and asks the model's methods for its inputs in
+    each of them, as plain decoding does: what goes on once a model is changed within a call.
+
+    Rows have got equally far.
+    """
+
+    most_fed = 1
+
+    @classmethod
+    def after(cls, verifier: Verifier, model_kwargs: dict[str, Any]) -> StepVerifier:
+        """One that goes on where another has got to, whose memory it takes over.
+
+        Args:
+            model_kwargs: `generate`'s, after the prefill.
+        """
+        verifier.abandon()
+        states = verifier.states if isinstance(verifier, ChainVerifier) else States(verifier.cache)
+        new = cls(
+            verifier.model, verifier.cache, model_kwargs, verifier.prompt_ids, states=states
+        )
+        new.begun, new.reach = verifier.begun, verifier.reach
+        new.repeated, new.recordings = verifier.repeated, verifier.recordings
+        return new
+
+    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
+        kwargs = self._asked or (self.kwargs | self._token_types(width) | arguments)
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=width, **kwargs
+        )
+        self.feeding = True
+        outputs = self.model(**inputs, return_dict=True)
+        self._asked = kwargs_after(self.model, outputs, kwargs)
+        return outputs
+
+    _asked: dict[str, Any] | None = None

@@ -17,9 +17,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..host.callers_hooks import LIBRARIES, written_in
+from ..host.lookups import ForwardLookups
 from ..host.transformers_private import CACHE, attention_of, hooks_of
 from ..kernels.linear import MAX_ROWS
 from ..kernels.recording import Program, Recorder, UnrecordableError, same_bits
+from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.modules import modules_of
@@ -85,11 +87,18 @@ class _Programs:
         fault: why no more are recorded.
     """
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
+    def __init__(self, state: Any, lookups: ForwardLookups) -> None:
+        self.state, self.lookups = state, lookups
+        self.said = changes.said()
         self.kinds: dict[Hashable, _Kind] = {}
         self.trusted = False
         self.fault: str | None = None
+
+    def fit(self, state: Any) -> bool:
+        """Whether they repeat what a model in this state computes, whose names lead where they led
+        when these were recorded."""
+        known = self.state == state and self.said == changes.said()
+        return known and self.lookups.changed() is None
 
     @property
     def nbytes(self) -> int:
@@ -101,10 +110,10 @@ _idle: weakref.WeakKeyDictionary[Any, list[_Programs]] = weakref.WeakKeyDictiona
 _resting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def can_repeat(model: Any, cache: Any) -> bool:
+def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     """Whether forwards over a cache may be repeated, as far as can be seen: attention is what the
     kernels compute, the cache is one of plain keys and values on the CPU, and nothing of the model
-    is called but modules of libraries, without hooks."""
+    is called but modules and functions of libraries, without hooks."""
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
@@ -116,6 +125,7 @@ def can_repeat(model: Any, cache: Any) -> bool:
     return (
         all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
         and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
+        and lookups.strange is None
         and not hooks_of(*modules)
     )
 
@@ -127,6 +137,7 @@ class RepeatedForward:
         model: that is called otherwise.
         cache: the call's.
         arguments: of the call.
+        lookups: of the model's forward; nothing is repeated once one of them leads elsewhere.
 
     Attributes:
         repeats: whether some forwards were repeated when the call began: a step then takes as long
@@ -135,7 +146,13 @@ class RepeatedForward:
         repeated, recordings: forwards that were repeated, and programs that were made.
     """
 
-    def __init__(self, model: Any, cache: SlotCache, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: SlotCache,
+        arguments: Mapping[str, Any],
+        lookups: ForwardLookups,
+    ) -> None:
         self._model, self._cache, self._arguments = model, cache, arguments
         self._handles = RemovableHandle.next_id
         self.typical = True
@@ -154,8 +171,8 @@ class RepeatedForward:
         if state is not None:
             with _lock:
                 idle = _idle.setdefault(model, [])
-                idle[:] = [programs for programs in idle if programs.state == state]
-                self._programs = idle.pop() if idle else _Programs(state)
+                idle[:] = [programs for programs in idle if programs.fit(state)]
+                self._programs = idle.pop() if idle else _Programs(state, lookups)
         self.repeats = self._programs is not None and self._programs.trusted
 
     @property
@@ -170,6 +187,8 @@ class RepeatedForward:
         self.typical = True
         if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
             self._check()
+        if self._programs is not None and self._programs.lookups.changed() is not None:
+            self._programs = None
         # Packed rows are told apart by what attention is given besides masks.
         if self._programs is None or self._cache.slots.places is not None:
             return self._model(**given)
@@ -255,7 +274,7 @@ class RepeatedForward:
         self._handles = RemovableHandle.next_id
         if self._programs is not None:
             state = recorded_state(self._model, self._arguments, torch.device("cpu"))
-            if state != self._programs.state:
+            if not self._programs.fit(state):
                 self._programs = None
 
     def give_back(self) -> None:

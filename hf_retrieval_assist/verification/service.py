@@ -12,7 +12,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..host.callers_hooks import has_callers_hooks
+from ..host.lookups import lookups_of
 from ..host.model_state import Place, has_changing_hooks, model_settings
+from ..host.plain_step import has_own_loop, why_exchanged
 from ..host.private_names import why_plain
 from ..host.ranks import Ranks
 from ..host.transformers_private import (
@@ -20,7 +22,6 @@ from ..host.transformers_private import (
     attention_of,
     cache_name,
     forward_parameters,
-    has_own_loop,
     input_device,
     is_compiled,
     is_pipeline,
@@ -33,6 +34,7 @@ from ..host.transformers_private import (
 from ..kernels.fixed_attention import has_triton
 from ..kernels.norms import learn_norms
 from ..kernels.scopes import is_exchangeable
+from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
 from .fixed_memory import stays_in_place
@@ -92,13 +94,13 @@ class _Verdicts:
     def __init__(self) -> None:
         self.lock = Lock()
         self.moving: set[Place] = set()
-        self._found: OrderedDict[Any, tuple[int, Service]] = OrderedDict()
+        self._found: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._new = 0
         self._refused: Any = None
 
     def get(self, key: Any, width: int) -> Service | None:
         asked, service = self._found.get(key, (0, None))
-        if asked < width:
+        if service is None or asked < width or service.lookups.changed() is not None:
             return None
         self._found.move_to_end(key)
         self._new = 0
@@ -154,7 +156,7 @@ def choose_service(
 
         def key() -> Any:
             settings = model_settings(model, verdicts.moving), model.dtype
-            return settings, rows, packs, demand.states, demand.stays
+            return settings, rows, packs, demand.states, demand.stays, changes.said()
 
         known = verdicts.get(key(), demand.width)
         if ranks.lowest(known is not None) and known is not None:
@@ -172,9 +174,10 @@ def choose_service(
             f"verified, {does}; later ones start at once"
         )
         learn_norms(model)
-        shortage = None
+        shortage, lookups = None, lookups_of(model)
         try:
             service = _first_right(model, model_kwargs, rows, packs, demand, verdicts.moving)
+            service = replace(service, lookups=lookups)
         except SHORTAGES as error:
             shortage = f"no memory to test how drafts are verified ({error!r}); free some of it"
             service = Service(Tier.PLAIN, shortage)
@@ -196,7 +199,9 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return why
     if has_own_loop(model):
-        return "it decodes by a loop of its own"
+        return "it decodes by another loop than transformers' own"
+    if (why := why_exchanged(model)) is not None:
+        return why
     if is_pipeline(model) and has_padding(model_kwargs):
         return "later stages of a pipeline see no padding; pass one row"
     if (why := why_plain_in_pipeline(model)) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from ..host.lookups import ForwardLookups
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
 from .chain_verifier import ChainVerifier
@@ -47,6 +48,7 @@ class Service:
         in_place: whether the tree tier verifies in memory that stays where it is.
         width: tokens per row that a forward may feed.
         reach: how far it may reach.
+        lookups: what the model's forward looked up when it was tested; None: it was not.
     """
 
     tier: Tier
@@ -59,6 +61,7 @@ class Service:
     in_place: bool = False
     width: int = 1 << 30
     reach: Reach = UNLIMITED
+    lookups: ForwardLookups | None = field(default=None, compare=False, repr=False)
 
     def verifier(
         self,
@@ -89,7 +92,10 @@ class Service:
                 )
             else:
                 verifier = TreeVerifier(
-                    *arguments, attention=attention, packed=self.packed, repeats=options.repeats
+                    *arguments,
+                    attention=attention,
+                    packed=self.packed,
+                    repeats=self.lookups if options.repeats else None,
                 )
         verifier.most_tokens = options.most_tokens
         verifier.most_fed = self._most_fed(verifier, options.fixed_width)

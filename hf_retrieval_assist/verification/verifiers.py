@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..host.lookups import ForwardLookups
 from ..host.transformers_private import CACHE_NAMES, attention_of, input_device
 from ..kernels.packed_attention import PackedAttention, spans_of
 from ..kernels.scopes import Attention, attending
@@ -252,7 +253,8 @@ class TreeVerifier(Verifier):
     Args:
         attention: builds the masks.
         packed: whether rows that would need filler are packed.
-        repeats: whether forwards may be repeated from what was recorded of earlier ones.
+        repeats: what the model's forward looks up, where forwards may be repeated from what was
+            recorded of earlier ones; None: they may not.
     """
 
     def __init__(
@@ -260,14 +262,16 @@ class TreeVerifier(Verifier):
         *args: Any,
         attention: TreeAttention,
         packed: bool = False,
-        repeats: bool = False,
+        repeats: ForwardLookups | None = None,
     ):
         super().__init__(*args)
         self.attention = attention
         self.packed = packed
         self._repeated: RepeatedForward | None = None
-        if repeats and can_repeat(self.model, self.cache):
-            self.call = self._repeated = RepeatedForward(self.model, self.cache, self.kwargs)
+        if repeats is not None and can_repeat(self.model, self.cache, repeats):
+            self.call = self._repeated = RepeatedForward(
+                self.model, self.cache, self.kwargs, repeats
+            )
             if len(self.prompt_ids) == 1 and not packed:
                 self.widths = self._repeated.widths
         self._unsound = False  # whether drafts since the last `forget` had NaN for logits
@@ -354,10 +358,14 @@ class TreeVerifier(Verifier):
         return torch.from_numpy(indices[None]).to(self.device)
 
     def finish(self, tokens: int) -> None:
+        self._leave_recordings()
+        super().finish(tokens)
+
+    def _leave_recordings(self) -> None:
+        """Leave what was recorded to the model's next calls."""
         if self._repeated is not None:
             self.repeated, self.recordings = self._repeated.repeated, self._repeated.recordings
             self._repeated.give_back()
-        super().finish(tokens)
 
     def draft(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
         """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.
@@ -398,6 +406,7 @@ class TreeVerifier(Verifier):
         self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
 
     def abandon(self) -> None:
+        self._leave_recordings()
         # What sets places may have been interrupted before its end.
         self.cache.slots.free()
         super().abandon()

@@ -1,0 +1,220 @@
+"""What the functions of a model's forward look up by name, and what a caller may change of a model.
+
+A forward asks names: the functions of its modeling module, of `torch.nn.functional`, methods of its
+classes, attention in transformers' registry. Callers exchange these (other rotary embeddings, fused
+kernels, captures), before a call or within one. Whatever was found out about a model's forwards, or
+recorded of them, holds while every one of these names leads where it led.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..structures.lookups import Lookups, Snapshot
+from ..system import changes
+from ..system.modules import modules_of
+from .callers_hooks import LIBRARIES, written_in
+from .transformers_private import attention_of, own_calls
+
+_CALLS = ("__call__", "forward")
+
+# Functions that are followed; what torch's own functions call is nobody's to exchange, except in
+# the modules that models are made of.
+_FOLLOWED = ("torch.nn.functional", "torch.nn.modules")
+_MOST = 1 << 12
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function's code looks up, functions within it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+class ForwardLookups(Lookups):
+    """What the functions of a model's forward look up.
+
+    Attributes:
+        strange: a name that leads to a function which no library has written; None: there is none.
+    """
+
+    strange: str | None = None
+
+
+def lookups_of(model: nn.Module) -> ForwardLookups:
+    """What the functions of a model's forward look up, and where that leads now."""
+    reader = _Reader()
+    modules = modules_of(model)
+    for kind in {type(module): None for module in modules}:
+        for name in _CALLS:
+            reader.follow(reader.found.add(kind, name), kind)
+    for module in modules:
+        reader.follow(own_calls(module)[0], type(module))
+    reader.read()
+    for config in configurations_of(model):
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            reader.found.add(registry, attention_of(config))
+    functions = ((name, x) for name, x in reader.found.items() if isinstance(x, FunctionType))
+    strange = (name for name, function in functions if written_in(function) not in LIBRARIES)
+    reader.found.strange = next(strange, None)
+    return reader.found
+
+
+def lookups_in(function: FunctionType, but: Set[str] = frozenset()) -> Lookups:
+    """What a function looks up, and where that leads now; what it calls is not followed.
+
+    Args:
+        but: names that are left out.
+    """
+    reader = _Reader()
+    reader.look_in(function.__globals__, {*names_in(function.__code__)} - but)
+    return reader.found
+
+
+class _Reader:
+    """Goes from functions to those that they name.
+
+    Attributes:
+        found: so far.
+    """
+
+    def __init__(self) -> None:
+        self.found = ForwardLookups()
+        self._known: set[tuple[int, str]] = set()
+        # Functions, with the class of the object that has them as methods.
+        self._waiting: dict[tuple[FunctionType, type | None], None] = {}
+
+    def follow(self, function: Any, kind: type | None = None) -> None:
+        """Read what a function looks up, later; nothing else is followed."""
+        while isinstance(function, partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType) and _is_followed(function):
+            self._waiting.setdefault((function, kind))
+
+    def read(self) -> None:
+        """Look up the names of all functions that are followed."""
+        done = 0
+        while done < min(len(self._waiting), _MOST):
+            todo = [*self._waiting][done:_MOST]
+            done += len(todo)
+            for function, kind in todo:
+                self.look_up(function, kind)
+                for cell in function.__closure__ or ():
+                    self.follow(_content(cell), kind)
+
+    def look_up(self, function: FunctionType, kind: type | None) -> None:
+        """The names of one function."""
+        names = {*names_in(function.__code__)}
+        self.look_in(function.__globals__, names)
+        for name in names if kind is not None else ():
+            method = getattr(kind, name, None)
+            if isinstance(method, FunctionType):
+                self._add(kind, name)
+                self.follow(method, kind)
+
+    def look_in(self, space: dict[str, Any], names: set[str]) -> None:
+        """The names that a space has, and in turn those that modules among these have."""
+        for name in names & space.keys():
+            if (id(space), name) in self._known:
+                continue
+            value = self._add(space, name)
+            if isinstance(value, ModuleType):
+                self.look_in(vars(value), names)
+            elif isinstance(value, type) and not issubclass(value, nn.Module):
+                for method in names:
+                    if isinstance(getattr(value, method, None), FunctionType):
+                        self.follow(self._add(value, method), value)
+            else:
+                self.follow(value)
+
+    def _add(self, space: Any, name: str) -> Any:
+        key = id(space), name
+        if key in self._known:
+            return getattr(space, name) if isinstance(space, type) else space[name]
+        self._known.add(key)
+        return self.found.add(space, name)
+
+
+def _is_followed(function: FunctionType) -> bool:
+    module = str(function.__globals__.get("__name__"))
+    return not module.startswith("torch.") or module.startswith(_FOLLOWED)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it holds nothing yet
+        return None
+
+
+def configurations_of(model: Any) -> list[PreTrainedConfig]:
+    """A model's configuration and those within it, each once."""
+    found = {id(model.config): model.config}
+    waiting = [model.config]
+    for config in waiting:
+        for value in vars(config).values():
+            if isinstance(value, PreTrainedConfig) and id(value) not in found:
+                found[id(value)] = value
+                waiting.append(value)
+    return waiting
+
+
+class ModelWatch:
+    """Notices that a model is changed between one of its forwards and the next.
+
+    What modules, their parameters, buffers, hooks and attributes are, what lists and dictionaries
+    among these hold, the configuration, and writes that PyTorch counts.
+
+    Args:
+        model: to look at.
+        lookups: of its forward.
+    """
+
+    def __init__(self, model: nn.Module, lookups: Lookups) -> None:
+        self._lookups, self._said = lookups, changes.said()
+        dicts: list[dict[str, Any]] = [vars(config) for config in configurations_of(model)]
+        lists: list[list[Any]] = []
+        tensors: list[torch.Tensor] = []
+        for module in modules_of(model):
+            dicts.append(vars(module))
+            for value in vars(module).values():
+                _gather(value, dicts, lists, tensors)
+        counted = {id(x): x for x in tensors if not x.is_inference()}
+        self._snapshot = Snapshot(dicts, lists, [*counted.values()])
+
+    def look(self) -> None:
+        """Take the model as it is now for what the last forward has left."""
+        self._said = changes.said()
+        self._snapshot.take()
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is another one than when it was last looked at."""
+        return (
+            self._said != changes.said()
+            or not self._snapshot.is_same()
+            or self._lookups.changed() is not None
+        )
+
+
+def _gather(value: Any, dicts: list[Any], lists: list[Any], tensors: list[Any]) -> None:
+    """An attribute's own containers, and the tensors in them."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+    elif isinstance(value, dict):
+        dicts.append(value)
+        tensors += [held for held in value.values() if isinstance(held, torch.Tensor)]
+    elif type(value) is list:
+        lists.append(value)
+        tensors += [held for held in value if isinstance(held, torch.Tensor)]

@@ -1,0 +1,235 @@
+"""What plain `generate` looks up in a step, and how the package watches each of these things.
+
+`GenerationMixin._sample` trusts nothing: in every step it asks methods of the model, processors,
+criteria and functions of PyTorch by their names, reads their settings, and runs the model's forward,
+which asks hundreds of names more. Whatever is asked there is asked by an assisted call too, at the
+same places of the text, or compared with what was asked before; where neither can be, the call is
+decoded plainly. :data:`TABLE` has a row for each thing; `docs/watched.md` shows it, which this
+module prints when it is run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, cache_utils
+
+from ..structures.lookups import Lookups
+from .callers_hooks import LIBRARIES, written_in
+from .lookups import lookups_in, names_in
+
+
+class Looked(NamedTuple):
+    """Something that plain decoding looks up.
+
+    Attributes:
+        what: in Markdown.
+        watched: how an assisted call watches it.
+        otherwise: what follows once a caller has exchanged or moved it.
+    """
+
+    what: str
+    watched: str
+    otherwise: str
+
+
+TABLE = (
+    Looked(
+        "`_sample` of the model's class, and the names in its code",
+        "compared when a call begins",
+        "plain: that loop decodes",
+    ),
+    Looked(
+        "`_prefill`, `prepare_inputs_for_generation`, `_update_model_kwargs_for_generation`, "
+        "`_has_unfinished_sequences`, `_optimize_model_for_decode` of the model",
+        "compared when a call begins: who wrote them; behind each token where code of the "
+        "caller's runs",
+        "plain; within a call, no drafts from there on, and the methods are asked in every step",
+    ),
+    Looked(
+        "`torch.argmax`, `torch.nn.functional.softmax`, `torch.multinomial`",
+        "compared at each token",
+        "asked at each token for all rows at once, as plain decoding asks them",
+    ),
+    Looked(
+        "`LogitsProcessorList`, and the class of each processor",
+        "asked at each token; transformers' own classes, whose results can be foreseen, are known "
+        "as long as they are called as transformers wrote it",
+        "asked at each token of the true text, all rows at once",
+    ),
+    Looked(
+        "temperature, top-k, top-p, min-p and other settings of processors",
+        "read at each token",
+        "the next token is chosen by the new ones",
+    ),
+    Looked(
+        "`StoppingCriteriaList`, and the class of each criterion",
+        "asked at each token; the limit and the end tokens of transformers' own are read at each "
+        "token",
+        "as plain: the text ends where the criteria say so then",
+    ),
+    Looked("the streamer", "given each token", "as plain"),
+    Looked(
+        "methods of transformers' cache classes",
+        "compared when a call begins",
+        "plain",
+    ),
+    Looked(
+        "the cache that the caller gave",
+        "shown as plain decoding would have it wherever code of the caller's is asked, or the call "
+        "is plain",
+        "as plain",
+    ),
+    Looked(
+        "modules, parameters, buffers, hooks, attributes and the configuration of the model",
+        "read by every forward; repeated forwards compare them when a call begins; all calls "
+        "behind each token where code of the caller's runs (writes as PyTorch counts them)",
+        "within a call no drafts from there on; between calls tested and recorded anew",
+    ),
+    Looked(
+        "functions that the forward names: globals of modeling modules, `torch.nn.functional`, "
+        "methods of classes, attention and masks in transformers' registries",
+        "compared when a call begins, and before each repeated forward",
+        "tested and recorded anew",
+    ),
+    Looked(
+        "`Module.__call__` of PyTorch, hooks of all modules",
+        "compared when a call begins",
+        "part of the model: tested with it, not repeated",
+    ),
+    Looked(
+        "`generation_config`",
+        "read once, as plain decoding does when `_sample` begins",
+        "as plain",
+    ),
+)
+
+LOOP_METHODS = (
+    *("_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"),
+    *("_has_unfinished_sequences", "_optimize_model_for_decode"),
+)
+"""What the loop asks of a model besides its forward."""
+
+# Where the loop finds the functions that choose a token.
+_CHOOSERS = (
+    *((torch, "argmax"), (torch, "multinomial"), (nn.functional, "softmax")),
+)
+_LOOP = inspect.unwrap(GenerationMixin._sample)
+
+STREAMS_FIRST = "put" in {*names_in(_LOOP.__code__)}
+"""Whether streamers get a token before the criteria are asked; since 5.24 behind them."""
+
+
+def is_own(function: Any, name: str) -> bool:
+    """Whether PyTorch, transformers or a library round them wrote what stands under a name."""
+    if isinstance(function, BuiltinFunctionType):
+        return function.__name__ == name
+    if isinstance(function, type):
+        return function.__module__.partition(".")[0] in LIBRARIES
+    if written_in(function) == "contextlib":
+        return is_own(function.__wrapped__, name)
+    return written_in(function) in LIBRARIES
+
+
+# What had been exchanged before the package was imported is PyTorch's own no more.
+_choosers = {
+    name: function
+    for space, name in _CHOOSERS
+    if is_own(function := getattr(space, name), name)
+}
+
+
+def choosers_exchanged() -> bool:
+    """Whether one of the functions that choose tokens is another than PyTorch's own."""
+    return any(_choosers.get(name) is not getattr(space, name) for space, name in _CHOOSERS)
+
+
+def choosers_known() -> bool:
+    """Whether tokens are chosen, and processors and criteria asked, as transformers wrote it."""
+    return lists_called_as_written() and not choosers_exchanged()
+
+
+def is_known_streamer(streamer: Any) -> bool:
+    """Whether a streamer is one of transformers' own, with methods as transformers wrote them."""
+    methods = (getattr(streamer, name, None) for name in ("put", "end", "on_finalized_text"))
+    return all(written_in(method) == "transformers" for method in methods if method is not None)
+
+
+def has_own_loop(model: Any) -> bool:
+    """Whether a model decodes by another loop than transformers' own."""
+    loop = type(model)._sample
+    return loop is not GenerationMixin._sample or not is_own(loop, "_sample")
+
+
+def why_exchanged(model: Any) -> str | None:
+    """What plain decoding of a model would ask in a step that nobody knows; None: all is known."""
+    for name in LOOP_METHODS:
+        if not is_own(getattr(model, name), name):
+            return f"nobody knows what its {name} does in later steps"
+    if (name := _exchanged(_of_loop())) is not None:
+        return f"{name}, which transformers' loop asks, is another one than transformers'"
+    if (name := _exchanged(_of_caches())) is not None:
+        return f"{name} of transformers' caches is another one than transformers'"
+    return None
+
+
+def _exchanged(lookups: Lookups | str) -> str | None:
+    return lookups if isinstance(lookups, str) else lookups.changed()
+
+
+@cache
+def _of_loop() -> Lookups | str:
+    """The names in the loop but those that choose; one that was exchanged before."""
+    names = {name for _, name in _CHOOSERS}
+    return _known(lookups_in(_LOOP, but=names))
+
+
+@cache
+def _of_caches() -> Lookups | str:
+    """The methods of caches and their layers; the name of one that was exchanged before."""
+    found = Lookups()
+    for kind in vars(cache_utils).values():
+        if isinstance(kind, type) and kind.__module__ == cache_utils.__name__:
+            for name, method in vars(kind).items():
+                if inspect.isfunction(method):
+                    found.add(kind, name)
+    return _known(found)
+
+
+def _known(lookups: Lookups) -> Lookups | str:
+    strange = (name for name, value in lookups.items() if callable(value) and not is_own(value, name))
+    return next(strange, lookups)
+
+
+_calls: dict[type, Any] = {}
+"""`__call__` of each of transformers' classes that was looked at, as transformers wrote it."""
+
+
+def called_as_written(kind: type) -> bool:
+    """Whether objects of one of transformers' classes are called as transformers wrote it."""
+    call: Any = kind.__call__
+    if _calls.get(kind) is not call:
+        if written_in(call) != "transformers":
+            return False
+        _calls[kind] = call
+    return True
+
+
+def lists_called_as_written() -> bool:
+    """Whether lists of processors and of criteria ask their members as transformers wrote it."""
+    return called_as_written(LogitsProcessorList) and called_as_written(StoppingCriteriaList)
+
+
+def table() -> str:
+    """The table in Markdown."""
+    head = ["| plain decoding looks up | watched | once it is another |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in TABLE)])
+
+
+if __name__ == "__main__":
+    print(table())
