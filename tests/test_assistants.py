@@ -411,9 +411,7 @@ def test_a_sentence_says_whether_the_assistant_helped():
     requests.accepted = 8
     assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
     plain = call_of(tier="plain", steps=47, forwards=47)
-    assert plain.summary == (
-        "not assisted, the log says why: 48 tokens in 48 forwards, 24.0 tokens/s"
-    )
+    assert plain.summary == ("not assisted: 48 tokens in 48 forwards, 24.0 tokens/s")
 
 
 def test_figures_of_calls_add_up():

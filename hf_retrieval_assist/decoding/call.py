@@ -19,7 +19,7 @@ from ..drafters.base import Target
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
-from ..host.plain_step import choosers_known, is_known_streamer
+from ..host.plain_step import Rules, is_known_streamer
 from ..host.ranks import Ranks
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.planner import Planner
@@ -32,7 +32,7 @@ from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
 from ..verification.service import PER_TOKEN, Demand, choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.workspace import WORKSPACES
-from .selection import known_kind
+from .selection import ROWWISE
 from .stopping import Stopping
 
 logger = get_logger(__name__)
@@ -209,13 +209,14 @@ class Call:
     @cached_property
     def asks_caller(self) -> bool:
         """Whether code that is not known runs between forwards, which may change anything."""
-        known = choosers_known() and (self.streamer is None or is_known_streamer(self.streamer))
-        return not known or self._follows_rows
+        return self._follows_rows or not (self.streamer is None or is_known_streamer(self.streamer))
 
-    @property
+    @cached_property
     def _follows_rows(self) -> bool:
-        """Whether a processor or criterion may keep something of all rows from token to token."""
-        return any(known_kind(one) is None for one in (*self.processors, *self.criteria))
+        """Whether a processor, a criterion or what asks them is none of those that are known."""
+        members = *self.processors, *self.criteria
+        rules = Rules(members, ROWWISE)
+        return not rules.hold or any(rules.kind(one) is None for one in members)
 
     @property
     def returns_states(self) -> bool:

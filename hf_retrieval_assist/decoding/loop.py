@@ -15,6 +15,7 @@ import torch
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..drafting.policy import AssistantSession, DraftingPolicy
 from ..host import transformers_private as private
+from ..host.model_watch import ModelWatch
 from ..host.ranks import Ranks
 from ..planning.account import Drafting
 from ..row_text import Path, RowText
@@ -91,7 +92,7 @@ class Generation:
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
         lap = Stopwatch(self.counts.seconds).lap
-        if self.walk.watch.changed:
+        if (watch := self.walk.watch) is not None and watch.changed:
             self.forward.go_on_plainly()
         self.forward.pack_due()
         lap("pack")
@@ -101,7 +102,8 @@ class Generation:
         trees = self.plan(rows, drafts, drafting)
         lap("draft")
         trees, verified = self.forward(trees)
-        self.walk.watch.look()
+        if watch is not None:
+            watch.look()
         seconds = lap("forward")
         paths = self.walk(trees, verified, self._drawn)
         seconds += lap("walk")
@@ -144,7 +146,8 @@ class Generation:
         outputs = self.forward.prefill()
         lap = Stopwatch(self.counts.seconds).lap
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
-        self.walk.watch.begin(self.forward.lookups)
+        if self.call.asks_caller and (lookups := self.forward.lookups) is not None:
+            self.walk.watch = ModelWatch(self.call.model, lookups)
         self.walk.recorder.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk([TokenTree.empty()] * len(self.rows), last, self._drawn)
@@ -252,9 +255,7 @@ class Generation:
             for row in self.rows
         )
         self.counts.keeps_seed = self.walk.end(end)
-        new = torch.tensor(
-            [row.fed(0, end) for row in self.rows], dtype=torch.long, device=device
-        )
+        new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])
         return self.walk.recorder.result(
             torch.cat([prompts, new], dim=1),

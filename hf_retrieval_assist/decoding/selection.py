@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
-from ..host.plain_step import called_as_written, choosers_exchanged, choosers_known
+from ..host.plain_step import Rules, choosers_exchanged
 from ..kernels.largest import greatest
 from ..kernels.screen import Sampling
 from ..row_text import RowText, shown
@@ -23,16 +23,16 @@ Draw = Callable[[torch.Tensor], list[int]]
 # Processors of transformers that look at nothing but the scores.
 _BLIND = frozenset(
     (
-    logits_process.EpsilonLogitsWarper,
-    logits_process.EtaLogitsWarper,
-    logits_process.InfNanRemoveLogitsProcessor,
-    logits_process.LogitNormalization,
-    logits_process.MinPLogitsWarper,
-    logits_process.SuppressTokensLogitsProcessor,
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
+        logits_process.EpsilonLogitsWarper,
+        logits_process.EtaLogitsWarper,
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.LogitNormalization,
+        logits_process.MinPLogitsWarper,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.TemperatureLogitsWarper,
+        logits_process.TopKLogitsWarper,
+        logits_process.TopPLogitsWarper,
+        logits_process.TypicalLogitsWarper,
     )
 )
 
@@ -73,24 +73,25 @@ _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
     logits_process.SuppressTokensLogitsProcessor: _listed("suppress_tokens"),
 }
 
-# Further ones, and criteria, that say of a row what its own text and scores say. All others keep
-# something of the batch, look at one row for all, or call what a caller gave them.
-_ROWWISE = frozenset(
+ROWWISE = frozenset(
     (
-    *_BLIND,
-    *_TOUCHING,
-    *_ROW_BOUND,
-    logits_process.BarkEosPrioritizerLogitsProcessor,
-    stopping_criteria.EosTokenCriteria,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.MaxTimeCriteria,
-    stopping_criteria.StopStringCriteria,
-    logits_process.WatermarkLogitsProcessor,
+        *_BLIND,
+        *_TOUCHING,
+        *_ROW_BOUND,
+        logits_process.BarkEosPrioritizerLogitsProcessor,
+        stopping_criteria.EosTokenCriteria,
+        logits_process.ExponentialDecayLengthPenalty,
+        logits_process.ForcedBOSTokenLogitsProcessor,
+        logits_process.ForcedEOSTokenLogitsProcessor,
+        stopping_criteria.MaxLengthCriteria,
+        stopping_criteria.MaxTimeCriteria,
+        stopping_criteria.StopStringCriteria,
+        logits_process.WatermarkLogitsProcessor,
     )
 )
+"""Classes of processors and criteria that say of a row what its own text and scores say. All others
+keep something of the batch, look at one row for all, or call what a caller gave them; what
+subclasses do nobody knows."""
 
 # Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
 _SAMPLING = {
@@ -116,14 +117,15 @@ class TokenSelector:
         self.processors = processors
         self.do_sample = do_sample
         self.batch_size = batch_size
+        self.rules = Rules(processors, ROWWISE)
 
     @property
     def kinds(self) -> list[type | None] | None:
         """The class of each processor, None of one whose rule is not known; None where tokens are
         chosen by functions that are not known."""
-        if not choosers_known():
+        if not self.rules.hold:
             return None
-        return [known_kind(processor) for processor in self.processors]
+        return [self.rules.kind(processor) for processor in self.processors]
 
     @property
     def blind(self) -> bool:
@@ -178,7 +180,7 @@ class TokenSelector:
     @property
     def greedy(self) -> bool:
         """Whether a token is nothing but the maximum of its logits."""
-        return not self.do_sample and not len(self.processors) and self.kinds is not None
+        return not self.do_sample and not len(self.processors) and self.rules.hold
 
     def settings(self) -> Snapshot:
         """What the processors are set to, to be compared with what they are set to later."""
@@ -222,7 +224,7 @@ class TokenSelector:
         known = LogitsProcessorList(
             one
             for one in self.processors
-            if (kind := known_kind(one)) in _BLIND or kind in _TOUCHING
+            if (kind := self.rules.kind(one)) in _BLIND or kind in _TOUCHING
         )
         if all(type(processor) in _BLIND for processor in known):
             return process_blindly(known, scores)
@@ -270,13 +272,3 @@ def process_blindly(processors: LogitsProcessorList, scores: torch.Tensor) -> to
     """Processed scores [n, vocab_size] of whatever texts, which each new token would first have to
     be brought to the device for. For processors that look at nothing but the scores."""
     return processors(scores.new_empty((len(scores), 0), dtype=torch.long), scores)
-
-
-def known_kind(member: LogitsProcessor | StoppingCriteria) -> type | None:
-    """The class of a processor or criterion that says of a row what its own text and scores say.
-
-    Most of transformers' do. None: what it does nobody knows; subclasses of transformers' own
-    classes are among these, and its classes where they are called otherwise than it wrote.
-    """
-    kind = type(member)
-    return kind if kind in _ROWWISE and called_as_written(kind) else None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..host.plain_step import called_as_written, lists_called_as_written
+from ..host.plain_step import Rules
 from ..row_text import RowText, shown
 
 # A criterion that is answered from the host, or others that are asked together.
-_Part = StoppingCriteria | StoppingCriteriaList
+_Part: TypeAlias = StoppingCriteria | StoppingCriteriaList
 
 
 class Stopping:
@@ -23,23 +23,27 @@ class Stopping:
     The criteria of every call (length, end-of-sequence ids) are answered from the host; all others
     are asked after every token, as plain decoding asks them. All are read anew each time and in
     their order, since one may move what the next one says.
+
+    Attributes:
+        max_length: tokens that no row gets beyond, as the criteria said behind the last token; None
+            without a limit.
+        has_eos: whether rows that have ended are padded.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
         self._criteria = criteria
+        self._rules = Rules(criteria, frozenset((MaxLengthCriteria, EosTokenCriteria)))
+        self._parts = [*_parts_of(criteria, self._rules)]
+        self._limits = [c for c in criteria if self._rules.kind(c) is MaxLengthCriteria]
+        self.max_length = self._limit
         # As plain decoding, which asks this once.
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._ends: dict[int, tuple[Any, int, frozenset[int]]] = {}
 
     @property
-    def max_length(self) -> int | None:
-        """Tokens that no row gets beyond, as the criteria say it now; None without a limit."""
-        lengths = [
-            # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
-            float(criterion.max_length)
-            for criterion in self._criteria
-            if type(criterion) is MaxLengthCriteria and called_as_written(MaxLengthCriteria)
-        ]
+    def _limit(self) -> int | None:
+        # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
+        lengths = [float(criterion.max_length) for criterion in self._limits]
         return min(map(math.ceil, filter(math.isfinite, lengths)), default=None)
 
     def finish(
@@ -61,40 +65,22 @@ class Stopping:
             in_step: whether criteria see all rows at once, which then are those that walk.
         """
         asked = [walking] if in_step else [[row] for row in walking if row.met is None]
-        parts = [*self._parts()]
+        parts = self._parts if self._rules.hold else [self._criteria]
         for together in asked:
             for row, met in zip(together, self._met(parts, together, scores), strict=True):
                 if row.met is None and met:
                     row.met = len(row.generated)
+        limit = self.max_length = self._limit
         if self.has_eos and not in_step:
             for row in walking:
                 row.finished = row.met is not None
         elif any(row.met is None for row in rows):
-            limit = self.max_length
             for row in walking:
                 row.finished = row.met is not None and limit is not None and len(row) >= limit
         else:
             end = self.end(rows)
             for row in rows:
                 row.finished = len(row.generated) >= end
-
-    def _parts(self) -> Iterator[_Part]:
-        """The criteria in their order, those that are asked behind one another together."""
-        if not lists_called_as_written():
-            yield self._criteria
-            return
-        others = StoppingCriteriaList()
-        for criterion in self._criteria:
-            kind = type(criterion)
-            if kind in (MaxLengthCriteria, EosTokenCriteria) and called_as_written(kind):
-                if others:
-                    yield others
-                    others = StoppingCriteriaList()
-                yield criterion
-            else:
-                others.append(criterion)
-        if others:
-            yield others
 
     def _met(self, parts: Sequence[_Part], rows: Sequence[RowText], scores: Any) -> list[bool]:
         """Whether a criterion is met by each of the rows, which are equally long."""
@@ -130,9 +116,23 @@ class Stopping:
 
     def deepest(self, row: RowText) -> int | None:
         """How deep a draft of the row may be of use; None without a limit."""
-        limit = self.max_length
         # The last token that may be generated needs no node: the walk chooses it at its parent.
-        return None if limit is None else max(0, limit - len(row) - 1)
+        return None if self.max_length is None else max(0, self.max_length - len(row) - 1)
+
+
+def _parts_of(criteria: StoppingCriteriaList, rules: Rules) -> Iterator[_Part]:
+    """The criteria in their order, those that are asked behind one another together."""
+    others = StoppingCriteriaList()
+    for criterion in criteria:
+        if rules.kind(criterion) is None:
+            others.append(criterion)
+            continue
+        if others:
+            yield others
+            others = StoppingCriteriaList()
+        yield criterion
+    if others:
+        yield others
 
 
 def _listed(ids: Any) -> frozenset[int]:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..drafters.base import ChildDraw
+from ..host.model_watch import ModelWatch
 from ..host.plain_step import STREAMS_FIRST
 from ..kernels.screen import Screened
 from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
 from .call import Call
-from .call_watch import CallWatch
 from .dice import Dice, quotient_token
 from .node_choices import NodeChoices
 from .recorder import OutputRecorder
@@ -50,7 +50,8 @@ class Walk:
         stopping: says after each token which rows are finished.
         recorder: is told of each token's scores and logits where the call wants them.
         dice: the call's random draws.
-        watch: tells whether code of the caller's has changed the model since the last forward.
+        watch: tells whether code of the caller's has changed the model since the last forward; None
+            where none of it runs.
     """
 
     def __init__(self, call: Call, rows: Sequence[RowText], in_step: bool, residual: bool):
@@ -60,7 +61,7 @@ class Walk:
         self.recorder = OutputRecorder(call.config, call.batch_size)
         self.dice = Dice(rows)
         self.residual = residual and self.select.do_sample
-        self.watch = CallWatch(call)
+        self.watch: ModelWatch | None = None
         self._streamer = call.streamer
         self._ahead: NodeChoices | None = None
 
@@ -126,8 +127,8 @@ class Walk:
             self.stopping.finish(walking, self.rows, self.recorder.shown, self.in_step)
             if not STREAMS_FIRST:
                 self._stream(walking)
-            if self.watch.changed:  # the logits at hand are those of another model
-                break
+            if self.watch is not None and self.watch.changed:
+                break  # the logits at hand are those of another model
             walking = self._following(walking, trees, paths)
         return paths
 

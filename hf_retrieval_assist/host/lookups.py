@@ -8,19 +8,18 @@ recorded of them, holds while every one of these names leads where it led.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Set
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..structures.lookups import Lookups, Snapshot
-from ..system import changes
+from ..structures.lookups import Lookups
 from ..system.modules import modules_of
 from .callers_hooks import LIBRARIES, written_in
 from .transformers_private import attention_of, own_calls
@@ -45,10 +44,15 @@ class ForwardLookups(Lookups):
     """What the functions of a model's forward look up.
 
     Attributes:
-        strange: a name that leads to a function which no library has written; None: there is none.
+        strange: a function that no library has written; None: there is none.
     """
 
-    strange: str | None = None
+    strange: Any = None
+
+
+def _is_strange(function: FunctionType) -> bool:
+    written = written_in(function)
+    return written not in LIBRARIES and written not in sys.stdlib_module_names
 
 
 def lookups_of(model: nn.Module) -> ForwardLookups:
@@ -64,9 +68,7 @@ def lookups_of(model: nn.Module) -> ForwardLookups:
     for config in configurations_of(model):
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             reader.found.add(registry, attention_of(config))
-    functions = ((name, x) for name, x in reader.found.items() if isinstance(x, FunctionType))
-    strange = (name for name, function in functions if written_in(function) not in LIBRARIES)
-    reader.found.strange = next(strange, None)
+    reader.found.strange = next(filter(_is_strange, reader.functions), None)
     return reader.found
 
 
@@ -93,6 +95,11 @@ class _Reader:
         self._known: set[tuple[int, str]] = set()
         # Functions, with the class of the object that has them as methods.
         self._waiting: dict[tuple[FunctionType, type | None], None] = {}
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """Those that were met, those of torch's own that are not followed left out."""
+        return [function for function, _ in self._waiting]
 
     def follow(self, function: Any, kind: type | None = None) -> None:
         """Read what a function looks up, later; nothing else is followed."""
@@ -168,53 +175,3 @@ def configurations_of(model: Any) -> list[PreTrainedConfig]:
                 found[id(value)] = value
                 waiting.append(value)
     return waiting
-
-
-class ModelWatch:
-    """Notices that a model is changed between one of its forwards and the next.
-
-    What modules, their parameters, buffers, hooks and attributes are, what lists and dictionaries
-    among these hold, the configuration, and writes that PyTorch counts.
-
-    Args:
-        model: to look at.
-        lookups: of its forward.
-    """
-
-    def __init__(self, model: nn.Module, lookups: Lookups) -> None:
-        self._lookups, self._said = lookups, changes.said()
-        dicts: list[dict[str, Any]] = [vars(config) for config in configurations_of(model)]
-        lists: list[list[Any]] = []
-        tensors: list[torch.Tensor] = []
-        for module in modules_of(model):
-            dicts.append(vars(module))
-            for value in vars(module).values():
-                _gather(value, dicts, lists, tensors)
-        counted = {id(x): x for x in tensors if not x.is_inference()}
-        self._snapshot = Snapshot(dicts, lists, [*counted.values()])
-
-    def look(self) -> None:
-        """Take the model as it is now for what the last forward has left."""
-        self._said = changes.said()
-        self._snapshot.take()
-
-    @property
-    def changed(self) -> bool:
-        """Whether it is another one than when it was last looked at."""
-        return (
-            self._said != changes.said()
-            or not self._snapshot.is_same()
-            or self._lookups.changed() is not None
-        )
-
-
-def _gather(value: Any, dicts: list[Any], lists: list[Any], tensors: list[Any]) -> None:
-    """An attribute's own containers, and the tensors in them."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-    elif isinstance(value, dict):
-        dicts.append(value)
-        tensors += [held for held in value.values() if isinstance(held, torch.Tensor)]
-    elif type(value) is list:
-        lists.append(value)
-        tensors += [held for held in value if isinstance(held, torch.Tensor)]

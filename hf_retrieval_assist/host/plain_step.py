@@ -1,9 +1,9 @@
 """What plain `generate` looks up in a step, and how the package watches each of these things.
 
-`GenerationMixin._sample` trusts nothing: in every step it asks methods of the model, processors,
-criteria and functions of PyTorch by their names, reads their settings, and runs the model's forward,
-which asks hundreds of names more. Whatever is asked there is asked by an assisted call too, at the
-same places of the text, or compared with what was asked before; where neither can be, the call is
+transformers' loop trusts nothing: in every step it asks methods of the model, processors, criteria
+and functions of PyTorch by their names, reads their settings, and runs the model's forward, which
+asks hundreds of names more. Whatever is asked there is asked by an assisted call too, at the same
+places of the text, or compared with what was asked before; where neither can be, the call is
 decoded plainly. :data:`TABLE` has a row for each thing; `docs/watched.md` shows it, which this
 module prints when it is run.
 """
@@ -11,6 +11,7 @@ module prints when it is run.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Set
 from functools import cache
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from ..structures.lookups import Lookups
 from .callers_hooks import LIBRARIES, written_in
 from .lookups import lookups_in, names_in
+from .transformers_private import loop, loop_of
 
 
 class Looked(NamedTuple):
@@ -117,11 +119,11 @@ LOOP_METHODS = (
 
 # Where the loop finds the functions that choose a token.
 _CHOOSERS = (
-    *((torch, "argmax"), (torch, "multinomial"), (nn.functional, "softmax")),
+    *((vars(torch), "argmax"), (vars(torch), "multinomial")),
+    (vars(nn.functional), "softmax"),
 )
-_LOOP = inspect.unwrap(GenerationMixin._sample)
 
-STREAMS_FIRST = "put" in {*names_in(_LOOP.__code__)}
+STREAMS_FIRST = "put" in {*names_in(loop().__code__)}
 """Whether streamers get a token before the criteria are asked; since 5.24 behind them."""
 
 
@@ -136,22 +138,48 @@ def is_own(function: Any, name: str) -> bool:
     return written_in(function) in LIBRARIES
 
 
-# What had been exchanged before the package was imported is PyTorch's own no more.
-_choosers = {
-    name: function
-    for space, name in _CHOOSERS
-    if is_own(function := getattr(space, name), name)
-}
+class Rules:
+    """What is known of how a call's tokens are chosen, or its criteria asked.
+
+    That is: PyTorch's functions and the lists of transformers that do so, and which of the members
+    of a list say of a row what its own text and scores say.
+
+    Args:
+        members: processors, or criteria.
+        kinds: classes of transformers of which that is known.
+
+    Attributes:
+        kinds: those of them that the members are of, as transformers wrote them.
+    """
+
+    def __init__(self, members: Iterable[Any], kinds: Set[type]) -> None:
+        self._names = Lookups()
+        self._known = True
+        for space, name in (*_CHOOSERS, *_LISTS):
+            self._known &= is_own(self._names.add(space, name), name)
+        self.kinds = {
+            kind
+            for kind in {type(member): None for member in members}
+            if kind in kinds and is_own(self._names.add(kind, "__call__"), "__call__")
+        }
+
+    @property
+    def hold(self) -> bool:
+        """Whether everything is called as it was when the call began, and as it was written."""
+        return self._known and self._names.changed() is None
+
+    def kind(self, member: Any) -> type | None:
+        """The class of a member of which all is known, as long as the rules hold."""
+        return type(member) if type(member) in self.kinds else None
+
+
+_LISTS = ((LogitsProcessorList, "__call__"), (StoppingCriteriaList, "__call__"))
+_choosers = Rules((), frozenset())
 
 
 def choosers_exchanged() -> bool:
-    """Whether one of the functions that choose tokens is another than PyTorch's own."""
-    return any(_choosers.get(name) is not getattr(space, name) for space, name in _CHOOSERS)
-
-
-def choosers_known() -> bool:
-    """Whether tokens are chosen, and processors and criteria asked, as transformers wrote it."""
-    return lists_called_as_written() and not choosers_exchanged()
+    """Whether a function that chooses tokens is another than PyTorch's own."""
+    return not _choosers.hold
 
 
 def is_known_streamer(streamer: Any) -> bool:
@@ -162,8 +190,7 @@ def is_known_streamer(streamer: Any) -> bool:
 
 def has_own_loop(model: Any) -> bool:
     """Whether a model decodes by another loop than transformers' own."""
-    loop = type(model)._sample
-    return loop is not GenerationMixin._sample or not is_own(loop, "_sample")
+    return loop_of(model) is not loop_of(GenerationMixin) or not is_own(loop_of(model), "loop")
 
 
 def why_exchanged(model: Any) -> str | None:
@@ -171,10 +198,9 @@ def why_exchanged(model: Any) -> str | None:
     for name in LOOP_METHODS:
         if not is_own(getattr(model, name), name):
             return f"nobody knows what its {name} does in later steps"
-    if (name := _exchanged(_of_loop())) is not None:
-        return f"{name}, which transformers' loop asks, is another one than transformers'"
-    if (name := _exchanged(_of_caches())) is not None:
-        return f"{name} of transformers' caches is another one than transformers'"
+    for owner, lookups in (("loop", _of_loop()), ("caches", _of_caches())):
+        if (exchanged := _exchanged(lookups)) is not None:
+            return f"{exchanged} of transformers' {owner} is another one than transformers wrote"
     return None
 
 
@@ -186,43 +212,27 @@ def _exchanged(lookups: Lookups | str) -> str | None:
 def _of_loop() -> Lookups | str:
     """The names in the loop but those that choose; one that was exchanged before."""
     names = {name for _, name in _CHOOSERS}
-    return _known(lookups_in(_LOOP, but=names))
+    return _known(lookups_in(loop(), but=names))
 
 
 @cache
 def _of_caches() -> Lookups | str:
     """The methods of caches and their layers; the name of one that was exchanged before."""
-    found = Lookups()
+    found, own = Lookups(), cache_utils.__name__
     for kind in vars(cache_utils).values():
-        if isinstance(kind, type) and kind.__module__ == cache_utils.__name__:
-            for name, method in vars(kind).items():
-                if inspect.isfunction(method):
+        if isinstance(kind, type) and kind.__module__ == own:
+            written = (vars(base) for base in kind.__mro__ if base.__module__ == own)
+            for name in {name for names in written for name in names}:
+                if inspect.isfunction(getattr(kind, name)):
                     found.add(kind, name)
     return _known(found)
 
 
 def _known(lookups: Lookups) -> Lookups | str:
-    strange = (name for name, value in lookups.items() if callable(value) and not is_own(value, name))
-    return next(strange, lookups)
-
-
-_calls: dict[type, Any] = {}
-"""`__call__` of each of transformers' classes that was looked at, as transformers wrote it."""
-
-
-def called_as_written(kind: type) -> bool:
-    """Whether objects of one of transformers' classes are called as transformers wrote it."""
-    call: Any = kind.__call__
-    if _calls.get(kind) is not call:
-        if written_in(call) != "transformers":
-            return False
-        _calls[kind] = call
-    return True
-
-
-def lists_called_as_written() -> bool:
-    """Whether lists of processors and of criteria ask their members as transformers wrote it."""
-    return called_as_written(LogitsProcessorList) and called_as_written(StoppingCriteriaList)
+    for name, value in lookups.items():
+        if callable(value) and not is_own(value, name):
+            return name
+    return lookups
 
 
 def table() -> str:

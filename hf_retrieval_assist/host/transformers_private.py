@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, __version__
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -67,7 +67,18 @@ def prefill(
 
 def sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
     """transformers' own loop for greedy decoding and sampling."""
-    return type(model)._sample(model, input_ids, **arguments)
+    return loop_of(model)(model, input_ids, **arguments)
+
+
+def loop_of(model: Any) -> Any:
+    """The loop by which `generate` decodes greedily and samples: of the class, not the instance."""
+    owner: Any = model if isinstance(model, type) else type(model)
+    return owner._sample
+
+
+def loop() -> Any:
+    """transformers' own loop, without what decorates it."""
+    return inspect.unwrap(GenerationMixin._sample)
 
 
 def kwargs_after(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:

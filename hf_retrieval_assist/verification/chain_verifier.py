@@ -150,9 +150,7 @@ class StepVerifier(ChainVerifier):
         """
         verifier.abandon()
         states = verifier.states if isinstance(verifier, ChainVerifier) else States(verifier.cache)
-        new = cls(
-            verifier.model, verifier.cache, model_kwargs, verifier.prompt_ids, states=states
-        )
+        new = cls(verifier.model, verifier.cache, model_kwargs, verifier.prompt_ids, states=states)
         new.begun, new.reach = verifier.begun, verifier.reach
         new.repeated, new.recordings = verifier.repeated, verifier.recordings
         return new

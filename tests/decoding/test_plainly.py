@@ -285,7 +285,7 @@ def test_a_call_that_cannot_be_assisted_says_so_once(told, options, why):
     (said,) = [text for text in told.messages if "cannot draft here: " in text]
     assert why in said
     assert options or len(told.messages) == 1
-    assert assistant.stats.last.summary.startswith("not assisted, the log says why")
+    assert assistant.stats.last.summary.startswith(f"not assisted ({assistant.stats.last.reason})")
 
 
 def test_most_calls_at_rest_are_told_of_once(model, told, monkeypatch):

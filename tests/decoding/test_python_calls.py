@@ -42,7 +42,7 @@ def calls_of_steps(rows, budget, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "budget", "most"), [(1, 0, 300), (1, 8, 420), (16, 0, 730), (16, 8, 1140)]
+    ("rows", "budget", "most"), [(1, 0, 306), (1, 8, 424), (16, 0, 734), (16, 8, 1150)]
 )
 def test_a_step_calls_no_more_functions(rows, budget, most, monkeypatch):
     counts = calls_of_steps(rows, budget, monkeypatch)

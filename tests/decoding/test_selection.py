@@ -7,8 +7,9 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from hf_retrieval_assist.decoding.selection import TokenSelector, follows_rows
+from hf_retrieval_assist.decoding.selection import ROWWISE, TokenSelector
 from hf_retrieval_assist.decoding.stopping import Stopping
+from hf_retrieval_assist.host.plain_step import Rules
 from hf_retrieval_assist.row_text import Path, RowText
 
 ROWS, LENGTH, VOCAB = 3, 9, 67
@@ -73,6 +74,10 @@ def classes():
     }
 
 
+def follows_rows(member):
+    return Rules([member], ROWWISE).kind(member) is None
+
+
 def bare(found):
     return found.__new__(found)
 
@@ -119,7 +124,7 @@ def test_longest_text(limits, tokens):
     """A limit of any kind is met where plain decoding meets it."""
     stop, row = stopping(limits), one_row(tokens)
     assert (stop.max_length, type(stop.max_length)) == (7, int)
-    assert stop.remaining(row) == 4 - tokens
+    assert stop.deepest(row) == max(0, 3 - tokens)
     stop.finish([row], [row], None)
     assert row.finished == (tokens >= 4)
 
@@ -128,7 +133,7 @@ def test_longest_text(limits, tokens):
 def test_no_limit(limits):
     stop = stopping(limits)
     assert stop.max_length is None
-    assert stop.remaining(one_row(1)) is None
+    assert stop.deepest(one_row(1)) is None
 
 
 def test_the_text_grows_beyond_its_room_and_can_be_cut():

@@ -18,6 +18,7 @@ from .accelerator import _NO_KERNEL, _WAITING, aten
 from .lossless import run
 from .oracle_drafter import OracleDrafter
 from .scripted import Scripted
+from .watching import a_librarys
 
 
 class _Tape(TorchDispatchMode):
@@ -65,6 +66,7 @@ def serve_in_place(monkeypatch):
 
 
 @contextmanager
+@a_librarys
 def few_tokens(model):
     """transformers' scope of decoding steps, as on an accelerator."""
     before = model.get_experts_implementation()

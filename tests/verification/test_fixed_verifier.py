@@ -36,7 +36,7 @@ from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, goes_on_after_an_interrupt, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
-from tests.support.watching import calls_of, results_of
+from tests.support.watching import a_librarys, calls_of, results_of
 from tests.support.wrapped_models import Around
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 40}
@@ -244,7 +244,7 @@ def test_forwards_that_belong_to_a_call_are_timed_though_they_are_not_repeated(m
         # As of a model that makes an input of its own for each forward.
         return prepare(model, *arguments, **options) | {"output_attentions": False}
 
-    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", own)
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", a_librarys(own))
     for _ in range(3):
         seen.clear()
         agreeing(model, INPUTS["one row"], **OPTIONS)

@@ -15,6 +15,7 @@ from hf_retrieval_assist.verification.reach import Reach
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.lossless import ROPES, build, prompts_of, rope_model
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.watching import a_librarys
 
 ORIGINAL = 32
 
@@ -33,6 +34,7 @@ def prepares(longest=None, **lengths):
                 options |= {CACHE: None}
             return super().prepare_inputs_for_generation(ids, **options)
 
+    Prepares.prepare_inputs_for_generation = a_librarys(Prepares.prepare_inputs_for_generation)
     model.__class__ = Prepares
     return model
 
