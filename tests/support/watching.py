@@ -29,7 +29,7 @@ def calls_of(monkeypatch, owner, name):
 
 
 def a_librarys(function):
-    """The same function, as if transformers had written it: what a caller's own does nobody knows."""
+    """The same function, as if transformers had written it: a caller's own would not be known."""
     names = {**function.__globals__, "__name__": "transformers.written_for_a_test"}
     made = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
