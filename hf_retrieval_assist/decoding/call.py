@@ -142,7 +142,7 @@ class Call:
         if why is None:
             return service
         self.tell_plain(why)
-        return Service(Tier.PLAIN, why)
+        return replace(service, tier=Tier.PLAIN, reason=why)
 
     def tell_plain(self, why: str) -> None:
         """Say once why calls like this one are decoded plainly."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..drafting.policy import DraftingPolicy
+from ..host.callers_hooks import left_out
 from ..host.ranks import Ranks
 from ..host.transformers_private import compilations
 from ..kernels.reroute import all_scopes_left
@@ -75,7 +77,8 @@ def decode(
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
     if service.tier is Tier.PLAIN:
-        result = decode_plainly(call, counts, record)
+        with left_out(model) if service.lacked_hooks else nullcontext():
+            result = decode_plainly(call, counts, record)
     else:
         account = None if record is not None else _account(call, assistant)
         if account is not None and account.rests():

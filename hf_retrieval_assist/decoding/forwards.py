@@ -8,7 +8,7 @@ from typing import Any
 
 from ..drafting.policy import DraftingPolicy
 from ..host import transformers_private as private
-from ..host.callers_hooks import HookWatch
+from ..host.callers_hooks import CacheShownError, HookWatch
 from ..host.feature_taps import FeatureTaps
 from ..host.lookups import ForwardLookups
 from ..kernels.linear import MAX_ROWS
@@ -120,11 +120,17 @@ class Forwards:
             What the model returned.
 
         Raises:
-            UnservableError: its layers do not keep one entry for each token.
+            UnservableError: its layers do not keep one entry for each token, or a hook of the
+                caller's would be shown the cache.
         """
         call, lap = self._call, Stopwatch(self._counts.seconds).lap
         with self.taps, self._reroute, self._copies.watching():
-            outputs = private.prefill(call.model, call.input_ids, call.config, self.model_kwargs)
+            try:
+                model_kwargs = self.model_kwargs
+                outputs = private.prefill(call.model, call.input_ids, call.config, model_kwargs)
+            except CacheShownError as error:
+                raise UnservableError(str(error)) from None
+        self._hooks.guards = False
         self.cache.begin(call.batch_size)
         if not self.cache.is_even:
             raise UnservableError("its layers do not keep one entry for each token of the text")
@@ -178,7 +184,7 @@ class Forwards:
                 verified = self._repeat(trees)
             if (self._hooks.unsure or self._hooks.changing) and not self._hooks.learn():
                 # Forwards were tested without the hook: the next call is served as a test with it
-                # says.
+                # says, or plainly.
                 self._sound, self._counts.tier = False, "plain"
                 self._counts.reason = "a hook of the caller's changes what forwards compute"
         self._counts.forwards += 1

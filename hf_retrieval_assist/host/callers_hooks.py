@@ -1,65 +1,149 @@
 """Hooks that a model's caller has registered, and whether they change what forwards compute.
 
-A hook that changes something is part of the model, and a tier is tested with it. One that only
-looks has no business with the test's random tokens, and says nothing about the model's forwards.
-Which kind a hook is shows in the call's own forwards: it returned something, or wrote into what it
-was shown. Hooks of libraries (sharding, offloading, adapters) always count as the model's.
+A hook that changes something in every forward is part of the model, and a tier is tested with it.
+One that only looks has no business with the test's random tokens, and says nothing about the
+model's forwards. Which kind a hook is shows in the call's own forwards: it returned something, or
+wrote into what it was shown. Of others it cannot be foreseen what they do in forwards that plain
+decoding would not run: they make calls plain. Hooks of libraries (sharding, offloading, adapters)
+always count as the model's.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
-from functools import partial
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
+from transformers import Cache, PreTrainedModel
 
 from ..system.locks import Lock
 from ..system.modules import modules_of
+from . import transformers_private as private
+from .hook_state import (
+    PACKAGE,
+    Identity,
+    State,
+    counts,
+    may_act,
+    own_parts,
+    reads_more_than_its_module,
+    state_of,
+    written_in,
+)
 from .transformers_private import Hook, global_hooks, hooks_of
 
-PACKAGE = __name__.partition(".")[0]
-LIBRARIES = frozenset(
-    ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", PACKAGE)
-)
 
-# By the number of a hook, of which PyTorch gives none twice: whether it changes something.
-_changes: dict[int, bool] = {}
+class Kind(StrEnum):
+    """What is known of a hook; of those that make calls plain, why."""
+
+    LOOKS = "it changes nothing"
+    CHANGES = "it changes something in every forward"
+    AT_TIMES = (
+        "a hook of the caller's may change something in some forwards only, or keeps something "
+        "that changes from one to the next; let it do the same in all of them"
+    )
+    SHOWN = (
+        "a hook of the caller's is shown the cache; register it without keywords, and on a part of "
+        "the model that does not return the cache"
+    )
+
+
+# By the number of a hook, of which PyTorch gives none twice; by what tells them of others too.
+_kinds: dict[Hashable, Kind] = {}
 _MOST_KNOWN = 1 << 14
 _lock = Lock()
 
 
-def written_in(function: Any) -> str:
-    """The package that a function was written in, whatever name what wraps it has taken over."""
-    while isinstance(function, partial):
-        function = function.func
-    written = getattr(getattr(function, "__func__", function), "__globals__", {})
-    name: str = written.get("__name__", type(function).__module__)
-    return name.partition(".")[0]
+def unwatched(called: Any) -> Any:
+    """What the caller has registered, whether some thread watches it or not."""
+    return called.hook if isinstance(called, _Watched) else called
 
 
-def is_callers(hook: Any) -> bool:
+def is_callers(called: Any) -> bool:
     """Whether neither a library nor this package has made a hook."""
-    return isinstance(hook, _Watched) or written_in(hook) not in LIBRARIES
+    return bool(own_parts(unwatched(called)))
+
+
+def all_hooks(model: nn.Module) -> list[Hook]:
+    """The hooks round the forwards of a model's modules, with those of all modules."""
+    return [*global_hooks(), *hooks_of(*modules_of(model))]
+
+
+def _callers_hooks(model: nn.Module) -> list[Hook]:
+    return [hook for hook in all_hooks(model) if is_callers(hook.called)]
+
+
+def told(hook: Hook) -> Hashable:
+    """What tells a hook that is registered anew for every call from others: where it stands, what
+    it calls and what that keeps."""
+    place = Identity(hook.table), hook.keywords
+    return place, frozenset(state_of(unwatched(hook.called)).items())
+
+
+def _kind(hook: Hook) -> Kind | None:
+    """None: it is met for the first time."""
+    return _kinds.get(hook.number) or _kinds.get(told(hook))
 
 
 def only_looks(hook: Hook) -> bool:
     """Whether a hook is the caller's and none that is known to change something."""
-    return is_callers(hook.called) and not _changes.get(hook.number, False)
+    return is_callers(hook.called) and _kind(hook) in (None, Kind.LOOKS)
+
+
+def may_change(hook: Hook) -> bool:
+    """Whether it may change a forward; the package's own look at that of some thread."""
+    return written_in(unwatched(hook.called)) != PACKAGE and not only_looks(hook)
 
 
 def has_callers_hooks(model: nn.Module) -> bool:
     """Whether a hook of the caller sees this thread's forwards of a model, that of all modules
     included."""
-    hooks = [hook.called for hook in hooks_of(*modules_of(model))]
-    return any(is_callers(hook) and not _is_muted(hook) for hook in (*global_hooks(), *hooks))
+    return any(not _is_muted(hook.called) for hook in _callers_hooks(model))
 
 
-def _is_muted(hook: Any) -> bool:
-    watch = hook.watches.get(threading.get_ident()) if isinstance(hook, _Watched) else None
+def _is_muted(called: Any) -> bool:
+    watch = called.watches.get(threading.get_ident()) if isinstance(called, _Watched) else None
     return watch is not None and watch.muted
+
+
+def why_plain_with_hooks(model: nn.Module, model_kwargs: dict[str, Any]) -> str | None:
+    """Why hooks of the caller's let no forward be run that plain decoding would not; None: they do.
+
+    Args:
+        model_kwargs: `generate`'s, with the cache that it made or was given.
+    """
+    hooks = _callers_hooks(model)
+    held = [*model_kwargs.values()]
+    held += [getattr(value, "self_attention_cache", None) for value in held]
+    if hooks and any(map(private.is_callers, held)):
+        return (
+            "a hook of the caller's may hold the cache that the call was given, which drafts use "
+            "otherwise than plain decoding; leave out either"
+        )
+    kinds = [Kind.SHOWN if _is_shown_cache(hook) else _kind(hook) for hook in hooks]
+    return next((kind.value for kind in (Kind.SHOWN, Kind.AT_TIMES) if kind in kinds), None)
+
+
+def _is_shown_cache(hook: Hook) -> bool:
+    """Whether a hook is shown a model's cache, as far as that can be foreseen: among keywords, or
+    in what a model returns. Hooks of all modules are shown that too."""
+    if hook.module is None:
+        shown = hook.keywords or not hook.before
+    else:
+        returned = not hook.before and isinstance(hook.module, PreTrainedModel)
+        shown = (hook.keywords or returned) and private.may_be_handed_cache(hook.module)
+    return shown and reads_more_than_its_module(unwatched(hook.called))
+
+
+class CacheShownError(Exception):
+    """A forward was about to show a hook of the caller's a cache of the package's own."""
 
 
 class _Watched:
@@ -67,24 +151,47 @@ class _Watched:
 
     Attributes:
         hook: the caller's.
+        number, before: see `Hook`.
         watches: by thread.
     """
 
-    def __init__(self, hook: Any):
-        self.hook = hook
+    def __init__(self, hook: Any, number: int, before: bool):
+        self.hook, self.number, self.before = hook, number, before
         self.watches: dict[int, HookWatch] = {}
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         watch = self.watches.get(threading.get_ident())
-        if watch is None:
-            return self.hook(*arguments, **options)
-        if watch.muted:
-            return None
-        before = _marks((arguments, options))
-        result = self.hook(*arguments, **options)
-        if result is not None or not _are_same(before, _marks((arguments, options))):
-            watch.changing.add(self)
-        return result
+        return self.hook(*arguments) if watch is None else watch.call(self, arguments)
+
+
+@dataclass
+class _Seen:
+    """What was seen of a hook that is met for the first time.
+
+    Attributes:
+        always, ever: whether it changed something in all and in any of its calls.
+        moves, counts: whether what it keeps has changed between them, and a number among that.
+        draws: whether it has drawn random numbers.
+    """
+
+    always: bool = True
+    ever: bool = False
+    moves: bool = False
+    counts: bool = False
+    draws: bool = False
+
+    def note(self, acted: bool, before: State, after: State, draws: bool) -> None:
+        self.always, self.ever = self.always and acted, self.ever or acted
+        self.moves = self.moves or before != after
+        self.counts = self.counts or counts(before, after)
+        self.draws = self.draws or draws
+
+    def kind(self, called: Any) -> Kind:
+        if self.ever:
+            return Kind.CHANGES if self.always and not self.moves else Kind.AT_TIMES
+        acts, decides = may_act(called)
+        foreseen = not (self.draws or (acts and (decides or self.counts)))
+        return Kind.LOOKS if foreseen else Kind.AT_TIMES
 
 
 class HookWatch:
@@ -93,63 +200,135 @@ class HookWatch:
     Args:
         model: whose hooks; those that are known to change something are left alone.
         muted: do not call them.
+        guards: raise CacheShownError before a hook that may read it is shown a cache.
 
     Attributes:
-        changing: those that have changed something.
+        guards: may be set within the scope.
+        changing: the numbers of those that have changed something.
         unsure: whether some are met for the first time.
     """
 
-    def __init__(self, model: nn.Module, muted: bool = False):
-        self.muted = muted
-        self.changing: set[_Watched] = set()
-        self._found = [hook for hook in hooks_of(*modules_of(model)) if only_looks(hook)]
-        self.unsure = any(hook.number not in _changes for hook in self._found)
+    def __init__(self, model: nn.Module, muted: bool = False, guards: bool = True):
+        self.muted, self.guards = muted, guards
+        self.changing: set[int] = set()
+        self._found = [hook for hook in all_hooks(model) if only_looks(hook)]
+        self._new = {hook.number: _Seen() for hook in self._found if _kind(hook) is None}
+
+    @property
+    def unsure(self) -> bool:
+        return bool(self._new)
 
     def __enter__(self) -> HookWatch:
         with _lock:
-            for hooks, number, _ in self._found:
-                hook = hooks.get(number)
+            for table, number, *_, before, _ in self._found:
+                hook = table.get(number)
                 if hook is not None:
-                    watched = hook if isinstance(hook, _Watched) else _Watched(hook)
+                    watched = hook if isinstance(hook, _Watched) else _Watched(hook, number, before)
                     watched.watches[threading.get_ident()] = self
-                    hooks[number] = watched
+                    table[number] = watched
         return self
 
     def __exit__(self, *error: Any) -> None:
         with _lock:
-            for hooks, number, _ in self._found:
-                watched = hooks.get(number)
+            for table, number, *_ in self._found:
+                watched = table.get(number)
                 if not isinstance(watched, _Watched):
                     continue  # the caller has removed it
                 watched.watches.pop(threading.get_ident(), None)
                 if not watched.watches:
-                    hooks[number] = watched.hook
+                    table[number] = watched.hook
+
+    def call(self, watched: _Watched, arguments: tuple[Any, ...]) -> Any:
+        """Call a hook with what it is shown, of which the module is the first."""
+        called, number, shown = watched.hook, watched.number, arguments[1:]
+        values, arranged = _flat(shown)
+        if any(isinstance(x, Cache) for x in values) and reads_more_than_its_module(called):
+            if self.guards:
+                _kinds[number] = Kind.SHOWN
+                raise CacheShownError(Kind.SHOWN.value)
+            self.changing.add(number)
+        if self.muted:
+            return None
+        kept, seen = _copies(values), self._new.get(number)
+        state, drawn = state_of(called) if seen else {}, torch.get_rng_state()
+        result = called(*arguments)
+        now, arranged_now = _flat(shown)
+        given = shown[0] if watched.before and len(shown) == 1 else shown
+        acted = (
+            arranged != arranged_now
+            or not all(map(operator.is_, values, now))
+            or not all(map(_equal, kept, now))
+            or not _hands_on(result, given if watched.before else shown[-1])
+        )
+        if seen:
+            draws = not torch.equal(drawn, torch.get_rng_state())
+            seen.note(acted, state, state_of(called), draws)
+        if acted:
+            self.changing.add(number)
+        return result
 
     def learn(self) -> bool:
-        """Remember what the forwards so far have shown of the hooks; whether none changed anything.
+        """Remember what the forwards so far have shown of the hooks; whether they only look.
 
         They have to be a forward over several tokens and one over a single token: hooks that steer
         often look at how many there are.
         """
-        for hooks, number, _ in self._found:
-            _changes[number] = _changes.get(number, False) or hooks.get(number) in self.changing
-        while len(_changes) > _MOST_KNOWN:
-            del _changes[next(iter(_changes))]
-        self.unsure = False
-        return not self.changing
+        kinds = []
+        for hook in self._found:
+            seen = self._new.get(hook.number)
+            if seen is not None:
+                kinds.append(_remember(hook, seen.kind(unwatched(hook.called))))
+            elif hook.number in self.changing and _kinds.get(hook.number) is Kind.LOOKS:
+                kinds.append(_remember(hook, Kind.AT_TIMES))
+        self._new = {}
+        return all(kind is Kind.LOOKS for kind in kinds)
+
+    def belong(self) -> None:
+        """Count them as the model's, which does not do without them."""
+        for hook in self._found:
+            if _kinds.get(hook.number) is Kind.LOOKS:
+                _remember(hook, Kind.CHANGES)
 
 
-def _marks(values: Any) -> list[tuple[Any, Any]]:
-    """What tells tensors, and whether something is written into them."""
-    return [
-        (value, value.clone() if value.is_inference() else value._version)
-        for value in tree_leaves(values)
-        if isinstance(value, torch.Tensor)
-    ]
+def _remember(hook: Hook, kind: Kind) -> Kind:
+    _kinds[hook.number] = kind
+    if kind is not Kind.LOOKS:
+        _kinds[told(hook)] = kind
+    while len(_kinds) > _MOST_KNOWN:
+        del _kinds[next(iter(_kinds))]
+    return kind
 
 
-def _are_same(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]) -> bool:
-    return len(before) == len(after) and all(
-        one is other and (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
-        for (one, a), (other, b) in zip(before, after, strict=True)
-    )
+@contextmanager
+def left_out(model: nn.Module) -> Iterator[None]:
+    """Scope of a plain call of a model that failed its test without the hooks that were not known
+    to change anything: it shows which do; where none does, all of them may be needed."""
+    with HookWatch(model, guards=False) as watch:
+        yield
+        if watch.learn():
+            watch.belong()
+
+
+def _flat(values: Any) -> tuple[list[Any], Any]:
+    """What is in collections, and how it is arranged there."""
+    return tree_flatten(values, is_leaf=lambda value: isinstance(value, Cache))
+
+
+def _copies(values: list[Any]) -> list[Any]:
+    """Copies of tensors: what is written through `.data` or NumPy leaves no other trace."""
+    return [value.clone() if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    """Whether a tensor is still what it was copied from, with NaN where that had it; None: it is no
+    tensor."""
+    if a is None:
+        return True
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _hands_on(result: Any, given: Any) -> bool:
+    """Whether a hook returned nothing, or no other than what it was given in that place."""
+    (leaves, spec), (others, other) = _flat(result), _flat(given)
+    return result is None or (spec == other and all(map(operator.is_, leaves, others)))

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..structures.lookups import Lookups
 from ..system.modules import modules_of
-from .callers_hooks import LIBRARIES, written_in
+from .hook_state import LIBRARIES, written_in
 from .transformers_private import attention_of, own_calls
 
 _CALLS = ("__call__", "forward")

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..system.modules import modules_of
-from .callers_hooks import PACKAGE, only_looks, written_in
-from .transformers_private import GRADIENT_HOOKS, Hook, attention_of, hooks_of, own_calls
+from .callers_hooks import all_hooks, is_callers, may_change, told
+from .transformers_private import GRADIENT_HOOKS, Hook, attention_of, own_calls
 
 # What every module keeps of itself.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
@@ -33,13 +33,13 @@ def model_settings(model: nn.Module, moving: Set[Place] = frozenset()) -> Hashab
     """What stands for its modules' forwards, their plain attributes but `moving` ones, their hooks
     but those that only look, how attention is computed, and modes that change operators."""
     config, modules = getattr(model, "config", None), modules_of(model)
-    told = [
+    found = [
         (id(type(module)), *map(id, own_calls(module)), _plain(module, moving))
         for module in modules
     ]
     return (
-        _hash_of(told),
-        tuple([_told(hook) for hook in hooks_of(*modules) if _may_change(hook)]),
+        _hash_of(found),
+        tuple([_told(hook) for hook in all_hooks(model) if may_change(hook)]),
         None if config is None else attention_of(config),
         autocast_dtypes(),
         torch.get_default_device(),
@@ -77,25 +77,16 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([name for name in names if name not in _INTERNAL])
 
 
-def _may_change(hook: Hook) -> bool:
-    """Whether it may change a forward; the package's own look at that of some thread."""
-    return written_in(hook.called) != PACKAGE and not only_looks(hook)
-
-
 def has_changing_hooks(model: nn.Module) -> bool:
     """Whether hooks may change what the model's forwards compute."""
-    return any(map(_may_change, hooks_of(*modules_of(model))))
+    return any(map(may_change, all_hooks(model)))
 
 
 def _told(hook: Hook) -> Hashable:
-    """A hook's number; hooks that are registered anew for every call are told by what they call and
-    with what, where that is plain."""
-    called = hook.called
-    if isinstance(called, partial):
-        values = (*called.args, *called.keywords.values())
-        if all(isinstance(value, _PLAIN) for value in values):
-            return id(hook.table), id(called.func), repr(called.args), repr(called.keywords)
-    return hook.number
+    """A hook's number; the caller's, and those that are registered anew for every call with what is
+    bound to them, are told by what they call and keep."""
+    bound = isinstance(hook.called, partial)
+    return told(hook) if bound or is_callers(hook.called) else hook.number
 
 
 @contextmanager

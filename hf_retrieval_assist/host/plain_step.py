@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, cache_utils
 
 from ..structures.lookups import Lookups
-from .callers_hooks import LIBRARIES, written_in
+from .hook_state import LIBRARIES, written_in
 from .lookups import lookups_in, names_in
 from .transformers_private import loop, loop_of
 

@@ -29,6 +29,8 @@ CACHE = cache_parameter() or "cache"
 CACHE_NAMES = (CACHE, "cache_params")
 # Those under which any release takes a cache from the caller of `generate`.
 _GIVEN_NAMES = (CACHE, "cache", "past_key_values", "cache_params")
+# Those under which the parts of a model take one.
+_LAYERS_NAMES = frozenset((*_GIVEN_NAMES, "past_key_value", "layer_past"))
 
 
 @cache
@@ -44,6 +46,14 @@ def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
 def cache_name(module: Any) -> str | None:
     """The keyword for the cache in a module's forward; None: it takes none."""
     return next((name for name in CACHE_NAMES if name in forward_parameters(module)), None)
+
+
+def may_be_handed_cache(module: Any) -> bool:
+    """Whether a module's forward takes a cache, under whatever name."""
+    return any(
+        name in _LAYERS_NAMES or "Cache" in str(parameter.annotation)
+        for name, parameter in forward_parameters(module).items()
+    )
 
 
 def with_cache(module: Any, held: Any) -> dict[str, Any]:
@@ -124,34 +134,51 @@ def _marks_gradients(hook: Any) -> bool:
 
 
 class Hook(NamedTuple):
-    """A hook round a module's forward.
+    """A hook round a module's forward, or round those of all modules.
 
     Attributes:
-        table: its module's, in which it has its number; PyTorch gives none twice.
+        table: in which it has its number; PyTorch gives none twice.
         called: what is called.
+        module: whose forward; None: any module's.
+        before: whether it is called ahead of the forward, and is not shown what that returns.
+        keywords: whether it is shown keyword arguments.
     """
 
     table: dict[int, Any]
     number: int
     called: Any
+    module: nn.Module | None
+    before: bool
+    keywords: bool
 
 
 def hooks_of(*modules: nn.Module) -> list[Hook]:
     """The hooks of modules without those that change nothing of a forward."""
     return [
-        Hook(table, number, hook)
+        Hook(table, number, hook, module, before, number in shown)
         for module in modules
         if module._forward_hooks or module._forward_pre_hooks
-        for table in (module._forward_hooks, module._forward_pre_hooks)
+        for table, before, shown in (
+            (module._forward_hooks, False, module._forward_hooks_with_kwargs),
+            (module._forward_pre_hooks, True, module._forward_pre_hooks_with_kwargs),
+        )
         for number, hook in table.items()
         if not _marks_gradients(hook)
     ]
 
 
-def global_hooks() -> list[Any]:
+def global_hooks() -> list[Hook]:
     """The hooks round the forwards of all modules of the process."""
     module = torch.nn.modules.module
-    return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]
+    after, shown = module._global_forward_hooks, module._global_forward_hooks_with_kwargs
+    before = module._global_forward_pre_hooks  # which are shown no keyword arguments
+    return [
+        *(
+            Hook(after, number, hook, None, False, number in shown)
+            for number, hook in after.items()
+        ),
+        *(Hook(before, number, hook, None, True, False) for number, hook in before.items()),
+    ]
 
 
 def compiles(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:

@@ -23,7 +23,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..host.callers_hooks import LIBRARIES, PACKAGE, is_callers, written_in
+from ..host.callers_hooks import is_callers
+from ..host.hook_state import LIBRARIES, PACKAGE, written_in
 from ..host.model_state import own_names
 from ..host.transformers_private import global_hooks, hooks_of, own_calls
 from ..system.modules import modules_of
@@ -65,7 +66,7 @@ def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return "autocast is on"
     modules = modules_of(model)
-    hooks = [*global_hooks(), *(hook.called for hook in hooks_of(*modules))]
+    hooks = [hook.called for hook in (*global_hooks(), *hooks_of(*modules))]
     strange = [hook for hook in hooks if is_callers(hook)]
     forwards = [own_calls(module)[0] for module in modules]
     strange += [own for own in forwards if own is not None and written_in(own) not in LIBRARIES]
@@ -170,9 +171,9 @@ def _module(module: nn.Module) -> Any:
     names = own_names(tuple(own))
     # The package's own look at a thread's forwards and change nothing.
     hooks = [
-        (called, [number in own[way] for way in _WAYS])
-        for _, number, called in hooks_of(module)
-        if written_in(called) != PACKAGE
+        (hook.called, [hook.number in own[way] for way in _WAYS])
+        for hook in hooks_of(module)
+        if written_in(hook.called) != PACKAGE
     ]
     # Numbers for what has no parts: each object takes as long as ten of them.
     told = hash((type(module), names, *own["_modules"]))

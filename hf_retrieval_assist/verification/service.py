@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..host.callers_hooks import has_callers_hooks
+from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
 from ..host.lookups import lookups_of
 from ..host.model_state import Place, has_changing_hooks, model_settings
 from ..host.plain_step import has_own_loop, why_exchanged
@@ -184,6 +184,10 @@ def choose_service(
         worth = -[*Tier].index(service.tier)
         if ranks.lowest(worth) != worth:
             return Service(Tier.PLAIN, _OTHER_RANK)
+        if (why := why_plain_with_hooks(model, model_kwargs)) is not None:  # as the test has shown
+            return Service(Tier.PLAIN, why)
+        if service.tier is Tier.PLAIN and any(map(only_looks, all_hooks(model))):
+            return replace(service, lacked_hooks=shortage is None)
         if shortage is None:
             verdicts.add(key(), demand.width, service)
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
@@ -194,7 +198,7 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
     """What no test need be asked about; None: nothing."""
     if several_ranks and has_callers_hooks(model):
         return "hooks of the caller's may change what one of several processes computes"
-    if (why := why_plain()) is not None:
+    if (why := why_plain() or why_plain_with_hooks(model, model_kwargs)) is not None:
         return why
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return why

@@ -49,6 +49,8 @@ class Service:
         width: tokens per row that a forward may feed.
         reach: how far it may reach.
         lookups: what the model's forward looked up when it was tested; None: it was not.
+        lacked_hooks: whether the model failed its tests without hooks of the caller's that were not
+            known to change anything.
     """
 
     tier: Tier
@@ -62,6 +64,7 @@ class Service:
     width: int = 1 << 30
     reach: Reach = UNLIMITED
     lookups: ForwardLookups | None = field(default=None, compare=False, repr=False)
+    lacked_hooks: bool = False
 
     def verifier(
         self,

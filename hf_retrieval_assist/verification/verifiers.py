@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from ..host.lookups import ForwardLookups
-from ..host.transformers_private import CACHE_NAMES, attention_of, input_device
+from ..host.transformers_private import (
+    CACHE_NAMES,
+    attention_of,
+    forward_parameters,
+    input_device,
+)
 from ..kernels.packed_attention import PackedAttention, spans_of
 from ..kernels.scopes import Attention, attending
 from ..row_text import RowText
@@ -89,6 +94,10 @@ class Verifier:
             for name, value in model_kwargs.items()
             if name not in ("position_ids", "logits_to_keep", "inputs_embeds", "cache_position")
         }
+        if "output_router_logits" in forward_parameters(model):
+            # A loss of training is computed from them, which no call returns, and which fails over
+            # several tokens behind others.
+            self.kwargs["output_router_logits"] = False
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest

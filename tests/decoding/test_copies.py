@@ -10,7 +10,6 @@ from torch import nn
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding import copies
 from hf_retrieval_assist.decoding.copies import Copies
-from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import compact, linear
 from hf_retrieval_assist.kernels.compact import COMPACT
 from hf_retrieval_assist.kernels.quantized import WEIGHTS
@@ -211,8 +210,8 @@ def test_weights_that_a_hook_changes_within_a_call(name, options):
             WRITES[name](model.lm_head.weight, (9 * states[0, -1]).bfloat16().float())
 
     lengths = []
-    model.model.register_forward_pre_hook(
-        lambda module, arguments, given: lengths.append(given[CACHE].get_seq_length()),
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, arguments, given: lengths.append(int(given["position_ids"][0, 0])),
         with_kwargs=True,
     )
     model.model.norm.register_forward_hook(write)
