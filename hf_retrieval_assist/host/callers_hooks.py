@@ -187,11 +187,12 @@ class _Seen:
         self.draws = self.draws or draws
 
     def kind(self, called: Any) -> Kind:
+        if self.draws:
+            return Kind.AT_TIMES
         if self.ever:
             return Kind.CHANGES if self.always and not self.moves else Kind.AT_TIMES
         acts, decides = may_act(called)
-        foreseen = not (self.draws or (acts and (decides or self.counts)))
-        return Kind.LOOKS if foreseen else Kind.AT_TIMES
+        return Kind.AT_TIMES if acts and (decides or self.counts) else Kind.LOOKS
 
 
 class HookWatch:

@@ -122,10 +122,11 @@ def _told(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
         return (kind,), enumerate((value.__func__, value.__self__))
     if kind is FunctionType and written_in(value) not in LIBRARIES:
         return Identity(value.__code__), _kept(value)
+    if hasattr(kind, "__next__"):  # nobody can tell how far an iterator has got
+        return Identity(object()), ()
     if kind is SimpleNamespace or _is_own(value if isinstance(value, type) else kind):
         return Identity(value), _attributes(value)
-    # Nobody can tell how far an iterator has got.
-    return Identity(object() if hasattr(kind, "__next__") else value), ()
+    return Identity(value), ()
 
 
 def _told_tensor(tensor: torch.Tensor) -> Hashable:

@@ -5,7 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, SwitchTransformersForConditionalGeneration
+from transformers import (
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    Qwen2MoeForCausalLM,
+    SwitchTransformersForConditionalGeneration,
+)
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
@@ -203,3 +208,15 @@ def test_a_text_that_is_not_finite_says_nothing_of_the_model():
     with torch.no_grad():
         model.get_input_embeddings().weight[used[0, 3]] = torch.nan
     assert choose_service(model, {}).tier is Tier.TREE
+
+
+@pytest.mark.parametrize("model_class", [MixtralForCausalLM, Qwen2MoeForCausalLM])
+@pytest.mark.parametrize("by", ["config", "call"])
+def test_mixtures_that_return_what_their_routers_compute(model_class, by):
+    model = build(model_class, output_router_logits=by == "config")
+    options = {"output_router_logits": True} if by == "call" else {}
+    for rows in (PROMPT, torch.cat([PROMPT, PROMPT.flip(1)])):
+        plain = run(model, rows, **options)
+        assistant = knowing(plain)
+        assert torch.equal(run(model, rows, **options, assistant=assistant), plain)
+        assert assistant.stats.last.accepted > 0 or len(rows) > 1
