@@ -72,8 +72,13 @@ def is_callers(called: Any) -> bool:
 
 
 def all_hooks(model: nn.Module) -> list[Hook]:
-    """The hooks round the forwards of a model's modules, with those of all modules."""
-    return [*global_hooks(), *hooks_of(*modules_of(model))]
+    """The hooks round the forwards of a model's modules, with the caller's of all modules."""
+    return [*callers_global_hooks(), *hooks_of(*modules_of(model))]
+
+
+def callers_global_hooks() -> list[Hook]:
+    """The caller's hooks round the forwards of all modules of the process."""
+    return [hook for hook in global_hooks() if is_callers(hook.called)]
 
 
 def _callers_hooks(model: nn.Module) -> list[Hook]:
@@ -152,11 +157,13 @@ class _Watched:
     Attributes:
         hook: the caller's.
         number, before: see `Hook`.
+        reads: whether it can write into what it is shown.
         watches: by thread.
     """
 
     def __init__(self, hook: Any, number: int, before: bool):
         self.hook, self.number, self.before = hook, number, before
+        self.reads = reads_more_than_its_module(hook)
         self.watches: dict[int, HookWatch] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -214,10 +221,7 @@ class HookWatch:
         self.changing: set[int] = set()
         self._found = [hook for hook in all_hooks(model) if only_looks(hook)]
         self._new = {hook.number: _Seen() for hook in self._found if _kind(hook) is None}
-
-    @property
-    def unsure(self) -> bool:
-        return bool(self._new)
+        self.unsure = bool(self._new)
 
     def __enter__(self) -> HookWatch:
         with _lock:
@@ -241,9 +245,10 @@ class HookWatch:
 
     def call(self, watched: _Watched, arguments: tuple[Any, ...]) -> Any:
         """Call a hook with what it is shown, of which the module is the first."""
-        called, number, shown = watched.hook, watched.number, arguments[1:]
+        called, number = watched.hook, watched.number
+        shown = arguments[1:] if watched.reads else ()
         values, arranged = _flat(shown)
-        if any(isinstance(x, Cache) for x in values) and reads_more_than_its_module(called):
+        if any(isinstance(x, Cache) for x in values):
             if self.guards:
                 _kinds[number] = Kind.SHOWN
                 raise CacheShownError(Kind.SHOWN.value)
@@ -254,12 +259,11 @@ class HookWatch:
         state, drawn = state_of(called) if seen else {}, torch.get_rng_state()
         result = called(*arguments)
         now, arranged_now = _flat(shown)
-        given = shown[0] if watched.before and len(shown) == 1 else shown
         acted = (
             arranged != arranged_now
             or not all(map(operator.is_, values, now))
             or not all(map(_equal, kept, now))
-            or not _hands_on(result, given if watched.before else shown[-1])
+            or not _hands_on(result, _replaced(watched.before, arguments))
         )
         if seen:
             draws = not torch.equal(drawn, torch.get_rng_state())
@@ -281,7 +285,7 @@ class HookWatch:
                 kinds.append(_remember(hook, seen.kind(unwatched(hook.called))))
             elif hook.number in self.changing and _kinds.get(hook.number) is Kind.LOOKS:
                 kinds.append(_remember(hook, Kind.AT_TIMES))
-        self._new = {}
+        self._new, self.unsure = {}, False
         return all(kind is Kind.LOOKS for kind in kinds)
 
     def belong(self) -> None:
@@ -327,6 +331,11 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor) -> bool:
         return True
     same = a.shape == b.shape and a.dtype == b.dtype
     return same and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _replaced(before: bool, arguments: tuple[Any, ...]) -> Any:
+    """In whose place a hook returns something, of what it is called with."""
+    return arguments[1:] if before and len(arguments) == 3 else arguments[-1]
 
 
 def _hands_on(result: Any, given: Any) -> bool:

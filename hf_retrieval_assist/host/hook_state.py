@@ -203,7 +203,12 @@ def _code_of(called: Any) -> tuple[CodeType | None, int]:
 def reads_more_than_its_module(called: Any) -> bool:
     """Whether a hook's code names anything of what it is shown but the module."""
     code, bound = _code_of(called)
-    if code is None or hasattr(called, "__wrapped__") or not _FRAMES.isdisjoint(code.co_names):
+    return code is None or hasattr(called, "__wrapped__") or _reads(code, bound)
+
+
+@lru_cache(1 << 10)
+def _reads(code: CodeType, bound: int) -> bool:
+    if not _FRAMES.isdisjoint(code.co_names):
         return True
     has = [bool(code.co_flags & flag) for flag in (0x04, 0x08)]  # *args, **kwargs
     last = code.co_argcount + code.co_kwonlyargcount + sum(has)

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..host.callers_hooks import callers_global_hooks
 from ..host.hook_state import LIBRARIES, written_in
 from ..host.lookups import ForwardLookups
-from ..host.transformers_private import CACHE, attention_of, global_hooks, hooks_of
+from ..host.transformers_private import CACHE, attention_of, hooks_of
 from ..kernels.linear import MAX_ROWS
 from ..kernels.recording import Program, Recorder, UnrecordableError, same_bits
 from ..system import changes
@@ -126,7 +127,7 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
         all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
         and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
         and lookups.strange is None
-        and not (global_hooks() or hooks_of(*modules))
+        and not (callers_global_hooks() or hooks_of(*modules))
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.verification import fixed_verifier, replay, service
@@ -123,16 +124,30 @@ def test_layers_that_read_their_mask_are_served_with_one(attended):
     assert not attended
 
 
+class ByPosition(torch.nn.Module):
+    def forward(self, hidden, mask):
+        return hidden
+
+
+class Masked(LlamaDecoderLayer):
+    """Hands a part its mask by position, and no cache beside it."""
+
+    def forward(self, hidden_states, attention_mask=None, **options):
+        hidden_states = self.masked(hidden_states, attention_mask)
+        return super().forward(hidden_states, attention_mask=attention_mask, **options)
+
+
 def test_hooks_are_shown_masks_with_numbers(attended):
     """Of which no test tells what they read, and whether they change something with it."""
     model, shown = build(transformers.LlamaForCausalLM), []
+    layer = model.model.layers[0]
+    layer.__class__, layer.masked = Masked, ByPosition()
 
-    def reads(module, arguments, options):
-        shown.append(options["attention_mask"])
-        hidden = with_mask_read(arguments[0], shown[-1])
-        return (hidden, *arguments[1:]), options
+    def reads(module, arguments):
+        return with_mask_read(*arguments) * 1.0, arguments[1]  # in every forward
 
-    model.model.layers[0].register_forward_pre_hook(reads, with_kwargs=True)
+    layer.masked.register_forward_pre_hook(reads)
+    layer.masked.register_forward_pre_hook(lambda _, arguments: shown.append(arguments[1]))
     for tier in ("", "tree"):  # the first call finds out
         shown.clear()
         agreeing(model, CALLS["one row"], tier=tier, oracle=ORACLE, **OPTIONS)

