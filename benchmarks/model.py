@@ -230,7 +230,8 @@ def await_quiet(patience: float, progress: Callable[[str], None]) -> None:
 def forget_choices() -> None:
     """Kernels that were found to be the fastest, maybe while the machine was busy."""
     for kind in ("linear", "attention"):
-        tuning_file(kind).unlink(missing_ok=True)
+        if (file := tuning_file(kind)) is not None:
+            file.unlink(missing_ok=True)
 
 
 def _titled(title: str, progress: Callable[[str], None], text: str) -> None:

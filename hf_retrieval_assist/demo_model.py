@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -90,12 +91,18 @@ def demo_model(name: str | None = None) -> DemoModel:
 
 
 def converted_model(name: str | None = None) -> Path:
-    """The folder of the unpacked model, made where it is missing."""
+    """The folder of the unpacked model, made where it is missing. Where the user has no cache
+    directory it goes when the process ends."""
     model = demo_model(name)
-    folder = user_cache_directory() / model.folder
+    folder = (user_cache_directory() or Path(_of_process().name)) / model.folder
     if not folder.is_dir():
         _convert(model, folder)
     return folder
+
+
+@functools.cache
+def _of_process() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
 
 
 def prompt_inputs(tokenizer: Any, text: str) -> Any:

@@ -106,9 +106,9 @@ def test_saved_costs(tmp_path, count):
 def test_tunings(tmp_path, count):
     path, methods = tmp_path / "tuning.json", {"kernel", "pytorch"}
     for key in ("a", "b"):
-        Tuning(methods, path).name(key, lambda: "pytorch")
+        Tuning(methods, "linear", path).name(key, lambda: "pytorch")
     for _ in damage(path, count, damaged_json):
-        assert Tuning(methods, path).name("a", lambda: "kernel") in methods
+        assert Tuning(methods, "linear", path).name("a", lambda: "kernel") in methods
 
 
 def loads_finite(folder, target):

@@ -39,7 +39,8 @@ def cache(
     for kind in kinds:
         if kind not in _KINDS:
             raise ValueError(f"KIND: expected some of {_NAMES}, got {kind!r}")
-    folder = user_cache_directory()
+    if (folder := user_cache_directory()) is None:
+        return
     print(folder)
     for kind in kinds:
         about, patterns = _KINDS[kind]

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .recording import Attend, UnrecordableError, thread
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
-from .tuning import Candidates, Tuning, fastest, tuning_file
+from .tuning import Candidates, Tuning, fastest
 
 __all__ = ["AttentionTuning", "attention", "plain_attention"]
 
@@ -77,7 +77,7 @@ class AttentionTuning(Tuning):
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        super().__init__(METHODS, path or tuning_file("attention"))
+        super().__init__(METHODS, "attention", path)
         self._found: dict[tuple[Any, ...], bool] = {}
 
     def takes_kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

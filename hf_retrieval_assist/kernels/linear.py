@@ -36,7 +36,7 @@ from .skinny import (
     set_chooser,
     skinny_linear,
 )
-from .tuning import Candidates, Tuning, fastest, tuning_file
+from .tuning import Candidates, Tuning, fastest
 
 __all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "is_kernel", "linear", "plain_linear"]
 
@@ -119,7 +119,7 @@ class LinearTuning(Tuning):
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        super().__init__(METHODS, path or tuning_file("linear"))
+        super().__init__(METHODS, "linear", path)
 
     def choose(self, weight: torch.Tensor) -> LinearMethod:
         """The method for weights of this shape and dtype at the present number of threads."""

@@ -96,7 +96,7 @@ def _environment() -> dict[str, str]:
 
 
 class Tuning:
-    """The choices made on this machine, kept in a file of the user's cache directory.
+    """The choices made on this machine, kept in a file of the user's cache directory, if any.
 
     The file holds one environment (CPU, instruction sets, compiled kernels, torch and package
     version); another one's choices are replaced. A file that cannot be read, or is not what this
@@ -105,15 +105,22 @@ class Tuning:
 
     Args:
         methods: the names there are, "kernel" among them.
-        path: the file.
+        kind: of choices, which names the file.
+        path: another file.
     """
 
-    def __init__(self, methods: Iterable[str], path: Path) -> None:
+    def __init__(self, methods: Iterable[str], kind: str, path: Path | None = None) -> None:
         self.methods = frozenset(methods)
-        self.path = path
+        self._kind = kind
+        self._given = path
         self._lock = Lock()
         self._choices: dict[str, str] | None = None
         self._writable = True
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None where the user has no cache directory."""
+        return self._given or tuning_file(self._kind)
 
     def name(self, key: str, measure: Callable[[], str | None]) -> str:
         """The name chosen for a key; `measure` is asked where none is remembered. The kernel,
@@ -121,7 +128,8 @@ class Tuning:
         """
         with self._lock:
             if self._choices is None:
-                self._choices = read_kept(self.path, "what was fastest", self._parsed) or {}
+                kept = self.path and read_kept(self.path, "what was fastest", self._parsed)
+                self._choices = kept or {}
             if key not in self._choices:
                 measured = measure()
                 if measured is None:
@@ -139,15 +147,21 @@ class Tuning:
         return choices
 
     def _save(self, choices: dict[str, str]) -> None:
+        if self.path is None:
+            return
         try:
             write_kept(self.path, {"environment": _environment(), "choices": choices})
         except OSError as error:
             if self._writable:
-                text = f"cannot remember what is fastest in {self.path}: {error!r}"
-                warnings.warn(text, stacklevel=3)
+                warnings.warn(
+                    f"cannot remember what is fastest in {self.path}: {error!r}; set "
+                    "XDG_CACHE_HOME to a folder that can be written to",
+                    stacklevel=3,
+                )
             self._writable = False
 
 
-def tuning_file(kind: str) -> Path:
-    """Where the choices of one kind are kept by default."""
-    return user_cache_directory() / f"{kind}_tuning.json"
+def tuning_file(kind: str) -> Path | None:
+    """Where the choices of one kind are kept by default; None: nowhere."""
+    folder = user_cache_directory()
+    return folder and folder / f"{kind}_tuning.json"

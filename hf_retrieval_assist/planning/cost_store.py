@@ -92,9 +92,11 @@ class CostModels:
         _ALIVE.add(self)
 
     @staticmethod
-    def user_directory() -> Path:
-        """Where cost models live between processes: a folder of the user's cache directory."""
-        return user_cache_directory() / "cost"
+    def user_directory() -> Path | None:
+        """Where cost models live between processes: a folder of the user's cache directory. None,
+        and a warning, where there is none."""
+        folder = user_cache_directory()
+        return folder and folder / "cost"
 
     def get(self, key: CostKey) -> CostModel:
         """The model of `key`, the same object each time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
@@ -20,9 +21,27 @@ _MOST_KEPT = 1 << 22  # bytes of a file that is kept to save time
 T = TypeVar("T")
 
 
-def user_cache_directory() -> Path:
-    """The package's folder in the user's cache directory, which may not exist yet."""
-    return Path(platformdirs.user_cache_dir(_CACHE))
+def user_cache_directory() -> Path | None:
+    """The package's folder in the user's cache directory, which may not exist yet. None, and one
+    warning in a process, where the user has no home, as an arbitrary user of a container."""
+    try:
+        folder = Path(platformdirs.user_cache_dir(_CACHE))
+    except RuntimeError:  # newer platformdirs: no home
+        folder = Path()
+    # Older ones leave the ~ of a home that they do not find.
+    if folder.is_absolute():
+        return folder
+    _tell_of_no_home()
+    return None
+
+
+@functools.cache
+def _tell_of_no_home() -> None:
+    warnings.warn(
+        "nothing is kept from one process to the next, since neither HOME nor XDG_CACHE_HOME names "
+        "a folder; set XDG_CACHE_HOME to one that can be written to",
+        stacklevel=3,
+    )
 
 
 @contextmanager
@@ -59,7 +78,7 @@ def read_kept(path: Path, what: str, parse: Callable[[Any], T]) -> T | None:
         if len(text) > _MOST_KEPT:
             raise ValueError(f"expected at most {_MOST_KEPT} bytes")
         return parse(json.loads(text))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(f"ignoring {what} in {path}: {error!r}", stacklevel=3)

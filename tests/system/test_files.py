@@ -1,11 +1,17 @@
 """Files: replacement in one step, the cache directory, JSON lines."""
 
+import warnings
 from contextlib import suppress
 
 import pytest
+import torch
 
+from hf_retrieval_assist import SamAssistant, cli, demo_model
+from hf_retrieval_assist.kernels import attention, tuning
+from hf_retrieval_assist.planning.cost_store import CostModels
 from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import read_json_lines, read_kept, replacing
+from tests.support.lossless import run
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -34,15 +40,83 @@ def test_who_replaces_alone_removes_what_killed_processes_left(tmp_path):
 
 
 def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
-    from hf_retrieval_assist import demo_model
-    from hf_retrieval_assist.kernels.tuning import tuning_file
-    from hf_retrieval_assist.planning.cost_store import CostModels
-
     monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: tmp_path / name)
     folder = tmp_path / "hf_retrieval_assist"
     (folder / "gemma-3-270m-f32").mkdir(parents=True)
-    places = [tuning_file("linear"), CostModels.user_directory(), demo_model.converted_model()]
+    places = [
+        tuning.tuning_file("linear"),
+        CostModels.user_directory(),
+        demo_model.converted_model(),
+    ]
     assert {place.parent for place in places} == {folder}
+
+
+HOMES = {
+    "none": {},
+    "empty": {"HOME": ""},
+    "relative": {"HOME": "here", "XDG_CACHE_HOME": "here"},
+    "unresolved": {},
+}
+
+
+@pytest.fixture(params=HOMES)
+def no_home(request, monkeypatch, tmp_path):
+    """A user without an entry among the system's, as `docker run --user 54321` makes one."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in HOMES[request.param].items():
+        monkeypatch.setenv(name, value)
+    if request.param == "unresolved":  # as older platformdirs leave it
+        monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")
+    monkeypatch.chdir(tmp_path)
+    files._tell_of_no_home.cache_clear()
+    yield tmp_path
+    files._tell_of_no_home.cache_clear()
+
+
+def test_nothing_needs_a_home(no_home, model, monkeypatch):
+    monkeypatch.setattr(attention, "TUNING", attention.AttentionTuning())
+    plain = run(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(plain, run(model, assistant=SamAssistant()))
+        choices = tuning.Tuning({"kernel", "pytorch"}, "linear")
+        assert choices.name("a", lambda: "pytorch") == choices.name("a", lambda: "kernel")
+        costs = CostModels(CostModels.user_directory())
+        assert torch.equal(plain, run(model, assistant=SamAssistant(costs=costs)))
+        costs.save_rest()
+        assert cli.main(["cache", "clear"]) == 0
+    told = [str(one.message) for one in caught if "XDG_CACHE_HOME" in str(one.message)]
+    assert [text.partition(",")[0] for text in told] == [
+        "nothing is kept from one process to the next"
+    ]
+    assert not list(no_home.iterdir())
+
+
+def test_the_demo_is_unpacked_for_a_process_without_a_home(no_home, monkeypatch):
+    monkeypatch.setattr(demo_model, "_convert", lambda model, folder: folder.mkdir())
+    with pytest.warns(UserWarning, match="set XDG_CACHE_HOME"):
+        folder = demo_model.converted_model("smollm2")
+    assert folder.is_dir()
+    assert folder == demo_model.converted_model("smollm2")
+    assert not list(no_home.iterdir())
+    demo_model._of_process().cleanup()
+    demo_model._of_process.cache_clear()
+
+
+def test_a_home_that_is_a_file_is_one_warning(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    choices = tuning.Tuning({"kernel", "pytorch"}, "linear")
+    with pytest.warns(UserWarning, match="set XDG_CACHE_HOME") as caught:
+        assert [choices.name(key, lambda: "pytorch") for key in "ab"] == ["pytorch"] * 2
+    assert len(caught) == 1
 
 
 def test_json_lines_have_their_places_and_their_errors(tmp_path):

@@ -94,7 +94,7 @@ def test_saved_costs_that_may_not_be_read(folder):
 
 def test_tunings(folder):
     with read_only(folder), warned_once("cannot remember what is fastest"):
-        tuning = Tuning({"kernel", "pytorch"}, folder / "below" / "tuning.json")
+        tuning = Tuning({"kernel", "pytorch"}, "linear", folder / "below" / "tuning.json")
         assert tuning.name("a", lambda: "pytorch") == "pytorch"
         assert tuning.name("b", lambda: "pytorch") == "pytorch"
         assert tuning.name("a", lambda: "kernel") == "pytorch"
