@@ -19,13 +19,17 @@ from transformers import GenerationMixin
 from .drafting.policy import DraftingPolicy
 from .system.arguments import kind_of
 from .system.log import get_logger
+from .system.reloads import is_of
 
 logger = get_logger(__name__)
 
 Policy = TypeVar("Policy", bound=DraftingPolicy)
 
 
-_attachments: weakref.WeakKeyDictionary[Any, DraftingPolicy] = weakref.WeakKeyDictionary()
+# Those that were there before this module was loaded anew are among them.
+_attachments: weakref.WeakKeyDictionary[Any, DraftingPolicy] = globals().setdefault(
+    "_attachments", weakref.WeakKeyDictionary()
+)
 
 
 def attach(model: Any, assistant: DraftingPolicy) -> None:
@@ -44,7 +48,7 @@ def attach(model: Any, assistant: DraftingPolicy) -> None:
         TypeError: another kind of model or assistant.
         ValueError: an assistant that expects texts row by row, of batches that others make.
     """
-    if not isinstance(assistant, DraftingPolicy):
+    if not is_of(DraftingPolicy, assistant):
         raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
     if assistant.expected.rows:
         raise ValueError(

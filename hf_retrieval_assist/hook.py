@@ -21,17 +21,20 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from .assistants import Assistant
 from .attachment import attached_to
 from .decoding.call import refused_mode
+from .drafting.policy import DraftingPolicy
 from .host.plain_step import has_own_loop
 from .host.private_names import why_plain
 from .host.transformers_private import given_cache, shards_need_company
 from .stats import CallStats
 from .system.arguments import kind_of
 from .system.log import get_logger
+from .system.reloads import LOADED, is_of
 
 logger = get_logger(__name__)
 
-# The value of `assistant=` in a call that does not name it. None leaves an attached assistant out.
-_UNNAMED: Any = object()
+# The value of `assistant=` in a call that does not name it, the same after this module is loaded
+# anew. None leaves an attached assistant out.
+_UNNAMED: Any = ...
 
 # Settings for which `generate` needs the tokenizer, and which are dealt with here.
 _TOKENIZER_SETTINGS = ("stop_strings", "token_healing")
@@ -41,10 +44,6 @@ _NO_CACHES = {
     "quantized": "whose tokens cannot be dropped one by one",
     "paged": "with which generate decodes as generate_batch does, without drafts",
 }
-
-# The wrappers that stand for methods of `GenerationMixin`, by name.
-_wrappers: dict[str, Any] = {}
-_installed = False
 
 # The assistant of the call that is about to make its manager.
 _of_manager: ContextVar[Any] = ContextVar("assistant of a manager", default=_UNNAMED)
@@ -58,11 +57,8 @@ def install() -> None:
     global _installed
     _installed = True
     for name, serve in _SERVED.items():
-        current = getattr(GenerationMixin, name)
-        known = _wrappers.get(name)
-        if known is None or known.__wrapped__ is current:
-            _wrappers[name] = _wrap(current, serve)
-            setattr(GenerationMixin, name, _wrappers[name])
+        if _standing(name) is None:
+            setattr(GenerationMixin, name, _wrap(_original(name), serve))
 
 
 def uninstall() -> None:
@@ -73,14 +69,35 @@ def uninstall() -> None:
     """
     global _installed
     _installed = False
-    for name, wrapper in [*_wrappers.items()]:
-        if getattr(GenerationMixin, name) is wrapper:
-            setattr(GenerationMixin, name, wrapper.__wrapped__)
-            del _wrappers[name]
+    for name in _SERVED:
+        setattr(GenerationMixin, name, _original(name))
+
+
+def _original(name: str) -> Any:
+    """The method of `GenerationMixin` without a wrapper that a module like this one put on last."""
+    method = getattr(GenerationMixin, name)
+    return method.stands_for if _is_wrapper(method) else method
+
+
+def _standing(name: str) -> Any:
+    """This module's wrapper, maybe below those of others; None where there is none."""
+    method = getattr(GenerationMixin, name)
+    while method is not None and not (_is_wrapper(method) and method.__globals__ is globals()):
+        method = getattr(method, "__wrapped__", None)
+    return method
+
+
+def _is_wrapper(method: Any) -> bool:
+    # Wrappers of others copy what stands on ours.
+    return getattr(method, "wrapper", None) is method
 
 
 def _wrap(original: Any, serve: Any) -> Any:
-    """A method that hands its calls to `serve` while the package is installed."""
+    """A method that hands its calls to `serve` while the package is installed.
+
+    Callers find below it what they find without it: `__wrapped__`, where transformers' method has
+    one, is the function below transformers' own decorator.
+    """
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
@@ -90,7 +107,12 @@ def _wrap(original: Any, serve: Any) -> Any:
         named = {} if assistant is _UNNAMED else {"assistant": assistant}
         return original(self, *args, **named, **kwargs)
 
-    return method
+    wrapper: Any = method
+    del wrapper.__wrapped__
+    if not hasattr(original, "__wrapped__"):
+        wrapper.__signature__ = inspect.signature(original)
+    vars(wrapper).update(vars(original), wrapper=wrapper, stands_for=original, loaded=LOADED)
+    return wrapper
 
 
 def _serve_batch(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
@@ -123,7 +145,7 @@ def _serve_manager(original: Any, model: Any, named: Any, args: Any, kwargs: Any
     from .continuous_batching import draft_for, objection
 
     assistant, asked = _chosen(model, _of_manager.get() if named is _UNNAMED else named)
-    if assistant is not None and (why := objection(assistant)) is not None:
+    if assistant is not None and (why := _why_stale(assistant) or objection(assistant)) is not None:
         if asked:
             raise ValueError(why)
         _tell(model, why)
@@ -141,7 +163,7 @@ def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any
                 "assistant: expected none in a generation configuration, got a "
                 f"{type(given).__name__}; pass it to generate, or attach it to the model"
             )
-    if named in (None, _UNNAMED) and isinstance(kwargs.get("custom_generate"), Assistant):
+    if named in (None, _UNNAMED) and is_of(Assistant, kwargs.get("custom_generate")):
         named = kwargs.pop("custom_generate")
     assistant, asked = _chosen(model, named)
     if assistant is None:
@@ -149,8 +171,9 @@ def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any
     if args:
         names = [*inspect.signature(original).parameters][1:]
         kwargs.update(zip(names, args, strict=False))
-    if (why := why_not(model, kwargs)) is not None:
-        if asked and _left_to_transformers(model) is None:
+    left = _why_stale(assistant) or _left_to_transformers(model)
+    if (why := left or _objection(model, kwargs)) is not None:
+        if asked and left is None:
             raise ValueError(why)
         _tell(model, why)
         result = original(model, **kwargs)
@@ -171,9 +194,16 @@ def _chosen(model: Any, named: Any) -> tuple[Any, bool]:
     """The assistant of a call, None where it has none, and whether its maker asks for it."""
     if named is _UNNAMED:
         return attached_to(model), False
-    if named is not None and not isinstance(named, Assistant):
+    if named is not None and not is_of(Assistant, named):
         raise TypeError(f"assistant: expected an Assistant, got {kind_of(named)}")
     return named, True
+
+
+def _why_stale(assistant: Any) -> str | None:
+    """Why this module and an assistant are not of one copy of the package; None: they are."""
+    if not isinstance(assistant, DraftingPolicy):
+        return "the assistant is of a copy of the package that was replaced since; make a new one"
+    return _loaded.why_stale()
 
 
 def _tell(model: Any, why: str) -> None:
@@ -274,3 +304,8 @@ _SERVED = {
     "continuous_batching_context_manager": _serve_scope,
     "init_continuous_batching": _serve_manager,
 }
+
+# A module that is loaded anew finds its wrapper, with what was known when that was made.
+_of_before = _standing("generate")
+_installed = _of_before is not None
+_loaded = _of_before.loaded if _installed else LOADED

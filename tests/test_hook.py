@@ -46,6 +46,44 @@ def test_uninstall_and_install(model, reinstalled):
     assert torch.equal(plain, model.generate(PROMPT, assistant=SamAssistant(), **LENGTH))
 
 
+METHODS = (
+    *("generate", "generate_batch", "init_continuous_batching"),
+    "continuous_batching_context_manager",
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("decorated", ["as it is", "by others"])
+def test_what_callers_find_below_a_method_stays(name, decorated, reinstalled, monkeypatch):
+    """Gradients go through the function below transformers' `no_grad`, whose name it is."""
+    hf_retrieval_assist.uninstall()
+    original = getattr(GenerationMixin, name)
+    if decorated == "by others":  # who need not say what they decorate
+        original = lambda *args, below=original, **options: below(*args, **options)  # noqa: E731
+        monkeypatch.setattr(GenerationMixin, name, original)
+    hf_retrieval_assist.install()
+    wrapper = getattr(GenerationMixin, name)
+    assert wrapper is not original
+    assert getattr(wrapper, "__wrapped__", None) is getattr(original, "__wrapped__", None)
+    assert inspect.signature(wrapper) == inspect.signature(original)
+    hf_retrieval_assist.uninstall()
+    assert getattr(GenerationMixin, name) is original
+
+
+def gradients(model):
+    """Whether they go through the function below one decorator of `generate`."""
+    embeds = model.get_input_embeddings()(PROMPT).detach().requires_grad_()
+    options = {"output_scores": True, "return_dict_in_generate": True, "do_sample": False}
+    below = model.generate.__wrapped__
+    return below(model, inputs_embeds=embeds, **options, **LENGTH).scores[0].requires_grad
+
+
+def test_gradients_go_through_generate_as_without_the_package(model, reinstalled):
+    with_package = gradients(model)
+    hf_retrieval_assist.uninstall()
+    assert with_package is gradients(model)
+
+
 def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monkeypatch):
     ours, plain = GenerationMixin.generate, model.generate(PROMPT, **LENGTH)
     calls = []

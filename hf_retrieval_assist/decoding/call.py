@@ -26,6 +26,7 @@ from ..planning.planner import Planner
 from ..row_text import RowText, strip_padding
 from ..system.lazy import cached_property
 from ..system.log import get_logger
+from ..system.reloads import LOADED
 from ..token_tree import Int32Array
 from ..verification.fixed_memory import stays_in_place
 from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
@@ -132,6 +133,8 @@ class Call:
             fixed_width: tokens per row that every forward feeds; None: any number.
             graphs: see `may_record`.
         """
+        if (why := LOADED.why_stale()) is not None:
+            return self._plain(why)
         device = self.input_ids.device
         stays = stays_in_place(device)
         width = fixed_width or 1 + planner.most_nodes(not stays)
@@ -139,8 +142,9 @@ class Call:
         demand = Demand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
-        if why is None:
-            return service
+        return service if why is None else self._plain(why)
+
+    def _plain(self, why: str) -> Service:
         self.tell_plain(why)
         return replace(service, tier=Tier.PLAIN, reason=why)
 

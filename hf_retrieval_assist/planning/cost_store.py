@@ -63,7 +63,8 @@ class CostKey:
         return *of_model, self.packed, self.manner
 
 
-_ALIVE: weakref.WeakSet[CostModels] = weakref.WeakSet()
+# The same one when this module is loaded anew.
+_ALIVE: weakref.WeakSet[CostModels] = globals().setdefault("_ALIVE", weakref.WeakSet())
 
 
 @atexit.register

@@ -13,7 +13,10 @@ import time
 import weakref
 
 _PATIENCE = 2.0  # seconds; the long holders guard only Python objects, whole at any time
-_alive: weakref.WeakValueDictionary[int, Lock] = weakref.WeakValueDictionary()
+# The same one when this module is loaded anew, which registers its functions once more.
+_alive: weakref.WeakValueDictionary[int, Lock] = globals().setdefault(
+    "_alive", weakref.WeakValueDictionary()
+)
 _forking = threading.local()
 
 
@@ -40,7 +43,7 @@ def _hold_all() -> None:
         locks = _all()
         held = [lock for lock in locks if lock.acquire(blocking=False)]
         if len(held) == len(locks) or time.monotonic() > deadline:
-            _forking.held = held
+            _forking.held = [*getattr(_forking, "held", ()), *held]
             return
         for lock in held:
             lock.release()
