@@ -86,7 +86,8 @@ def attached(model: Any, assistant: Policy) -> Iterator[Policy]:
 
 def attached_to(model: Any) -> DraftingPolicy | None:
     """The assistant that is attached to a model whose `generate` is called."""
-    return _attachments.get(model)
+    # A runtime that is no module may have no hash.
+    return _attachments.get(model) if isinstance(model, torch.nn.Module) else None
 
 
 def generating_model(model: Any) -> Any:

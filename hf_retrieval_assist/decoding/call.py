@@ -135,6 +135,8 @@ class Call:
         """
         if (why := LOADED.why_stale()) is not None:
             return self._plain(why)
+        if not isinstance(self.model, torch.nn.Module):
+            return self._plain("it is no torch module, whose parts could be looked at")
         device = self.input_ids.device
         stays = stays_in_place(device)
         width = fixed_width or 1 + planner.most_nodes(not stays)
@@ -288,7 +290,7 @@ def cost_key(model: Any, input_ids: torch.Tensor) -> CostKey:
     return CostKey(
         fingerprint=fingerprint(model),
         device=str(input_ids.device),
-        dtype=str(model.dtype),
+        dtype=str(getattr(model, "dtype", None)),  # which plain decoding does without
         attention=str(transformers_private.attention_of(model.config)),
         batch_size=size_bucket(len(input_ids)),
         cache_length=size_bucket(0),

@@ -1,4 +1,4 @@
-"""Calls that rest from drafting."""
+"""Calls that transformers' own loop decodes: those that rest from drafting, and others."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant, attach
 from hf_retrieval_assist.decoding.call import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
@@ -15,6 +15,7 @@ from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import build, static
 from tests.support.watching import Interrupt, Spectator, calls_of, interrupted_forward
+from tests.support.wrapped_models import RUNTIMES
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
 MASK = (PROMPTS > 0).long()
@@ -319,3 +320,17 @@ def test_the_first_call_of_a_model_says_what_takes_its_time(told):
     assert said.startswith("LlamaForCausalLM: the first call with an assistant tests how drafts")
     assert 0 < assistant.stats.last.seconds["test"] < assistant.stats.total.seconds["test"]
     assert " (ms: test " in str(assistant.stats.last)
+
+
+@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_a_runtime_that_is_no_module_is_decoded_plainly(llama, told, kind, sample, keyword):
+    runtime, assistant = kind(llama), SamAssistant()
+    plain = run(llama, do_sample=sample)
+    assert torch.equal(plain, run(runtime, do_sample=sample))
+    assert torch.equal(plain, run(runtime, do_sample=sample, **{keyword: assistant}))
+    assert assistant.stats.last.tier == "plain"
+    assert f"{kind.__name__}: the assistant cannot draft here: it is no torch module" in told.text
+    with pytest.raises(TypeError, match="model: expected a transformers model"):
+        attach(runtime, assistant)

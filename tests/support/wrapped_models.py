@@ -1,9 +1,11 @@
-"""Models whose weights are adapted, elsewhere, or in eight bits."""
+"""Models whose weights are adapted, elsewhere, or in eight bits, or whose forwards are another
+runtime's."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationMixin
 
 
 def with_lora(model):
@@ -36,6 +38,46 @@ def quantised(model):
         model.set_submodule(name, Int8Linear(model.get_submodule(name)))
     return model
 
+
+class Runtime(GenerationMixin):
+    """What brings `generate` and is no module, as Optimum's models for ONNX Runtime and OpenVINO.
+
+    Args:
+        model: computes.
+    """
+
+    main_input_name, name_or_path, training, _is_stateful = "input_ids", "", False, False
+
+    def __init__(self, model):
+        self.model, self.config, self.device = model, model.config, model.device
+        self.generation_config = model.generation_config
+
+    def __call__(self, *inputs, **options):
+        return self.forward(*inputs, **options)
+
+    def can_generate(self):
+        return True
+
+    def is_remote_code(self):
+        return False
+
+    def get_experts_implementation(self):
+        return {}
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
+        mask = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return self.model(input_ids=input_ids, **mask, **options)
+
+
+class RuntimeWithDtype(Runtime):
+    dtype = torch.float32
+
+
+class RuntimeWithoutHash(Runtime):
+    __hash__ = None
+
+
+RUNTIMES = (Runtime, RuntimeWithDtype, RuntimeWithoutHash)
 
 WRAPS = (with_lora, offloaded, quantised)
 
