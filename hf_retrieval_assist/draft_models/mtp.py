@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from ..drafters.base import FeedbackNeeds, Target
 from ..host.ranks import require_whole
 from ..host.transformers_private import attention_of, mtp_logits, unloaded_patterns, with_cache
+from ..system.checkpoints import check_numbers
 from ..system.locks import Lock
 from ..verification.kv_cache import SLOT_LAYERS
 from ..verification.tree_attention import LayerMask, layer_masks, single_mask
@@ -165,6 +166,8 @@ def _load(model: Any) -> nn.Module:
     try:
         device = next(owner.get_decoder().layers[-1].parameters()).device
         module = MtpModel.from_pretrained(owner, device_map={"": device})
+        for name, tensor in MtpLayers(module).state_dict().items():
+            check_numbers(name, tensor)
     except Exception as error:  # whatever an unsuitable class or checkpoint raises
         raise ValueError(
             f"fallback 'mtp': expected MTP layers that transformers can load with {kind} from "

@@ -30,8 +30,8 @@ def fingerprint(model: Any) -> str:
     It depends on the configuration, on the adapters in use (of PEFT and of transformers) and on a
     sample of the weights, those of other adapters left out. Neither the folder that the model was
     loaded from, nor an update of transformers, nor settings of a run matter, such as the dtype.
-    Weights are read once: a model keeps its fingerprint while it is trained. Those of a runtime that
-    is no module are not seen.
+    Weights are read once: a model keeps its fingerprint while it is trained. A runtime that is no
+    module shows none.
     """
     if not isinstance(model, nn.Module):
         return config_fingerprint(model.config)

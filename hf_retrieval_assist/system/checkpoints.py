@@ -22,6 +22,7 @@ _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.bool),
 )
+_LARGEST = torch.finfo(torch.float16).max
 _DOWNLOADED = ["config.json", "*.safetensors", "*.bin", "*.index.json"]
 
 
@@ -101,8 +102,8 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
     """Compare a checkpoint with the tensors that a module has.
 
     Raises:
-        ValueError: a tensor is missing, misshapen, unknown or not finite; the message names the
-            first one.
+        ValueError: a tensor is missing, misshapen, unknown or no weights (`check_numbers`); the
+            message names the first one.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     for name in [*shapes, *(name for name in tensors if name not in shapes)]:
@@ -114,5 +115,18 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
         if tensor.is_floating_point() != expected[name].is_floating_point():
             wanted = "floating point" if expected[name].is_floating_point() else "integers"
             raise ValueError(f"{name}: expected {wanted}, found {tensor.dtype}")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name}: expected finite values, found NaN or infinity")
+        check_numbers(name, tensor)
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """ValueError for values that are not finite, and for those that half precision cannot hold:
+    heads are trained and run in it, and products of larger ones are not finite either."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # NaN is both, and equal to nothing.
+    values = tensor if tensor.itemsize > 1 else tensor.float()
+    least, most = (float(end) for end in values.aminmax())
+    if not -_LARGEST <= least <= most <= _LARGEST:
+        raise ValueError(
+            f"{name}: expected finite values of at most {_LARGEST:g}, found {least:g} to {most:g}"
+        )

@@ -140,7 +140,11 @@ MISFITS = [
     ),
     ("t2d: expected (128,), found (100,)", {"t2d": torch.ones(100, dtype=torch.bool)}),
     ("surprise: expected no such tensor, found (1,)", {"surprise": torch.zeros(1)}),
-    ("norm.weight: expected finite values", {"norm.weight": torch.full((64,), torch.nan)}),
+    *(
+        (f"norm.weight: expected finite values ... found {value:g} to", {"norm.weight": weight})
+        for value in (torch.nan, torch.inf, -torch.inf, 1e30, 7e4)
+        for weight in [torch.full((64,), value)]
+    ),
     (
         "d2t: expected offsets to ids in [0, 128), found the id 130",
         {"d2t": torch.cat([torch.zeros(95, dtype=torch.long), torch.tensor([35])])},

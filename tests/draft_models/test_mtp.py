@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
@@ -181,6 +181,19 @@ def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
     build(transformers.Glm4MoeForCausalLM, num_mtp_layers=1).save_pretrained(tmp_path)
     model = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="fallback 'mtp': expected MTP layers"):
+        model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM"])
+def test_layers_that_compute_no_numbers_are_refused(tmp_path, name, value):
+    model = saved_with_mtp(getattr(transformers, name), tmp_path, **FAMILIES[name])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    (spoilt, *_) = (key for key in tensors.keys() - model.state_dict() if "q_proj" in key)
+    tensors[spoilt][0, 0] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"fallback 'mtp': .*q_proj.weight: expected finite"):
         model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
 
 
