@@ -27,8 +27,8 @@ def build(
     path: Path = _STORE,
     sources: list[str] = Argument(
         ...,
-        help=".txt, .py, .md, .jsonl or .parquet files, directories of them, or datasets:NAME for "
-        "one on the Hub or in a local folder",
+        help=".txt, .py, .md, .jsonl or .parquet files, directories of them, pipes of text, or "
+        "datasets:NAME for one on the Hub or in a local folder",
     ),
     tokenizer: str = Option(
         ..., help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file"

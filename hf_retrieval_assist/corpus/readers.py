@@ -51,9 +51,10 @@ def read_texts(
 
     Args:
         sources: files (`.txt`, `.py`, `.md`: one text each, in pieces of about a million
-            characters; `.jsonl`, `.parquet`: one text per row), directories (all such files below
-            them, hidden ones left out), and `datasets:` followed by a Hub id or a local folder that
-            the `datasets` library reads.
+            characters; `.jsonl`, `.parquet`: one text per row), pipes (as their names end; without
+            an ending, such as `/dev/stdin` or the shell's `<(...)`, as `.txt`), directories (all
+            such files below them, hidden ones left out), and `datasets:` followed by a Hub id or a
+            local folder that the `datasets` library reads.
         field: the column that holds the text of a row.
         split: of a data set that has several.
         skipped: counts bad rows and files, which are passed over, with what is left of a bad file.
@@ -81,7 +82,7 @@ def _read_source(source: str, field: str, split: str) -> Iterator[Text]:
         yield from _read_dataset(source.removeprefix(_DATASET), field, split)
         return
     for path in _files(Path(source)):
-        yield from _READERS[path.suffix](path, field)
+        yield from _READERS[_ending(path)](path, field)
 
 
 def _files(source: Path) -> list[Path]:
@@ -98,11 +99,22 @@ def _files(source: Path) -> list[Path]:
         if not files:
             raise ValueError(f"{source}: expected files ending in {suffixes}, got none")
         return files
-    if not source.is_file():
+    if not source.exists():
         raise FileNotFoundError(f"no file or directory {source}")
-    if source.suffix not in _READERS:
+    if _ending(source) not in _READERS:
         raise ValueError(f"{source}: expected a name ending in {suffixes}")
     return [source]
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a file is read once and from its beginning on: a pipe or a terminal."""
+    return path.is_fifo() or path.is_char_device()
+
+
+def _ending(path: Path) -> str:
+    """Of a file's name, or of the name of what it leads to, as `/dev/stdin` does."""
+    ending = path.suffix or path.resolve().suffix
+    return ".txt" if not ending and _is_stream(path) else ending
 
 
 def _read_lines(path: Path, field: str) -> Iterator[Text]:
@@ -122,6 +134,9 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Text]:
 
 def _read_parquet(path: Path, field: str) -> Iterator[Text]:
     parquet = of_extra("pyarrow.parquet", "Parquet files need", _PACKAGES)
+    if _is_stream(path):
+        yield ValueError(f"{path}: expected a file, since Parquet begins at its end, got a pipe")
+        return
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,20 @@ def store(tmp_path, corpus, tokenizer):
     path = tmp_path / "store"
     assert main(["build", str(path), corpus, "--tokenizer", tokenizer, "--quiet"]) == 0
     return path
+
+
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="POSIX's")
+@pytest.mark.parametrize("given", ["substitution", "piped", "redirected"])
+def test_texts_of_the_shell(given, tmp_path, tokenizer):
+    """`<(zcat texts.gz)`, and what comes through the standard input."""
+    (tmp_path / "texts.txt").write_text("import this\n")
+    source = "<(cat texts.txt)" if given == "substitution" else "/dev/stdin"
+    before = {"piped": "cat texts.txt |", "redirected": "< texts.txt"}.get(given, "")
+    tool = f"{sys.executable} -m hf_retrieval_assist.cli build store {source} --quiet"
+    command = ["bash", "-c", f"{before} {tool} --tokenizer {tokenizer}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    assert Datastore.open(tmp_path / "store").count(byte_tokenizer()("import th").input_ids) == 1
 
 
 def test_append_verify_compact_info(store, corpus, tokenizer, capsys):

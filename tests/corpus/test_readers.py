@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import sys
+import threading
 
 import pytest
 
@@ -83,6 +85,37 @@ def test_bad_rows_and_files_are_passed_over_if_wanted(tmp_path):
     assert skipped.example.startswith(f"{tmp_path / 'a.jsonl'}:2: expected JSON")
     with pytest.raises(ValueError, match=r"c\.parquet:2: expected text in field 'text'"):
         texts(tmp_path / "c.parquet")
+
+
+def piped(path, content):
+    """A named pipe that somebody writes to."""
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=[content], daemon=True).start()
+    return path
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes are POSIX's")
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a", b"one\n\ntwo", ["one\n\ntwo"]),
+        ("a.txt", b"one", ["one"]),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        ("a", b"", []),
+    ],
+)
+def test_pipes_are_read_once(tmp_path, name, content, expected):
+    assert texts(piped(tmp_path / name, content)) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes are POSIX's")
+def test_pipes_that_cannot_be_read_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    refused = {"a.parquet": "a file, .* got a pipe", "a.gz": "a name ending in"}
+    for name, expected in refused.items():
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name}: expected {expected}"):
+            texts(tmp_path / name)
 
 
 def test_missing_sources_are_named(tmp_path):
