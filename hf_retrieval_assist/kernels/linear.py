@@ -178,6 +178,8 @@ class RepeatedLayers:
         """Compute one more; False: it is none of those that can be computed together."""
         layer = x, weight, bias, out
         kernel = chosen_method(x, weight, bias) is kernel_linear
+        # The kernel reads a copy of a bias that does not lie in a row.
+        kernel = kernel and (bias is None or bias.is_contiguous())
         if not self._layers:
             with suppress(ValueError):
                 self._kernels = RepeatedLinears(*layer) if kernel else None

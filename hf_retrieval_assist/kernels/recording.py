@@ -172,12 +172,14 @@ class Recorder(TorchDispatchMode):
         # What operators have made: others may write to it. All is kept, so that no other tensor
         # gets its memory.
         self._made: dict[int, torch.Tensor] = {}
+        # The last of the operators that write to each of these.
+        self._writers: dict[int, int] = {}
         self._constants: list[torch.Tensor] = []
         self._shown: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         # Of the last linear layer: what it gave, what gives it again, and its place.
         self._linear: tuple[torch.Tensor, Callable[[], torch.Tensor], int] | None = None
-        # Linear layers by what they read, as long as nobody writes to what was made.
-        self._together: dict[Any, Any] = {}
+        # Linear layers by the rows that they read, with the place at which they are computed.
+        self._together: dict[Any, tuple[Any, int]] = {}
         self._watch = _Watch()
 
     def __enter__(self) -> Recorder:
@@ -208,13 +210,11 @@ class Recorder(TorchDispatchMode):
             UnrecordableError: they are none of its results.
         """
         nbytes = sum(tensor.nbytes for tensor in self._made.values())
-        if self._linear is not None and logits is self._linear[0]:
-            last, place = self._linear[1:]
-            operators = [*self._operators[:place], *self._operators[place + 1 :]]
-        else:
-            self._require_known(logits)
-            last, operators = logits.clone, self._operators
-        return Program(self.inputs, self._given, operators, last, nbytes)
+        out, last, place = self._linear or (None, logits.clone, 0)
+        if logits is out and place == len(self._operators) - 1:
+            return Program(self.inputs, self._given, self._operators[:-1], last, nbytes)
+        self._require_known(logits)
+        return Program(self.inputs, self._given, self._operators, logits.clone, nbytes)
 
     def linear(
         self,
@@ -225,19 +225,23 @@ class Recorder(TorchDispatchMode):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Note a linear layer that is computed by `compute`, and later by `layers()`, together with
-        others of the same x."""
-        for tensor in (x, weight, *(() if bias is None else (bias,))):
+        others of the same x: at the place of the first, if all that it reads is written by then."""
+        given = [x, weight, *(() if bias is None else (bias,))]
+        for tensor in given:
             self._require_known(tensor)
         with self.aside():
             out = compute(x, weight, bias)
-            found = self._together.get(read := (x.data_ptr(), x.shape, x.stride()))
-            if found is not None and found.add(x, weight, bias, out):
-                self._keep([out])
+            rows = x.data_ptr(), x.shape, x.stride()
+            found, place = self._together.get(rows, (None, 0))
+            written = max(self._writers.get(_memory(tensor), -1) for tensor in given)
+            if found is not None and written < place and found.add(x, weight, bias, out):
+                self._keep([out], place)
                 self._linear = None
             else:
-                self._together[read] = again = layers()
+                again, place = layers(), len(self._operators)
+                self._together[rows] = again, place
                 again.add(x, weight, bias, out)
-                self._linear = out, partial(compute, x, weight, bias), len(self._operators)
+                self._linear = out, partial(compute, x, weight, bias), place
                 self._note(again, out)
         return out
 
@@ -314,7 +318,7 @@ class Recorder(TorchDispatchMode):
             self._known.add(_memory(results[0]))
             self._constants.append(results[0])
         elif packet in _EMPTY:
-            self._keep(results)
+            self._keep(results, -1)
         elif not {_memory(x) for x in results} <= {_memory(x) for x in given}:  # no view
             if len(results) == 1:
                 self._note(_into(func, packet, args, kwargs, results[0]), results[0])
@@ -329,17 +333,19 @@ class Recorder(TorchDispatchMode):
                 written = kwargs.get(argument.name, args[i] if i < len(args) else None)
                 if _memory(written) not in self._made:
                     raise UnrecordableError(f"{func} writes to what the forward did not make")
-        self._together.clear()
+                self._writers[_memory(written)] = len(self._operators)
         self._operators.append(partial(func, *args, **kwargs))
         return func(*args, **kwargs)
 
     def _note(self, operator: Operator, *results: torch.Tensor) -> None:
         self._operators += operator.copies if isinstance(operator, _Joined) else [operator]
-        self._keep(results)
+        self._keep(results, len(self._operators) - 1)
 
-    def _keep(self, results: Sequence[torch.Tensor]) -> None:
+    def _keep(self, results: Sequence[torch.Tensor], place: int) -> None:
+        """Note tensors that the operator of a place has made."""
         for tensor in results:
             self._made[_memory(tensor)] = tensor
+            self._writers[_memory(tensor)] = place
             self._known.add(_memory(tensor))
 
     def _require_known(self, tensor: torch.Tensor) -> None:

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, RandLoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import parametrizations
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
@@ -149,6 +151,52 @@ def test_a_change_of_the_model_is_followed(change):
     plain, *_ = same(model, assistant=assistant)
     assert not torch.equal(plain, before)
     assert repeating(model, assistant).stats.last.repeated > 0
+
+
+def adapted(config, **options):
+    return lambda model, names: get_peft_model(model, config(target_modules=names, **options))
+
+
+def parametrised(wrap):
+    """Weights of linear layers that the forward computes."""
+
+    def change(model, names):
+        for name, module in [*model.named_modules()]:
+            if isinstance(module, nn.Linear) and name.rsplit(".")[-1] in names:
+                wrap(module)
+        return model
+
+    return change
+
+
+COMPUTED_WEIGHTS = {
+    "weight_norm": parametrised(parametrizations.weight_norm),
+    "spectral_norm": parametrised(parametrizations.spectral_norm),
+    "orthogonal": parametrised(parametrizations.orthogonal),
+    "LoHa": adapted(LoHaConfig, r=2, init_weights=False),
+    "LoKr": adapted(LoKrConfig, r=2, init_weights=False),
+    "RandLoRA": adapted(RandLoraConfig, r=2, init_weights=False),
+    "LoRA": adapted(LoraConfig, r=2, init_lora_weights=False),
+    "DoRA": adapted(LoraConfig, r=2, use_dora=True, init_lora_weights=False),
+}
+PLACES = {
+    "some of a layer's": ("v_proj", "up_proj", "o_proj"),
+    "the output layer's": ("lm_head",),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("change", COMPUTED_WEIGHTS.values(), ids=COMPUTED_WEIGHTS)
+def test_a_training_step_shows_in_weights_that_forwards_compute(change, names):
+    model = change(build(LlamaForCausalLM), names).eval()
+    assistant, before = repeating(model), run(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.mul_(torch.randn(parameter.shape) * 3)
+    plain, *_ = same(model, assistant=assistant)
+    assert not torch.equal(plain, before)
+    assert assistant.stats.last.repeated > 0
 
 
 def test_a_program_that_gives_something_else_is_not_used(monkeypatch):
@@ -303,7 +351,45 @@ def layers_round_a_write(model, x):
     return first + model.linear(x.mul_(2))
 
 
+def weight_of(x):
+    """One that is computed from a forward's input, in a view of something larger."""
+    return torch.stack([x[0], x.flip(-1)[0]]).repeat(4, 1)[:, None].flatten(0, 1)
+
+
+def layers_of_computed_weights(model, x):
+    """A layer comes behind what computes its weight, though others of its input came first."""
+    first, weight = model.linear(x), weight_of(x)
+    once = nn.functional.linear(x, weight) + nn.functional.linear(first, weight)
+    return once + nn.functional.linear(x, model.linear.weight * x) + model.linear(x)
+
+
+def layers_of_computed_biases(model, x):
+    first, weight = model.linear(x), model.linear.weight
+    columns = (weight * x).T[0], (weight * x)[:, 0], x.mean().expand(8), (x + 1)[0]
+    return first + sum(nn.functional.linear(x, weight, bias) for bias in columns)
+
+
+def layer_whose_weight_is_anothers_result(model, x):
+    rows = x.expand(8, 8).contiguous()
+    first = model.linear(rows)
+    second = nn.functional.linear(rows, first)
+    return nn.functional.linear(rows, second)
+
+
+def writes_behind_the_last_layer(model, x):
+    """It is the last to be computed, but nothing that comes behind it may go first."""
+    hidden, scale = x + 1, x * 2
+    out = nn.functional.linear(hidden, model.linear.weight, scale[0])
+    hidden.zero_(), scale.zero_()
+    return out
+
+
 RECORDABLE = {
+    "computed weights": layers_of_computed_weights,
+    "computed biases": layers_of_computed_biases,
+    "results as weights": layer_whose_weight_is_anothers_result,
+    "writes behind the last layer": writes_behind_the_last_layer,
+    "a last layer that is written to": lambda model, x: model.linear(x + 1).mul_(2),
     "layers round a write": layers_round_a_write,
     "operators": lambda model, x: torch.cat([-x[:, 4:], x[:, :4]], -1) * x.mean() + 1,
     "a layer": lambda model, x: nn.functional.silu(model.linear(x)),
