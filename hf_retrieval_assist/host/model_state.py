@@ -30,11 +30,15 @@ Place = tuple[int, str]
 
 
 def model_settings(model: nn.Module, moving: Set[Place] = frozenset()) -> Hashable:
-    """What stands for its modules' forwards, their plain attributes but `moving` ones, their hooks
-    but those that only look, how attention is computed, and modes that change operators."""
+    """What stands for its modules' forwards, their plain attributes but `moving` ones, the kinds of
+    their weights, their hooks but those that only look, how attention is computed, and modes that
+    change operators."""
     config, modules = getattr(model, "config", None), modules_of(model)
     found = [
-        (id(type(module)), *map(id, own_calls(module)), _plain(module, moving))
+        (
+            *(id(type(module)), *map(id, own_calls(module)), _plain(module, moving)),
+            *[id(type(weight)) for weight in module._parameters.values()],
+        )
         for module in modules
     ]
     return (

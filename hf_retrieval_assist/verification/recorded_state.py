@@ -87,7 +87,7 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
     reader = _Reader()
     try:
-        for part in (*modules_of(model), passed, [*map(_setting, _SETTINGS)]):
+        for part in (*modules_of(model), passed, [*map(torch_setting, _SETTINGS)]):
             reader.read(part)
     except (pickle.PicklingError, RecursionError):  # nobody can tell whether it stays as it is
         return None
@@ -96,7 +96,7 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     return hash(reader.written.getvalue()), *reader.objects
 
 
-def _setting(name: str) -> Any:
+def torch_setting(name: str) -> Any:
     """Of PyTorch; some raise where others have set the same thing by another name."""
     try:
         found = attrgetter(name)(torch)

@@ -5,12 +5,17 @@ absent, beside plain decoding of the same tokens: equal logits, or the tier is n
 Then it is fed as widely as calls will feed it, since a forward may depend on how many tokens it
 gets (capacities of experts, adapters and hooks that count from the end): at most half as many are
 tried until the logits are those of narrow forwards. How far a forward may reach is found beside.
+
+Logits in float32 have to follow their inputs smoothly. Layers that round what they multiply, to
+eight bits or to half precision, turn the last bits of an activation into whole steps, and several
+tokens at once have other last bits than each alone: now and then that passes as equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +32,7 @@ from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
 from .kv_cache import SlotCache
 from .reach import find_reach
+from .recorded_state import torch_setting
 from .replay import SHORTAGES
 from .tiers import Service, Tier, cache_for
 
@@ -45,6 +51,24 @@ _NARROW = 4
 # Texts that are tried until one is finite: a model may hold rows for tokens that nobody writes.
 _TEXTS = 3
 
+# Texts whose logits have to leave the straight line, as many of them as this share: a router that
+# takes other experts at some place does so for all tokens behind it.
+_BENT_TEXTS = 4
+_BENT = 0.3
+
+# By how much of the whole way. Of transformers' classes with random weights no tenth part of the
+# logits did so for another reason than a router's; where one layer of three rounded its rows to
+# eight bits or to bfloat16, more than half of them. Embeddings are moved so far that one layer's
+# rows cross a step, and in no model so little that rounding to float32 would show.
+_BEND = 0.15
+_MOVE = 2.0**-5
+_LEAST_MOVE = 2.0**-14
+
+_STEPS = (
+    "its logits move in steps (its layers round activations, to eight bits say), so that last bits "
+    "of float32 decide tokens"
+)
+
 
 def examined(
     model: Any,
@@ -54,7 +78,8 @@ def examined(
     width: int,
     moving: set[Place],
 ) -> Service | str:
-    """The service with what forwards may feed, or what goes wrong when it verifies drafts.
+    """The service with what forwards may feed, or what goes wrong when it verifies drafts; plain
+    where that would go wrong by any tier.
 
     The reference is what plain decoding does: one token per forward from a cache of its own. The
     caller's hooks that only look do not see any of it.
@@ -75,9 +100,15 @@ def examined(
                     expected = probe.reference()
                     if not expected.isnan().any():
                         break
+                exact = min(dtype.itemsize for dtype in dtypes) >= 4
+                if exact and torch_setting("get_float32_matmul_precision") == "highest":
+                    seeds = range(seed + 1, seed + _BENT_TEXTS)
+                    others = (_Probe(model, service, model_kwargs, rows, n) for n in seeds)
+                    if _move_in_steps(itertools.chain([probe], others)):
+                        return Service(Tier.PLAIN, _STEPS)
                 error = probe.narrow_error(expected)
                 # The largest error, relative to the logits' spread, that rounding explains.
-                limit = 0.2 if min(dtype.itemsize for dtype in dtypes) < 4 else 1e-3
+                limit = 1e-3 if exact else 0.2
                 if not error <= limit:
                     return f"logits off by {error:.2g} of their spread"
                 while width > _NARROW and not probe.wide_error(width) <= limit:
@@ -105,6 +136,16 @@ def _error(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """The largest one relative to the spread; NaN, which compares as no error, is one."""
     errors = (actual - expected).abs().nan_to_num(nan=torch.inf)
     return float(errors.max() / expected.std())
+
+
+def _move_in_steps(probes: Iterable[_Probe]) -> bool:
+    """Whether a model's logits do, as far as the texts of these tell."""
+    bent = 0.0
+    for count, probe in enumerate(probes, start=1):
+        bent += probe.bent()
+        if bent < _BENT * count:
+            return False
+    return True
 
 
 class _Probe:
@@ -213,6 +254,30 @@ class _Probe:
             outputs = model(**inputs, return_dict=True)
             logits.append(outputs.logits[:, -1].float())
         return torch.stack(logits, dim=1)
+
+    def bent(self) -> float:
+        """The share of the prompt's logits that leave the straight line when its embeddings move a
+        little along one."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, nn.Embedding)]
+        met, logits = set(), []
+        for share in (0.0, 0.5, 1.0):
+
+            def moved(layer: nn.Module, _: Any, out: Any, share: float = share) -> Any:
+                if not isinstance(out, torch.Tensor):
+                    return out
+                met.add(layer)
+                way = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+                length = max(_MOVE / out.shape[-1], _LEAST_MOVE)
+                return out + way * (share * length * out.std())
+
+            with ExitStack() as hooks:
+                for layer in layers:
+                    hooks.enter_context(layer.register_forward_hook(moved))
+                _, outputs = self._feed_prompt(DynamicCache(config=self.config))
+            logits.append(outputs.logits.double())
+        begin, middle, end = logits
+        off_it, whole = (begin - 2 * middle + end).norm(dim=-1), (end - begin).norm(dim=-1)
+        return float((off_it >= _BEND * whole).double().mean()) if met else 0.0
 
     def _forward(
         self, plans: list[tuple[TokenTree, list[int]]], texts: list[list[int]]

@@ -245,7 +245,7 @@ def _first_right(
     for service in _candidates(model, packs, demand):
         found = examined(model, service, model_kwargs, rows, demand.width, moving)
         if isinstance(found, Service):
-            return replace(found, reason=reason or service.reason)
+            return replace(found, reason=reason or found.reason)
         reason = f"{service.tier.value} failed its test: {found}"
         if service.attention_by != "mask":
             logger.warning_once(

@@ -79,6 +79,19 @@ class RuntimeWithoutHash(Runtime):
 
 RUNTIMES = (Runtime, RuntimeWithDtype, RuntimeWithoutHash)
 
+def _stepped(x, largest):
+    step = largest / 127
+    return (x / step).round() * step
+
+
+ROUNDINGS = {
+    "a scale for each row": lambda x: _stepped(x, x.abs().amax(-1, keepdim=True)),
+    "one scale for all rows": lambda x: _stepped(x, x.abs().max()),
+    "a calibrated scale": lambda x: _stepped(x, 4.0),
+    "bfloat16": lambda x: x.bfloat16().to(x.dtype),
+}
+
+
 WRAPS = (with_lora, offloaded, quantised)
 
 
@@ -97,3 +110,14 @@ class Around(torch.nn.Module):
 
     def forward(self, x):
         return self.change(self.part(x), self.held)
+
+
+def rounding_activations(model, rounded, names=("",)):
+    """Let linear layers round what they multiply: those in whose names there is one of `names`."""
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, torch.nn.Linear) and any(part in name for part in names):
+            model.set_submodule(
+                name,
+                torch.nn.Sequential(Around(torch.nn.Identity(), lambda x, _: rounded(x)), layer),
+            )
+    return model

@@ -18,10 +18,11 @@ from hf_retrieval_assist.verification import service, tiers
 from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import Demand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
+from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, knowing, run, same
 from tests.support.threads import in_threads
 from tests.support.watching import results_of
-from tests.support.wrapped_models import with_lora
+from tests.support.wrapped_models import ROUNDINGS, rounding_activations, with_lora
 
 
 @pytest.fixture
@@ -71,6 +72,34 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
     if width is not None:
         # Its hooks are others in every call, and say the same.
         assert [found.width for found in tests] == [width]
+
+
+@pytest.mark.parametrize(
+    "names", [("",), ("1.mlp.up_proj",), ("0.self_attn.q_proj",), ("lm_head",)]
+)
+@pytest.mark.parametrize("rounded", ROUNDINGS.values(), ids=ROUNDINGS)
+def test_activations_of_fewer_bits_leave_float32_to_plain_decoding(rounded, names, told):
+    model = rounding_activations(build(LlamaForCausalLM), rounded, names)
+    _, _, assistant = same(model)
+    assert assistant.stats.last.tier == "plain"
+    assert any("its logits move in steps" in text for text in told.messages)
+
+
+@pytest.mark.parametrize(
+    ("change", "tier"),
+    [
+        (lambda model: in_eight_bits(model, rounds_rows=True), "plain"),
+        (in_eight_bits, "tree"),
+        (lambda model: model.bfloat16(), "tree"),
+        (lambda model: in_eight_bits(model.bfloat16(), rounds_rows=True), "tree"),
+    ],
+)
+def test_a_model_that_is_quantised_in_place_is_tested_anew(change, tier):
+    model = build(LlamaForCausalLM)
+    same(model)
+    assistant = SamAssistant()
+    run(change(model), assistant=assistant)
+    assert assistant.stats.last.tier == tier
 
 
 def test_an_adapter_comes_and_goes():
