@@ -59,6 +59,9 @@ def refused_mode(config: GenerationConfig) -> str | None:
     )
 
 
+_PLAIN = Service(Tier.PLAIN, "")
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a call, prepared by `generate`.
@@ -144,9 +147,10 @@ class Call:
         demand = Demand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
-        return service if why is None else self._plain(why)
+        return service if why is None else self._plain(why, service)
 
-    def _plain(self, why: str) -> Service:
+    def _plain(self, why: str, service: Service = _PLAIN) -> Service:
+        """Plain decoding, of a model that drafts could be verified with by a service."""
         self.tell_plain(why)
         return replace(service, tier=Tier.PLAIN, reason=why)
 

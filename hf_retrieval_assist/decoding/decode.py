@@ -18,6 +18,7 @@ from ..kernels.reroute import all_scopes_left
 from ..planning.account import Account
 from ..stats import PHASES, CallStats
 from ..token_tree import Int32Array
+from ..verification.service import learn_moving
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .forwards import UnservableError
@@ -90,6 +91,7 @@ def decode(
                 call.tell_plain(str(error))
                 counts.tier, counts.reason = Tier.PLAIN.value, str(error)
                 result = decode_plainly(call, counts, record)
+    learn_moving(model)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(call.kind.fingerprint)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Iterator
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -46,8 +47,20 @@ def fingerprint(model: Any) -> str:
 
 def config_fingerprint(config: Any) -> str:
     """Equal for configurations of one architecture, its vocabulary and sizes among them."""
-    text = json.dumps(_lasting(config.to_diff_dict()), sort_keys=True, default=str)
+    try:
+        settings = _lasting(config.to_diff_dict())
+        text = json.dumps(settings, sort_keys=True, default=_named)
+    except Exception:  # something in it nests too deeply, or is no setting and raises
+        plain = (bool, int, float, str)
+        settings = {name: x for name, x in vars(config).items() if type(x) in plain}
+        text = json.dumps(_lasting(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _named(value: Any) -> str:
+    """What stands for an object that JSON does not know."""
+    known = isinstance(value, torch.dtype | torch.device | set | frozenset)
+    return str(value) if known else type(value).__qualname__
 
 
 def _lasting(settings: Any) -> Any:
@@ -78,18 +91,30 @@ def _weights_digest(model: nn.Module) -> str:
     """Hash of a few elements of every parameter of the model and of its adapters in use."""
     digest = hashlib.sha256()
     unused = {id(parameter) for layer in _adapted_layers(model) for parameter in _unused(layer)}
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(model.named_parameters(), key=itemgetter(0)):
         if id(parameter) not in unused:
-            digest.update(f"{name.replace('.base_layer.', '.')} {tuple(parameter.shape)}".encode())
-            digest.update(_sample(parameter.detach()))
+            digest.update(name.replace(".base_layer.", ".").encode())
+            digest.update(_facts(parameter))
     return digest.hexdigest()
+
+
+def _facts(parameter: Tensor) -> bytes:
+    """A parameter's shape and a few of its elements, as far as its kind has some: those that are
+    sparse, packed or not there yet have not."""
+    try:
+        return f" {tuple(parameter.shape)}".encode() + _sample(parameter.detach())
+    except Exception:  # whatever its kind raises
+        return b""
 
 
 def _unused(layer: Any) -> Iterator[Tensor]:
     """Parameters of adapters that are not in use."""
     used = _in_use(layer)
     for part in layer.adapter_layer_names:
-        held = getattr(layer, part)
+        try:
+            held = attrgetter(part)(layer)  # parts of parts are named with dots
+        except AttributeError:  # this one has no such part
+            continue
         if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
             for name, adapter in held.items():
                 if name not in used:

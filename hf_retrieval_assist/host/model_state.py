@@ -7,72 +7,81 @@ found by :func:`restored` and left out of it.
 
 from __future__ import annotations
 
-import marshal
-from collections.abc import Hashable, Iterator, Set
+import weakref
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..system.modules import modules_of
-from .callers_hooks import all_hooks, is_callers, may_change, told
-from .transformers_private import GRADIENT_HOOKS, Hook, attention_of, own_calls
+from .callers_hooks import all_hooks, is_callers, may_change
+from .callers_hooks import told as told_of
+from .told import PLAIN, Moving, Teller, Told, members_of, told
+from .transformers_private import GRADIENT_HOOKS, Hook
 
 # What every module keeps of itself.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
 
-_PLAIN = (bool, int, float, str, type(None), tuple, list, dict)
 
-Place = tuple[int, str]
-"""The identity of a module, and the name of an attribute."""
-
-
-def model_settings(model: nn.Module, moving: Set[Place] = frozenset()) -> Hashable:
-    """What stands for its modules' forwards, their plain attributes but `moving` ones, the kinds of
-    their weights, their hooks but those that only look, how attention is computed, and modes that
-    change operators."""
-    config, modules = getattr(model, "config", None), modules_of(model)
-    found = [
-        (
-            *(id(type(module)), *map(id, own_calls(module)), _plain(module, moving)),
-            *[id(type(weight)) for weight in module._parameters.values()],
-        )
-        for module in modules
-    ]
+def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
+    """What stands for its modules' forwards, their attributes and configurations but `moving` ones,
+    the kinds of their weights, their hooks but those that only look, how attention is computed, and
+    modes that change operators."""
+    modules, moving = modules_of(model), moving or Moving()
+    teller = Teller(moving)
+    attributes = [_attributes(teller, module, moving) for module in modules]
     return (
-        _hash_of(found),
+        Told(teller, attributes),
         tuple([_told(hook) for hook in all_hooks(model) if may_change(hook)]),
-        None if config is None else attention_of(config),
         autocast_dtypes(),
         torch.get_default_device(),
     )
 
 
-def _hash_of(told: Any) -> int:
+def _attributes(teller: Teller, module: nn.Module, moving: Moving) -> tuple[Any, ...]:
+    """What is told of a module: its class and its attributes, among them what stands for its
+    forward, and buffers that may be switches."""
+    own, tell = vars(module), teller.tell
+    names, moved = own_names(tuple(own)), moving.of(module) if moving else ()
+    if moved:
+        names = tuple([name for name in names if name not in moved])
+    values = [
+        value if type(value := own[name]) in PLAIN else None if _is_weight(value) else tell(value)
+        for name in names
+    ]
+    if own["_buffers"]:
+        values += [(n, tell(x)) for n, x in _switches(own) if n not in moved]
+    kinds = [tell(kind) for kind in {type(weight): None for weight in own["_parameters"].values()}]
+    return tell(type(module)), names, values, kinds
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether it is a tensor that forwards compute with, as parameters are, and no setting."""
+    return issubclass(type(value), torch.Tensor) and not _is_number(value)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be a switch, a limit or a counter."""
     try:
-        return hash(marshal.dumps(told, 2))  # which tells no identities, as later versions do
-    except ValueError:  # other objects are in containers
-        return hash(repr(told))
+        return tensor.numel() == 1 and not tensor.is_floating_point()
+    except Exception:  # of a kind that does not know its size, as before its first forward
+        return False
+
+
+def _switches(own: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Buffers of that kind, as observers have."""
+    return [(n, x) for n, x in own["_buffers"].items() if x is not None and _is_number(x)]
 
 
 def autocast_dtypes() -> tuple[torch.dtype, ...]:
     """In what operators compute where autocast changes that."""
     enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))
     return tuple(map(torch.get_autocast_dtype, enabled))
-
-
-def _plain(module: nn.Module, moving: Set[Place] = frozenset()) -> list[tuple[str, Any]]:
-    """The plain attributes of a module, by name."""
-    own = vars(module)
-    return [
-        (name, value)
-        for name in own_names(tuple(own))
-        # Of a configuration `isinstance` would ask, which takes longer than all the rest.
-        if issubclass(type(value := own[name]), _PLAIN)
-        if not (moving and (id(module), name) in moving)
-    ]
 
 
 @lru_cache(1 << 12)
@@ -90,55 +99,92 @@ def _told(hook: Hook) -> Hashable:
     """A hook's number; the caller's, and those that are registered anew for every call with what is
     bound to them, are told by what they call and keep."""
     bound = isinstance(hook.called, partial)
-    return told(hook) if bound or is_callers(hook.called) else hook.number
+    return told_of(hook) if bound or is_callers(hook.called) else hook.number
+
+
+class Attributes:
+    """What is told of a model now, attribute by attribute; nothing is kept alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._told = {id(owner): (weakref.ref(owner), _each(owner)) for owner in _owners(model)}
+
+    def changed(self, model: nn.Module, plain: bool = True) -> Iterator[tuple[Any, list[str]]]:
+        """Modules and configurations with the names of attributes that are others by now.
+
+        Args:
+            plain: look at plain values, too.
+        """
+        for owner in _owners(model):
+            known, before = self._told.get(id(owner), (None, {}))
+            if known is not None and known() is owner:
+                now = _each(owner, plain)
+                names = before.keys() | now.keys() if plain else before.keys() & now.keys()
+                if changed := [name for name in names if before.get(name) != now.get(name)]:
+                    yield owner, changed
+
+
+def _owners(model: nn.Module) -> list[Any]:
+    """Modules and configurations."""
+    modules, teller = modules_of(model), Teller()
+    for module in modules:
+        teller.tell(vars(module).get("config"))
+    list(teller.rest())
+    return [*modules, *(x for x in teller.values if isinstance(x, PreTrainedConfig))]
+
+
+def _each(owner: Any, plain: bool = True) -> dict[str, Told]:
+    """What is told of each attribute; nested configurations are owners of their own."""
+    own, items = vars(owner), [*vars(owner).items()]
+    if isinstance(owner, nn.Module):
+        items = [(name, own[name]) for name in own_names(tuple(own))] + _switches(own)
+    return {
+        name: told(value)
+        for name, value in items
+        if plain or type(value) not in PLAIN
+        if not (_is_weight(value) or issubclass(type(value), PreTrainedConfig))
+    }
 
 
 @contextmanager
-def restored(model: nn.Module, moving: set[Place]) -> Iterator[None]:
-    """Scope of forwards that plain decoding would not run: what they change in modules is put back,
-    and the places of plain attributes among it are added to `moving`.
+def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
+    """Scope of forwards that plain decoding would not run: which objects modules hold, directly and
+    in containers, is put back, and the places of what they changed are added to `moving`.
 
-    What is put back are plain attributes, and the tensors of modules that compute without
-    parameters or parts, as positions are computed.
+    What is written into tensors is not: see :class:`~..verification.traces.Traces`.
     """
-    modules = modules_of(model)
-    plain = {
-        (id(module), name): (repr(value), _copied(value))
-        for module in modules
-        for name, value in _plain(module)
-    }
-    tensors = [
-        (own, {name: value for name, value in own.items() if isinstance(value, torch.Tensor)})
-        for own in (vars(module) for module in modules)
-        if not (own["_modules"] or own["_parameters"])
-    ]
-    buffers = [
-        (held, name, buffer, buffer.clone())
-        for own, _ in tensors
-        for held in [own["_buffers"]]
-        for name, buffer in held.items()
-        if buffer is not None
-    ]
+    before, modules, teller = Attributes(model), modules_of(model), Teller()
+    tables: list[Any] = []
+    for module in modules:
+        own = vars(module)
+        tables += own, own["_buffers"], own["_parameters"], own["_modules"]
+        for name in own_names(tuple(own)):
+            teller.tell(own[name])
+    list(teller.rest())
+    tables += [x for x in teller.values if issubclass(type(x), (dict, list, set))]
+    held = [(table, members_of(table) or []) for table in tables]
     try:
-        yield
+        yield before
     finally:
-        for module in modules:
-            for name, value in _plain(module):
-                told, before = plain.get((id(module), name), (None, None))
-                if repr(value) != told:
-                    moving.add((id(module), name))
-                    if told is not None:
-                        vars(module)[name] = before
-        for own, kept in tensors:
-            own.update(kept)
-        for held, name, buffer, value in buffers:
-            held[name] = buffer.copy_(value)
+        for owner, names in before.changed(model):
+            moving.add(owner, names)
+        for table, members in held:
+            if not _are_same(members, members_of(table) or []):
+                _put_back(table, members)
 
 
-def _copied(value: Any) -> Any:
-    """A plain value; a container with a copy of each container in it."""
-    if isinstance(value, dict):
-        return {name: _copied(member) for name, member in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
-    return value
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _put_back(table: Any, members: list[Any]) -> None:
+    """Let a container hold what it has held."""
+    if issubclass(type(table), list):
+        list.__setitem__(table, slice(None), members)
+    elif issubclass(type(table), set):
+        set.clear(table)
+        set.update(table, members)
+    else:
+        before = dict(zip(members[::2], members[1::2], strict=True))
+        for name in [name for name in dict.keys(table) if name not in before]:
+            dict.__delitem__(table, name)
+        dict.update(table, before)

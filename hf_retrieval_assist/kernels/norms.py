@@ -121,7 +121,7 @@ def _may_be_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.pop("weight", None)
     return (
-        weight is not None
+        type(weight) is nn.Parameter
         and weight.dim() == 1
         and weight.is_cpu
         and not parameters

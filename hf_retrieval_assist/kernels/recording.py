@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         self._layers, self._masks = {id(layer): i for i, layer in enumerate(layers)}, masks
         self._operators: list[Operator] = []
         own = [*model.parameters(), *model.buffers(), *self.inputs.values()]
-        self._known = {_memory(tensor) for tensor in own}
+        self._known = {memory_of(tensor) for tensor in own} - {0}
         # What operators have made: others may write to it. All is kept, so that no other tensor
         # gets its memory.
         self._made: dict[int, torch.Tensor] = {}
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
             out = compute(x, weight, bias)
             rows = x.data_ptr(), x.shape, x.stride()
             found, place = self._together.get(rows, (None, 0))
-            written = max(self._writers.get(_memory(tensor), -1) for tensor in given)
+            written = max(self._writers.get(memory_of(tensor), -1) for tensor in given)
             if found is not None and written < place and found.add(x, weight, bias, out):
                 self._keep([out], place)
                 self._linear = None
@@ -315,11 +315,11 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = [x for x in tree_iter(out) if isinstance(x, torch.Tensor)]
         if packet is aten.lift_fresh:  # a constant, which was made of Python's numbers
-            self._known.add(_memory(results[0]))
+            self._known.add(memory_of(results[0]))
             self._constants.append(results[0])
         elif packet in _EMPTY:
             self._keep(results, -1)
-        elif not {_memory(x) for x in results} <= {_memory(x) for x in given}:  # no view
+        elif not {memory_of(x) for x in results} <= {memory_of(x) for x in given}:  # no view
             if len(results) == 1:
                 self._note(_into(func, packet, args, kwargs, results[0]), results[0])
             else:
@@ -331,9 +331,9 @@ class Recorder(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = kwargs.get(argument.name, args[i] if i < len(args) else None)
-                if _memory(written) not in self._made:
+                if memory_of(written) not in self._made:
                     raise UnrecordableError(f"{func} writes to what the forward did not make")
-                self._writers[_memory(written)] = len(self._operators)
+                self._writers[memory_of(written)] = len(self._operators)
         self._operators.append(partial(func, *args, **kwargs))
         return func(*args, **kwargs)
 
@@ -344,14 +344,14 @@ class Recorder(TorchDispatchMode):
     def _keep(self, results: Sequence[torch.Tensor], place: int) -> None:
         """Note tensors that the operator of a place has made."""
         for tensor in results:
-            self._made[_memory(tensor)] = tensor
-            self._writers[_memory(tensor)] = place
-            self._known.add(_memory(tensor))
+            self._made[memory_of(tensor)] = tensor
+            self._writers[memory_of(tensor)] = place
+            self._known.add(memory_of(tensor))
 
     def _require_known(self, tensor: torch.Tensor) -> None:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu:
             raise UnrecordableError(f"{type(tensor).__name__} is no dense tensor of the host")
-        if tensor.numel() and _memory(tensor) not in self._known:
+        if tensor.numel() and memory_of(tensor) not in self._known:
             raise UnrecordableError("an operator reads a tensor that is not the model's")
 
 
@@ -363,8 +363,14 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of what a tensor is a view of; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (
+        Exception
+    ):  # whatever its kind raises, as sparse ones do and those that are not there yet
+        return 0
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

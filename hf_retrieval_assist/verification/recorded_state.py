@@ -29,12 +29,10 @@ from ..host.model_state import own_names
 from ..host.transformers_private import global_hooks, hooks_of, own_calls
 from ..system.modules import modules_of
 
-# What pickle writes down by itself, and what is told by its name.
-_WRITTEN = frozenset((type(None), bool, int, float, str, bytes, list, tuple, dict, set, frozenset))
-_NAMED = (
-    *(complex, range, slice, type(...), Enum, type, np.generic),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+# What pickle writes down by itself, and what is told by its name, which is PyTorch's own.
+_PLAIN = (type(None), bool, int, float, str, bytes, type(...))
+_WRITTEN = frozenset((*_PLAIN, list, tuple, dict, set, frozenset))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Objects that are read of a module, or of what a call was given; more are too many to look into
 # before every call.
@@ -85,12 +83,13 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     if why_unrecorded(model, device) is not None:
         return None
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
-    reader = _Reader()
+    reader, modules = _Reader(), modules_of(model)
     try:
-        for part in (*modules_of(model), passed, [*map(torch_setting, _SETTINGS)]):
+        settings = [*map(torch_setting, _SETTINGS)]
+        for part in (*modules, {*map(type, modules)}, passed, settings):
             reader.read(part)
-    except (pickle.PicklingError, RecursionError):  # nobody can tell whether it stays as it is
-        return None
+    except Exception:  # whatever an object raises that is looked into, or what nests too deeply:
+        return None  # nobody can tell whether it stays as it is
     # A number, since many objects that are kept would make Python look for garbage among all; and
     # the references, of which an object has one while it lives, and an ended one equals no other.
     return hash(reader.written.getvalue()), *reader.objects
@@ -132,14 +131,21 @@ class _Reader(pickle.Pickler):
             raise pickle.PicklingError
         if type(value) in _WRITTEN:
             return None
-        if isinstance(value, _NAMED):
-            return repr(value)
+        if issubclass(type(value), _NAMED):
+            return str(value)
+        if issubclass(type(value), np.generic):
+            return value.dtype.str, value.tobytes()
+        if type(value) in (range, slice):
+            return type(value).__name__, value.start, value.stop, value.step
+        if type(value) is complex:
+            return value.real, value.imag
         if id(value) in self._seen:
             return self._seen[id(value)]
         self._seen[id(value)] = len(self._kept)
         self._kept.append(value)
-        if isinstance(value, torch.Tensor):
-            return _tensor(value)
+        if issubclass(type(value), (torch.Tensor, type, Enum)):
+            self.objects.append(weakref.ref(value))
+            return id(value), _tensor(value) if isinstance(value, torch.Tensor) else None
         if isinstance(value, nn.Module):
             return _module(value)
         if isinstance(value, weakref.ref):
@@ -181,7 +187,12 @@ def _module(module: nn.Module) -> Any:
 
 
 def _tensor(tensor: torch.Tensor) -> Any:
-    # The value of one without dimensions went with the launch; quantised ones have others inside.
-    value = repr(tensor.item()) if not tensor.shape and tensor.is_cpu else None
-    place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """Where it lies, as far as its kind says: those that are sparse, or not there yet, do not."""
+    try:
+        # The value of one without dimensions went with the launch.
+        value = repr(tensor.item()) if not tensor.shape and tensor.is_cpu else None
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except Exception:  # whatever its kind raises
+        return None, vars(tensor) or None
+    # Quantised ones have others inside.
     return hash((value, *place)), vars(tensor) or None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ..host.callers_hooks import callers_global_hooks
@@ -165,7 +166,7 @@ class RepeatedForward:
             for module in modules_of(model)
             for tensors in (module._parameters, module._buffers)
             for tensor in tensors.values()
-            if tensor is not None
+            if tensor is not None and not is_lazy(tensor)
         ]
         state = recorded_state(model, arguments, torch.device("cpu"))
         self._programs: _Programs | None = None

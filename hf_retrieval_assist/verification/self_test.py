@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,11 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..host.callers_hooks import HookWatch
-from ..host.model_state import Place, autocast_dtypes, restored
+from ..host.model_state import Attributes, autocast_dtypes, restored
 from ..host.positions import named_lengths
+from ..host.told import Moving
 from ..host.transformers_private import forward_parameters, input_device, kwargs_after
+from ..kernels.recording import same_bits
 from ..row_text import RowText
 from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
@@ -35,6 +37,7 @@ from .reach import find_reach
 from .recorded_state import torch_setting
 from .replay import SHORTAGES
 from .tiers import Service, Tier, cache_for
+from .traces import Traces
 
 # The fed tree: two paths of two nodes below the root. When the second is accepted, keeping it moves
 # slots. The chain tiers get three nodes in a row, the last of them wrong.
@@ -47,6 +50,8 @@ _PROGRESS = ((3, 3, 1), (1, 2, 1))
 # Tokens per row that forwards of the three steps feed: what is right there may be wrong beyond.
 _NARROW = 4
 
+
+_REMEMBERS = "its forward changes its own attributes, by which later forwards compute"
 
 # Texts that are tried until one is finite: a model may hold rows for tokens that nobody writes.
 _TEXTS = 3
@@ -76,13 +81,12 @@ def examined(
     model_kwargs: dict[str, Any],
     rows: int,
     width: int,
-    moving: set[Place],
+    moving: Moving,
 ) -> Service | str:
     """The service with what forwards may feed, or what goes wrong when it verifies drafts; plain
     where that would go wrong by any tier.
 
-    The reference is what plain decoding does: one token per forward from a cache of its own. The
-    caller's hooks that only look do not see any of it.
+    The reference is what plain decoding does: one token per forward from a cache of its own.
 
     Args:
         rows: of the test; where there are several, one of them is padded.
@@ -93,33 +97,49 @@ def examined(
         MemoryError, torch.OutOfMemoryError: there is no memory for the test.
     """
     try:
-        with _evaluating(model), HookWatch(model, muted=True), torch.no_grad():
-            with restored(model, moving), _noting_dtypes(model) as dtypes:
-                for seed in range(_TEXTS):
-                    probe = _Probe(model, service, model_kwargs, rows, seed)
-                    expected = probe.reference()
-                    if not expected.isnan().any():
-                        break
-                exact = min(dtype.itemsize for dtype in dtypes) >= 4
-                if exact and torch_setting("get_float32_matmul_precision") == "highest":
-                    seeds = range(seed + 1, seed + _BENT_TEXTS)
-                    others = (_Probe(model, service, model_kwargs, rows, n) for n in seeds)
-                    if _move_in_steps(itertools.chain([probe], others)):
-                        return Service(Tier.PLAIN, _STEPS)
-                error = probe.narrow_error(expected)
+        with _undone(model, moving) as (before, traces), _noting_dtypes(model) as dtypes:
+            for seed in range(_TEXTS):
+                probe = _Probe(model, service, model_kwargs, rows, seed)
+                expected = probe.reference(traces)
+                if not expected.isnan().any():
+                    break
+            why = traces.why_plain
+            if why is None and any(before.changed(model)):
+                again = probe.reference(traces)
+                why = None if same_bits(again, expected) else _REMEMBERS
+            exact = min(dtype.itemsize for dtype in dtypes) >= 4
+            if why is None and exact and torch_setting("get_float32_matmul_precision") == "highest":
+                seeds = range(seed + 1, seed + _BENT_TEXTS)
+                others = (_Probe(model, service, model_kwargs, rows, n) for n in seeds)
+                why = _STEPS if _move_in_steps(itertools.chain([probe], others)) else None
+            if why is not None:
+                return Service(Tier.PLAIN, why)
+            with traces if traces.wrote else nullcontext():
+                error = probe.begin().narrow_error(expected)
                 # The largest error, relative to the logits' spread, that rounding explains.
                 limit = 1e-3 if exact else 0.2
                 if not error <= limit:
                     return f"logits off by {error:.2g} of their spread"
                 while width > _NARROW and not probe.wide_error(width) <= limit:
                     width //= 2
-                    probe = _Probe(model, service, model_kwargs, rows, seed)
+                    probe = _Probe(model, service, model_kwargs, rows, seed).begin()
+            if (why := traces.why_plain) is not None:
+                return Service(Tier.PLAIN, why)
             reach = find_reach(model, service.cache_name)
     except SHORTAGES:
         raise
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
         return f"{type(exception).__name__}: {exception}".splitlines()[0][:200]
     return replace(service, width=max(width, _NARROW), reach=reach)
+
+
+@contextmanager
+def _undone(model: Any, moving: Moving) -> Iterator[tuple[Attributes, Traces]]:
+    """Scope of the test's forwards, which the caller's hooks that only look do not see, and of
+    which nothing stays."""
+    traces, hooks = Traces(model), HookWatch(model, muted=True)
+    with hooks, torch.no_grad(), restored(model, moving) as before, traces.put_back():
+        yield before, traces
 
 
 @contextmanager
@@ -177,10 +197,15 @@ class _Probe:
         self.rows = [RowText(i, self.prompt[i], 16) for i in range(rows)]
         for row, text in zip(self.rows, self.texts, strict=True):
             row.generated.append(text[0])
+
+    def begin(self) -> _Probe:
+        """The same, once the prompt is fed to the tier's verifier."""
+        model, service, rows = self.model, self.service, len(self.rows)
         cache = SlotCache(self.config, forgets=service.forgets(rows))
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())
+        return self
 
     def narrow_error(self, expected: torch.Tensor) -> float:
         """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
@@ -242,17 +267,19 @@ class _Probe:
         )
         return kwargs, self.model(**inputs, return_dict=True)
 
-    def reference(self) -> torch.Tensor:
+    def reference(self, traces: Traces) -> torch.Tensor:
         """Logits [rows, tokens, vocab_size] of plain decoding, the texts being fed."""
-        model, ids = self.model, self.prompt
-        kwargs, outputs = self._feed_prompt(DynamicCache(config=self.config))
-        logits = []
-        for tokens in list(zip(*self.texts, strict=True))[: sum(_PROGRESS[0])]:
-            kwargs = kwargs_after(model, outputs, kwargs)
-            ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1)
-            inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-            outputs = model(**inputs, return_dict=True)
-            logits.append(outputs.logits[:, -1].float())
+        model, ids, logits = self.model, self.prompt, []
+        with traces:
+            kwargs, outputs = self._feed_prompt(DynamicCache(config=self.config))
+            for tokens in list(zip(*self.texts, strict=True))[: sum(_PROGRESS[0])]:
+                kwargs = kwargs_after(model, outputs, kwargs)
+                ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1)
+                inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+                with traces.step(inputs.values()):
+                    outputs = model(**inputs, return_dict=True)
+                    traces.judge(outputs.logits)
+                logits.append(outputs.logits[:, -1].float())
         return torch.stack(logits, dim=1)
 
     def bent(self) -> float:
@@ -329,16 +356,3 @@ def _prompt_length(config: Any) -> int:
         if "window" in name and name != "sliding_window" and isinstance(value, int)
     ]
     return max([8, *(w + 2 for w in windows if w <= 1024)])
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Scope in which the model is in evaluation mode, so that nothing draws random numbers."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

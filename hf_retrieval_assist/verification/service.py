@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
 from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
 from ..host.lookups import lookups_of
-from ..host.model_state import Place, has_changing_hooks, model_settings
+from ..host.model_state import Attributes, has_changing_hooks, model_settings
 from ..host.plain_step import has_own_loop, why_exchanged
 from ..host.private_names import why_plain
 from ..host.ranks import Ranks
+from ..host.told import Moving
 from ..host.transformers_private import (
     CACHE,
     attention_of,
@@ -37,6 +38,7 @@ from ..kernels.scopes import is_exchangeable
 from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
+from ..system.modules import modules_of
 from .fixed_memory import stays_in_place
 from .kv_cache import SLOT_LAYERS
 from .replay import SHORTAGES
@@ -93,10 +95,19 @@ class _Verdicts:
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.moving: set[Place] = set()
+        self.moving = Moving()
         self._found: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._new = 0
         self._refused: Any = None
+        self._watched: tuple[Attributes, Any] | None = None
+
+    def key(self, model: Any, demand: Any) -> Any:
+        """All that a verdict depends on.
+
+        Args:
+            demand: of the call, beside the width.
+        """
+        return model_settings(model, self.moving), model.dtype, demand
 
     def get(self, key: Any, width: int) -> Service | None:
         asked, service = self._found.get(key, (0, None))
@@ -112,11 +123,26 @@ class _Verdicts:
         again, self._refused = key == self._refused, key
         return again or self._new < _MOST_NEW
 
-    def add(self, key: Any, width: int, service: Service) -> None:
-        self._found[key] = width, service
+    def add(self, model: Any, demand: Any, width: int, service: Service) -> None:
+        self._found[self.key(model, demand)] = width, service
+        self._watched = Attributes(model), demand
         self._new += 1
         while len(self._found) > _MOST_KEPT:
             self._found.popitem(last=False)
+
+    def learn(self, model: Any) -> None:
+        """At the end of a call: what its forwards and hooks have made of the lists and objects that
+        the model holds makes no other model of it, if its verdict is new."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return
+        before, demand = watched
+        changed = [*before.changed(model, plain=False)]
+        for owner, names in changed:
+            self.moving.add(owner, names)
+        if changed:
+            newest = next(reversed(self._found))
+            self._found[self.key(model, demand)] = self._found[newest]
 
 
 _services: weakref.WeakKeyDictionary[Any, _Verdicts] = weakref.WeakKeyDictionary()
@@ -153,18 +179,15 @@ def choose_service(
     with _lock:
         verdicts = _services.setdefault(model, _Verdicts())
     with verdicts.lock:
-
-        def key() -> Any:
-            settings = model_settings(model, verdicts.moving), model.dtype
-            return settings, rows, packs, demand.states, demand.stays, changes.said()
-
-        known = verdicts.get(key(), demand.width)
+        wanted = rows, packs, demand.states, demand.stays, changes.said()
+        key = verdicts.key(model, wanted)
+        known = verdicts.get(key, demand.width)
         if ranks.lowest(known is not None) and known is not None:
             return known
         if not ranks.lowest(not is_compiled(model)):
             why = "its caller has compiled it in place; leave that to `generate` (compile_config)"
             return Service(Tier.PLAIN, why)
-        if not (ranks.several or verdicts.is_worth_a_test(key())):
+        if not (ranks.several or verdicts.is_worth_a_test(key)):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         does = "measures forwards and chooses kernels"
         if stays_in_place(input_device(model)):
@@ -189,9 +212,16 @@ def choose_service(
         if service.tier is Tier.PLAIN and any(map(only_looks, all_hooks(model))):
             return replace(service, lacked_hooks=shortage is None)
         if shortage is None:
-            verdicts.add(key(), demand.width, service)
+            verdicts.add(model, wanted, demand.width, service)
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
         return service
+
+
+def learn_moving(model: Any) -> None:
+    """At the end of a call: see what it has changed of the model."""
+    if (verdicts := _services.get(model)) is not None:
+        with verdicts.lock:
+            verdicts.learn(model)
 
 
 def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) -> str | None:
@@ -200,7 +230,7 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
         return "hooks of the caller's may change what one of several processes computes"
     if (why := why_plain() or why_plain_with_hooks(model, model_kwargs)) is not None:
         return why
-    if model.training and (why := _why_plain_in_training(model)) is not None:
+    if (why := _why_plain_in_training(model)) is not None:
         return why
     if has_own_loop(model):
         return "it decodes by another loop than transformers' own"
@@ -216,19 +246,23 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
 
 
 def _why_plain_in_training(model: Any) -> str | None:
-    """What of a model in train mode no other way of decoding would repeat; None: nothing.
+    """What of a model with parts in train mode no other way of decoding would repeat; None: nothing
+    that its settings tell of.
 
     Dropout takes random numbers in every forward, so fewer forwards take others.
     """
-    rates = [
-        rate
-        for name, rate in model.config.get_text_config(decoder=True).to_dict().items()
-        if any(part in name for part in ("drop", "jitter")) and isinstance(rate, float)
-    ]
-    rates += [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)]
-    if any(rates):
-        return "the model is in train mode and drops out; call model.eval()"
-    if keeps_no_activations(model):
+    training = [module for module in modules_of(model) if module.training]
+    if not training:
+        return None
+    settings = [item for part in training for item in vars(part).items()]
+    settings += [("drop", part.p) for part in training if isinstance(part, _DropoutNd)]
+    if model.training:
+        settings += model.config.get_text_config(decoder=True).to_dict().items()
+    noises = ("drop", "jitter", "noise")
+    if any(x for name, x in settings if type(x) is float and any(part in name for part in noises)):
+        whose = "the model is" if model.training else "parts of the model are"
+        return f"{whose} in train mode and drops out; call model.eval()"
+    if model.training and keeps_no_activations(model):
         return "gradient checkpointing keeps no cache; call model.eval()"
     return None
 
@@ -239,11 +273,13 @@ def _first_right(
     rows: int,
     packs: bool,
     demand: Demand,
-    moving: set[Place],
+    moving: Moving,
 ) -> Service:
     reason = ""
     for service in _candidates(model, packs, demand):
         found = examined(model, service, model_kwargs, rows, demand.width, moving)
+        if isinstance(found, Service) and found.tier is Tier.PLAIN:
+            return found
         if isinstance(found, Service):
             return replace(found, reason=reason or found.reason)
         reason = f"{service.tier.value} failed its test: {found}"

@@ -251,8 +251,8 @@ def test_the_self_test_disturbs_nothing(monkeypatch):
     before = torch.get_rng_state()
     choose_service(model, {})
     assert torch.equal(torch.get_rng_state(), before)
+    assert all(modes)  # what is tested is what serves
     assert modes
-    assert not any(modes)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -79,6 +79,7 @@ class RuntimeWithoutHash(Runtime):
 
 RUNTIMES = (Runtime, RuntimeWithDtype, RuntimeWithoutHash)
 
+
 def _stepped(x, largest):
     step = largest / 127
     return (x / step).round() * step

@@ -1,0 +1,182 @@
+"""Values that are a caller's, told so that they can be compared later.
+
+Plain values are told by what they are, containers by their members, and all other objects by which
+they are. Nobody is asked for a repr, an equality, a hash or a length of his own, nothing is kept
+alive, and containers may hold themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+
+PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None)))
+"""Types whose values `marshal` writes down."""
+
+# What subclasses of plain types have of these.
+_BASES = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
+
+# PyTorch's own, of which a call may make new ones that are equal.
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+Referred = tuple[Any, int]
+"""What stands for the n-th object in what is told: no plain value, nor a container of some."""
+
+
+class Told:
+    """What was told of values: equal as long as plain ones are equal and the others the same."""
+
+    __slots__ = ("_number", "_objects")
+
+    def __init__(self, teller: Teller, *values: Any) -> None:
+        self._number = hash(marshal.dumps((values, *teller.rest()), 2))
+        self._objects = teller.objects
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        # A reference is the only one to its object, also once that has ended.
+        return (
+            isinstance(other, Told)
+            and self._number == other._number
+            and len(self._objects) == len(other._objects)
+            and all(map(is_, self._objects, other._objects))
+        )
+
+
+def told(value: Any) -> Told:
+    """A single value."""
+    teller = Teller()
+    return Told(teller, teller.tell(value))
+
+
+class Teller:
+    """Goes through objects that refer to one another, each once, and not into any depth.
+
+    Args:
+        moving: attributes of configurations that are left out.
+
+    Attributes:
+        values: that were met and are no plain ones; they keep their addresses until all is told.
+        objects: weak references to those that are told by which they are, or these themselves
+            where they have none and refer to nothing.
+    """
+
+    def __init__(self, moving: Moving | None = None) -> None:
+        self.values: list[Any] = []
+        self.objects: list[Any] = []
+        self._numbers: dict[int, Referred] = {}
+        self._moving = moving or Moving()
+
+    def tell(self, value: Any) -> Any:
+        """What `marshal` writes down in a value's place."""
+        if (found := self._numbers.get(id(value))) is not None:
+            return found
+        kind = type(value)
+        if kind in PLAIN or (
+            (kind is tuple or kind is list) and PLAIN.issuperset(map(type, value))
+        ):
+            return value
+        found = self._numbers[id(value)] = (..., len(self.values))
+        self.values.append(value)
+        return found
+
+    def rest(self) -> Iterator[Any]:
+        """What there is to say of the objects so far, and of those that they refer to."""
+        for value in self.values:  # which become more
+            parts, which = _parts(value, self._moving)
+            if which and not self._refer(value):
+                parts = gc.get_referents(value)
+            yield self.tell(type(value)), [*map(self.tell, parts)]
+
+    def _refer(self, value: Any) -> bool:
+        """Tell an object by which it is; whether that can be."""
+        try:
+            self.objects.append(weakref.ref(value))
+        except TypeError:
+            if gc.is_tracked(value):
+                return False
+            self.objects.append(value)
+        return True
+
+
+def _parts(value: Any, moving: Moving) -> tuple[Sequence[Any], bool]:
+    """What an object is told by: parts of it, and whether also by which one it is."""
+    kind = type(value)
+    members = members_of(value)
+    if members is not None:
+        return members, False
+    if issubclass(kind, torch.Tensor):
+        return [version_of(value)], True
+    if kind is MethodType:
+        return (value.__func__, value.__self__), False
+    if issubclass(kind, partial):
+        return (value.func, value.args, value.keywords), False
+    if issubclass(kind, PreTrainedConfig):
+        names = moving.of(value)
+        return flat({n: x for n, x in vars(value).items() if n not in names}), False
+    if issubclass(kind, _NAMED):
+        return [str(value)], False
+    if issubclass(kind, np.generic):
+        return (value.dtype.str, value.tobytes()), False
+    for base, own in _BASES:
+        if issubclass(kind, base):
+            return [own(value)], False
+    # A generation's settings are no model's.
+    return (), not issubclass(kind, GenerationConfig)
+
+
+def flat(table: dict[Any, Any]) -> list[Any]:
+    """Names and values in turns."""
+    return [part for pair in dict.items(table) for part in pair]
+
+
+def members_of(value: Any) -> list[Any] | None:
+    """What is in a container; None: it is none whose members count."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return flat(value)
+    for base in (list, tuple, set, frozenset):
+        if issubclass(kind, base):
+            return [*base.__iter__(value)]
+    return None
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; None where nobody counts."""
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+class Moving:
+    """Attributes that a model's forwards change, by which it is not told.
+
+    Owners are modules and configurations.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def add(self, owner: Any, names: Iterable[str]) -> None:
+        self._names[id(owner)] = weakref.ref(owner), {*self.of(owner), *names}
+
+    def of(self, owner: Any) -> set[str]:
+        """The names of an object's."""
+        own, names = self._names.get(id(owner), (None, set[str]()))
+        return names if own is not None and own() is owner else set()
