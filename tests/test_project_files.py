@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import hf_retrieval_assist
+from hf_retrieval_assist.host.private_names import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+NAMED = ("README.md", "CONTRIBUTING.md", "pyproject.toml", "constraints.txt")
+PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").rglob("*.md"))]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -47,6 +51,23 @@ def test_the_package_keeps_to_its_budget_of_lines():
     lines = sum(path.read_text(encoding="utf-8").count("\n") for path in sources)
     budget = project["tool"]["hf-retrieval-assist"]["lines"]
     assert budget - 1000 < lines <= budget
+
+
+def test_releases_of_transformers_are_told_as_they_are_known():
+    """Pages and files name the floor and the ceiling that the package knows, and no other."""
+    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    told = {path.name: re.findall(rf"{OLDEST} to (5\.\d+)", text) for path, text in texts.items()}
+    assert {ceiling for found in told.values() for ceiling in found} == {NEWEST}
+    assert told["README.md"]
+    assert told["transformers_versions.md"]
+    assert f'"transformers>={OLDEST}",' in texts[ROOT / "pyproject.toml"]
+    assert f"transformers=={NEWEST}." in texts[ROOT / "constraints.txt"]
+    (matrix,) = re.findall(r"^TRANSFORMERS \?= (.*)$", MAKEFILE, re.MULTILINE)
+    releases = [Version(release) for release in matrix.split()]
+    assert min(releases) == Version(OLDEST)
+    assert max(releases) < Version(NEWEST)  # which `make test` runs
+    workflows = [workflow.read_text(encoding="utf-8") for workflow in WORKFLOWS]
+    assert not [line for text in workflows for line in re.findall(r".*transformers[=<>].*", text)]
 
 
 def test_versions_agree():

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 from transformers import GenerationMixin, __version__
 
+from ..system import versions
 from ..system.log import get_logger
 
 logger = get_logger(__name__)
 
 # The releases under which the tests have run.
-OLDEST, NEWEST = "5.17", "5.24"
+OLDEST, NEWEST = versions.OLDEST["transformers"], "5.24"
 
 
 class PrivateName(NamedTuple):

@@ -34,8 +34,8 @@ def require_compiled() -> None:
     """ImportError in a source tree whose extensions have not been compiled."""
     if find_spec("hf_retrieval_assist.structures.draft_tree") is None:
         raise ImportError(
-            "hf_retrieval_assist: expected its compiled structures, got a tree without them; "
-            "run `pip install --editable .` in it, or `make build`"
+            "hf_retrieval_assist: expected its compiled structures, got a tree without them, which "
+            "hides an installed package; run `pip install --editable .` in it, or `make build`"
         )
 
 
