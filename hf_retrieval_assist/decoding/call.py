@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
-    StaticCache,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerationMode
@@ -29,7 +30,7 @@ from ..system.log import get_logger
 from ..system.reloads import LOADED
 from ..token_tree import Int32Array
 from ..verification.fixed_memory import stays_in_place
-from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
+from ..verification.kv_cache import stands_for
 from ..verification.service import PER_TOKEN, Demand, choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.workspace import WORKSPACES
@@ -168,9 +169,10 @@ class Call:
                 '"dynamic" or "static"'
             )
         cache = self.model_kwargs.get(service.cache_name)
-        if not _can_serve(cache, service, self.model.config):
+        if not _can_serve(cache, service, self.model):
             return (
-                f"tokens of {service.cache_name} cannot be dropped one by one; pass a DynamicCache"
+                f"tokens of {service.cache_name} cannot be dropped one by one, or it keeps others "
+                "than the model's own; pass a DynamicCache made from the model's configuration"
             )
         if (name := self._unknown_input) is not None:
             return f"{name} has an entry for each token, and nobody knows those of tokens to come"
@@ -183,6 +185,11 @@ class Call:
             return (
                 "a logits processor, stopping criterion or streamer of the caller's may change the "
                 "model, whose state processes accepted tokens again; leave them out"
+            )
+        if self.asks_caller and transformers_private.is_callers(cache):
+            return (
+                "a logits processor, stopping criterion or streamer of the caller's may look into "
+                f"{service.cache_name}, where nothing lies meanwhile; leave out either"
             )
         states = self.returns_states
         if self.batch_size > 1 and states:
@@ -301,13 +308,13 @@ def cost_key(model: Any, input_ids: torch.Tensor) -> CostKey:
     )
 
 
-def _can_serve(cache: Any, service: Service, config: Any) -> bool:
-    """Whether the call's cache can serve: made by `generate`, or one that has a slot per token."""
+def _can_serve(cache: Any, service: Service, model: Any) -> bool:
+    """Whether the call's cache can serve: made by `generate`, or one that ours can stand for."""
     own = getattr(cache, "self_attention_cache", cache)
     if service.tier is Tier.PLAIN or not (
         transformers_private.is_callers(cache) or transformers_private.is_callers(own)
     ):
         return True
-    if isinstance(own, StaticCache):
-        return own is cache and has_static_slots(own, config)
-    return isinstance(own, SlotCache) or has_slots(own)
+    if own is not cache and (type(cache), type(own)) != (EncoderDecoderCache, DynamicCache):
+        return False
+    return stands_for(own, model)

@@ -50,7 +50,8 @@ class Forwards:
 
     Attributes:
         verifier: there is one after the prefill.
-        cache: of the call.
+        cache: that the forwards fill.
+        returned_cache: that the result names, in which the call leaves what they filled.
         taps: the hidden states of the last forward that drafters learn from.
         may_draft: whether a draft may be verified: nothing has shown that drafts change the text's
             forwards, and hooks that are met for the first time have shown what they do with a
@@ -73,7 +74,9 @@ class Forwards:
         self._walk, self._several, self._counts = walk, several, counts
         self.model_kwargs = dict(call.model_kwargs)
         room = call.prompt_length + call.room
-        self.cache = slot_cache(call.model, self.model_kwargs, service, call.batch_size, room)
+        self.cache, self.returned_cache = slot_cache(
+            call.model, self.model_kwargs, service, call.batch_size, room
+        )
         self.taps = FeatureTaps(call.model, assistant.hidden_layers)
         self._hooks = HookWatch(call.model)
         self._decode_scope = private.OptimisedForDecode(call.model)
@@ -124,6 +127,7 @@ class Forwards:
                 caller's would be shown the cache.
         """
         call, lap = self._call, Stopwatch(self._counts.seconds).lap
+        self.cache.take()
         with self.taps, self._reroute, self._copies.watching():
             try:
                 model_kwargs = self.model_kwargs
@@ -131,9 +135,9 @@ class Forwards:
             except CacheShownError as error:
                 raise UnservableError(str(error)) from None
         self._hooks.guards = False
-        self.cache.begin(call.batch_size)
         if not self.cache.is_even:
             raise UnservableError("its layers do not keep one entry for each token of the text")
+        self.cache.begin(call.batch_size)
         # The verifier counts on from the prompt.
         kept = {name: self.model_kwargs[name] for name in PER_TOKEN & self.model_kwargs.keys()}
         self.model_kwargs = private.kwargs_after(call.model, outputs, self.model_kwargs) | kept
@@ -250,19 +254,16 @@ class Forwards:
         verifier.finish(tokens)
         counts.attention = verifier.attention_by
         counts.repeated, counts.recordings = verifier.repeated, verifier.recordings
-        self.cache.hand_back()
-
-    def abandon(self) -> None:
-        """Leave a cache that somebody else holds as plain decoding can go on from it."""
-        if not hasattr(self, "verifier"):
-            self.cache.abandon()
-        else:
-            self.verifier.abandon()
+        if self._call.keeps_cache(self._service):
             self.cache.hand_back()
 
-    @property
-    def returned_cache(self) -> Any:
-        """The cache that the result names: where the call was given one, that one."""
-        if self.cache.lender is not None:
-            return self.cache.lender
-        return self.model_kwargs.get(self._service.cache_name)
+    def abandon(self) -> None:
+        """Leave a cache of the caller's as plain decoding can go on from it."""
+        if not self.cache.taken:
+            return
+        if hasattr(self, "verifier"):
+            self.verifier.abandon()
+        else:
+            self.cache.abandon()
+        if private.is_callers(self.returned_cache):
+            self.cache.hand_back()

@@ -34,12 +34,18 @@ class Block:
         self.states, self.base, self._made = states, base, None
 
     def views(
-        self, start: int, extent: int, first: int | None
+        self, start: int, extent: int, first: int | None, dtype: torch.dtype
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Of every buffer the slots from `start` and those from `first` on, up to `extent`; made
-        once for all layers of a forward, and room for them where there is none."""
-        made = start, extent, first
+        once for all layers of a forward, and room for them where there is none.
+
+        Args:
+            dtype: of what is to be written, to which earlier states are promoted as by `torch.cat`.
+        """
+        made = start, extent, first, dtype
         if made != self._made or (self.states.is_inference() and not _in_inference()):
+            if (wanted := torch.promote_types(self.states.dtype, dtype)) != self.states.dtype:
+                self.states = self.states.to(wanted)
             self._reserve(extent)
             first = self.base if first is None else first
             base, states = self.base, self.states

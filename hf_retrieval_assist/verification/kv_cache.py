@@ -8,6 +8,7 @@ front of them, which costs O(accepted). See :mod:`.slot_layers`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .slot_layers import (
     IndexedSlotLayer,
     RowSlots,
     SlotLayer,
+    empty,
     kinds_of,
     move_in_turn,
 )
@@ -51,7 +53,7 @@ HYBRID_LAYERS = (
 
 
 class SlotCache(DynamicCache):
-    """A `DynamicCache` of slot layers; a next `generate`, assisted or not, can continue from it.
+    """A `DynamicCache` of slot layers, which stands for another cache while a call runs.
 
     Args:
         config: the model's configuration; decides the kind of each layer.
@@ -61,14 +63,16 @@ class SlotCache(DynamicCache):
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
-        lender: the static cache that this one stands for until `hand_back`.
-        room: tokens per row that the lender has room for; None without limit.
+        lender: the cache that this one stands for from `take` until `hand_back`; None: for none.
+        taken: whether it has what the lender held.
+        room: tokens per row that a lender of the caller's has room for; None without limit.
         reserved: the memory that stays in place in which its layers begin; None: there is none yet.
         in_place: whether its layers are to write to such memory.
         memory: the one that they write to; None: they hold what they show.
     """
 
-    lender: StaticCache | None = None
+    lender: Any = None
+    taken = False
     room: int | None = None
     reserved: Any = None
     memory: Any = None
@@ -88,20 +92,10 @@ class SlotCache(DynamicCache):
 
     @classmethod
     def around(
-        cls, cache: DynamicCache | StaticCache, config: PreTrainedConfig, forgets: bool = True
+        cls, cache: Any, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True
     ) -> SlotCache:
-        """Take over the content of a caller's cache.
-
-        A dynamic one shares the layers from then on. A static one, whose tensors compiled code
-        knows by their addresses, stays as it is until `hand_back`.
-        """
-        if isinstance(cache, SlotCache):
-            cache.in_place, cache.slots.forgets = False, forgets
-            if not forgets:
-                cache.hold_all()
-            cache.begin(cache.batch_size)
-            return cache
-        wrapper = cls(config, forgets=forgets)
+        """One that stands for a caller's cache, see `stands_for`."""
+        wrapper = cls(config, capacity, forgets)
         known = len(cache.layers)
         own, missing = wrapper.layers[:known], wrapper.layers[known:]
         # What was made layer by layer lacks the last ones where these share others' entries.
@@ -110,15 +104,34 @@ class SlotCache(DynamicCache):
                 f"{CACHE}: expected a cache of {len(wrapper.layers)} layers as the model "
                 f"has, got {known}"
             )
-        pairs = zip(cache.layers, own, strict=True)
-        wrapper.layers = [*(_adopted(layer, empty) for layer, empty in pairs), *missing]
+        pairs = [*zip_longest(cache.layers, wrapper.layers)]
+        wrapper.layers = [
+            layer if isinstance(layer, LinearAttentionLayer) and type(own) is type(layer) else own
+            for layer, own in pairs
+        ]
+        if any(
+            getattr(own, "window", None) and not getattr(layer, "is_sliding", False)
+            for layer, own in pairs
+        ):
+            # The caller's layers keep what the model's windows pass.
+            wrapper.slots.forgets = False
+        wrapper.lender = cache
         if isinstance(cache, StaticCache):
-            wrapper.lender, wrapper.room = cache, _room(cache)
-        else:
-            cache.layers = wrapper.layers
-            cache.layer_class_to_replicate = None
-        wrapper.begin(wrapper.batch_size)
+            wrapper.room = _room(cache)
         return wrapper
+
+    def take(self) -> None:
+        """Take over what the lender holds. A dynamic one is empty from then on, so that nothing is
+        held twice; a static one, whose tensors compiled code knows by their addresses, stays as it
+        is."""
+        self.taken = True
+        for layer, own in zip(self.lender.layers, self.layers, strict=False):
+            if isinstance(own, SlotLayer):
+                own.adopt(layer)
+                if not isinstance(layer, StaticLayer):
+                    empty(layer)
+        if not self.in_place:
+            self.begin(self.batch_size)
 
     @property
     def batch_size(self) -> int:
@@ -153,12 +166,16 @@ class SlotCache(DynamicCache):
             )
 
     def hand_back(self) -> None:
-        """Leave the lender, if there is one, with what this cache holds."""
-        if self.lender is None:
-            return
-        for layer, own in zip(self.lender.layers, self.layers, strict=True):
+        """Leave the lender with what it would hold had it been fed what this cache was."""
+        layers = self.lender.layers
+        for i, own in enumerate(self.layers):
             if isinstance(own, SlotLayer):
-                own.hand_back(layer, self.room)
+                while own.is_ready and len(layers) <= i:
+                    layers.append(self.lender.layer_class_to_replicate())
+                if i < len(layers):
+                    own.hand_back(layers[i], self.room)
+            elif isinstance(own, LinearAttentionLayer):
+                layers[i] = own
 
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike."""
@@ -186,14 +203,6 @@ class SlotCache(DynamicCache):
             return Block(kind.zeros(len(numbers), room), base)
 
         move_in_turn(layers, ((numbers, block(kind, numbers)) for kind, numbers in kinds.items()))
-
-    def hold_all(self) -> None:
-        """Forget nothing from now on; what windows have dropped becomes empty slots."""
-        self.slots.forgets = False
-        if any(layer.dropped for layer in self.slot_layers):
-            for layer in self.slot_layers:
-                layer.move_out()
-            self.house()
 
     @property
     def needed(self) -> int:
@@ -317,25 +326,40 @@ def _slot_layer(layer: Any, slots: RowSlots) -> Any:
     return layer
 
 
-def _adopted(layer: Any, empty: Any) -> Any:
-    """The slot layer `empty` with a layer's content; a layer of another kind as it is."""
-    if isinstance(layer, SlotLayer):
-        layer.slots = empty.slots
-        return layer
-    if isinstance(empty, SlotLayer):
-        empty.adopt(layer)
-        return empty
-    return layer
-
-
 def has_slots(cache: Any) -> bool:
     """Whether every layer of a cache holds one entry per token and nothing else."""
     return (
-        isinstance(cache, DynamicCache)
+        type(cache) is DynamicCache
         and not cache.offloading
-        and all(
-            type(layer) in SLOT_LAYERS or isinstance(layer, SlotLayer) for layer in cache.layers
-        )
+        and all(type(layer) in SLOT_LAYERS for layer in cache.layers)
+    )
+
+
+def stands_for(cache: Any, model: Any) -> bool:
+    """Whether a slot cache can stand for a caller's: its layers hold what those would hold that
+    `generate` makes, or more of it."""
+    config = model.config.get_text_config(decoder=True)
+    if isinstance(cache, StaticCache):
+        return has_static_slots(cache, config, model.dtype)
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    slots = RowSlots([])
+    lazy = cache.layer_class_to_replicate or DynamicLayer
+    pairs = zip_longest(cache.layers, SlotCache(config).layers)
+    return lazy is DynamicLayer and all(
+        _fits(lazy() if layer is None else layer, own, slots) for layer, own in pairs
+    )
+
+
+def _fits(layer: Any, own: Any, slots: RowSlots) -> bool:
+    """Whether the model's own layer can stand for another one."""
+    if own is None or type(own) in _SHARING:
+        return True
+    like = _slot_layer(layer, slots)
+    return (
+        type(like) is type(own)
+        and not getattr(layer, "record_past", False)
+        and getattr(like, "window", None) in (None, getattr(own, "window", None))
     )
 
 
@@ -350,24 +374,28 @@ def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
     """
     own = getattr(cache, "self_attention_cache", cache)
     forgetful = any(type(layer) is DynamicSlidingWindowLayer for layer in own.layers)
-    if isinstance(own, SlotCache) or (length and has_slots(own) and not forgetful):
+    if length and has_slots(own) and not forgetful:
         slots = SlotCache.around(own, config)
-        if slots.state_layers or not slots.reaches(length):
-            slots.forget()
+        slots.take()
         slots.truncate(length)
+        slots.hand_back()
     elif isinstance(own, DynamicCache):
         own.layers = DynamicCache(config=config).layers
     else:
         own.reset()
 
 
-def has_static_slots(cache: StaticCache, config: PreTrainedConfig) -> bool:
-    """Whether a model's static cache keeps every token as far as its layers see, and nothing else.
+def has_static_slots(cache: StaticCache, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+    """Whether a model's static cache keeps every token as far as its layers see, and nothing else,
+    in the type that the model computes in.
 
     Where only windows are kept, and shorter ones than the model's, tokens would be forgotten early.
     """
     known = (StaticLayer, StaticSlidingWindowLayer, *_SHARING)
     if cache.offloading or any(type(layer) not in known for layer in cache.layers):
+        return False
+    states = (states for layer in cache.layers for states in (layer.keys, layer.values))
+    if any(x is not None and x.dtype != dtype for x in states):
         return False
     windows = (getattr(layer, "window", None) or 0 for layer in SlotCache(config).layers)
     return _room(cache) is not None or all(

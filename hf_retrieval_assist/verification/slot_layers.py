@@ -7,7 +7,7 @@ accepted path to the front of them, which costs O(accepted).
 
 Layers whose heads are alike share one tensor, a :class:`Block`, so that where a forward writes and
 what it shows is found once for all of them. Until a prefill has ended a layer keeps what it is
-given, as transformers' own layers do; so it does again once somebody else crops or reorders it.
+given, as transformers' own layers do.
 """
 
 from __future__ import annotations
@@ -94,11 +94,20 @@ class RowSlots:
         self._index.clear()
 
 
+def empty(layer: Any) -> None:
+    """Leave a dynamic layer of transformers without entries, as a new one is."""
+    layer.keys = layer.values = None
+    layer.is_initialized = False
+    if layer.is_sliding:
+        layer.cumulative_length = 0
+    if isinstance(layer, DynamicIndexedLayer):
+        layer.__dict__.update(vars(DynamicIndexedLayer()))
+
+
 class SlotLayer(DynamicLayer):
     """A cache layer that writes in place.
 
-    `keys` and `values` are what it holds, `[batch, heads, slots, head_dim]`, so that whatever reads
-    or crops a :class:`DynamicLayer` goes on working.
+    `keys` and `values` are what it holds, `[batch, heads, slots, head_dim]`.
 
     Attributes:
         homes: where its keys and values lie in blocks; None: in tensors of its own.
@@ -148,9 +157,7 @@ class SlotLayer(DynamicLayer):
         if self.homes is None:
             return self._own[number]
         block, buffer = self.homes[number]
-        states = block.states[buffer, :, :, : self._length - block.base]
-        # Whoever asks how much memory a layer holds is told of its own part.
-        return torch.from_dlpack(states) if states.is_cpu and states.numel() else states
+        return block.states[buffer, :, :, : self._length - block.base]
 
     def _leave(self, number: int, states: Any) -> None:
         """Hold other states than those in the blocks."""
@@ -186,28 +193,26 @@ class SlotLayer(DynamicLayer):
         """Whether it could go on behind so many tokens, if it forgot those behind them."""
         return self.window is None or max(0, length - self.window + 1) >= self.dropped
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens.
-
-        Raises:
-            RuntimeError: what the layer then would have to show has been dropped by its window, as
-                plain decoding's layers say.
-        """
-        left = max(0, self.get_seq_length() + min(0, tokens_to_remove))
-        if self.window and not self.reaches(left):
-            most = self.get_seq_length() - self.window + 1 - self.dropped
-            raise RuntimeError(
-                f"crop: expected at most {most} tokens to remove, got {-tokens_to_remove}: a "
-                f"window of {self.window} tokens has dropped what it would show then"
-            )
-        super().crop(tokens_to_remove)
-
-    def hand_back(self, layer: StaticLayer, room: int | None) -> None:
-        """Leave this layer's content, as far as there is room, in the one that it came from."""
-        layer.reset()
-        if self.get_seq_length():
-            whole = (F.pad(x, (0, 0, self.dropped, 0)) for x in (self.keys, self.values))
-            layer.update(*(states[:, :, :room] for states in whole))
+    def hand_back(self, layer: Any, room: int | None) -> None:
+        """Leave in a layer of transformers what it would hold had it been fed this one's tokens, a
+        static one as far as there is room."""
+        length = self.get_seq_length()
+        if isinstance(layer, StaticLayer):
+            layer.reset()
+            if length:
+                whole = (F.pad(x, (0, 0, self.dropped, 0)) for x in (self.keys, self.values))
+                layer.update(*(states[:, :, :room] for states in whole))
+            return
+        empty(layer)
+        if not length:
+            return
+        first = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
+        if self.homes is not None or first > self.dropped:
+            self.move_out(first)
+        layer.lazy_initialization(self.keys, self.values)
+        layer.keys, layer.values = self.keys, self.values
+        if layer.is_sliding:
+            layer.cumulative_length = length
 
     def move_in(self, *homes: Home) -> None:
         """Go on in blocks, whose buffers get what this layer holds."""
@@ -232,10 +237,11 @@ class SlotLayer(DynamicLayer):
         (block, buffer), (theirs, number) = self.homes[0], home
         return block.states.data_ptr() == theirs.states.data_ptr() and buffer == number
 
-    def move_out(self) -> None:
-        """Go on in memory of its own that holds what is shown."""
-        self._leave(0, self.keys.clone())
-        self.values = self.values.clone()
+    def move_out(self, first: int = 0) -> None:
+        """Go on in memory of its own, which holds what is shown from a slot on."""
+        left, shown = max(0, first - self.dropped), (self.keys, self.values)
+        own = [x[:, :, left:].clone(memory_format=torch.contiguous_format) for x in shown]
+        self._own, self._dropped, self.homes = own, self.dropped + left, None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -258,8 +264,9 @@ class SlotLayer(DynamicLayer):
                     held = slots.near
                 self._write(rows, held, key_states, value_states)
                 return keys.states[k], values.states[v]
-        new, shown = keys.views(start, extent, first)
-        more, besides = (new, shown) if values is keys else values.views(start, extent, first)
+        new, shown = more, besides = keys.views(start, extent, first, key_states.dtype)
+        if values is not keys:
+            more, besides = values.views(start, extent, first, value_states.dtype)
         if start < extent:
             new[k].copy_(key_states)
             more[v].copy_(value_states)
@@ -294,7 +301,7 @@ class SlotLayer(DynamicLayer):
     def _write(self, rows: torch.Tensor, held: torch.Tensor, *states: torch.Tensor) -> None:
         assert self.homes is not None
         for (block, buffer), new in zip(self.homes, states, strict=True):
-            block.states[buffer][rows, :, held] = new.transpose(1, 2)
+            block.states[buffer][rows, :, held] = new.transpose(1, 2).to(block.states.dtype)
 
     def set_length(self, length: int) -> None:
         """Hold the first `length` slots."""
@@ -364,6 +371,18 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
         self.indexer_position_ids = getattr(layer, "indexer_position_ids", None)
         self.is_indexer_initialized = layer.is_indexer_initialized
 
+    def hand_back(self, layer: Any, room: int | None) -> None:
+        super().hand_back(layer, room)
+        if self.indexer_keys is None:
+            return
+        if isinstance(layer, StaticLayer):
+            layer.update_indexer(self.indexer_keys)
+            return
+        layer.lazy_initialization_indexer(self.indexer_keys)
+        layer.indexer_keys = self.indexer_keys.clone(memory_format=torch.contiguous_format)
+        if self.indexer_position_ids is not None:
+            layer.indexer_position_ids = self.indexer_position_ids.clone()
+
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys `[batch, n, dim]` behind each row, as `update` does; show all of them."""
         keys = super().update_indexer(indexer_key_states)
@@ -400,3 +419,18 @@ class HybridSlotLayer(SlotLayer, LinearAttentionAndFullAttentionLayer):
     def __init__(self, slots: RowSlots, window: int | None, number_of_states: int):
         super().__init__(slots, window)
         LinearAttentionLayer.__init__(self, number_of_states)
+
+    def adopt(self, layer: Any) -> None:
+        super().adopt(layer)
+        self.__dict__.update(state_beside_slots(layer))
+
+    def hand_back(self, layer: Any, room: int | None) -> None:
+        # A static layer is reset, which may share its states with this one already.
+        layer.__dict__.update(vars(LinearAttentionLayer(self.number_of_states)))
+        super().hand_back(layer, room)
+        layer.__dict__.update(state_beside_slots(self))
+
+
+def state_beside_slots(layer: LinearAttentionLayer) -> dict[str, Any]:
+    """What a layer with a convolution or another recurrent state knows of it."""
+    return {name: layer.__dict__[name] for name in vars(LinearAttentionLayer())}

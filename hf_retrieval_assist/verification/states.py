@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cache_utils import LinearAttentionLayer
 
 from .kv_cache import SlotCache
-from .slot_layers import HybridSlotLayer, SlotLayer
+from .slot_layers import HybridSlotLayer, SlotLayer, state_beside_slots
 
 # Above this many pending tokens a recurrent model gets them without a draft behind, which always
 # succeeds: it bounds the width that replaying adds to every forward.
@@ -53,6 +53,8 @@ class States:
         self._crop()
         for layer in self.cache.state_layers:
             layer.record_past = False
+            for number, states in layer.conv_states.items():
+                layer.conv_states[number] = states.contiguous()
 
     def undo(self, feeding: bool) -> None:
         """Go back to before a forward that was interrupted; `feeding`: whether it had begun."""
@@ -116,7 +118,7 @@ def state_of(layer: Any) -> dict[str, Any]:
     leaves the old tensors as they are.
     """
     if isinstance(layer, HybridSlotLayer):
-        return copy.deepcopy({name: layer.__dict__[name] for name in vars(LinearAttentionLayer())})
+        return copy.deepcopy(state_beside_slots(layer))
     if isinstance(layer, SlotLayer):
         return {}
     grown = {name: layer.__dict__[name] for name in ("keys", "values") if name in layer.__dict__}

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from ..host.lookups import ForwardLookups
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
@@ -131,7 +131,7 @@ class Service:
 
 def slot_cache(
     model: Any, model_kwargs: dict[str, Any], service: Service, batch: int, capacity: int
-) -> SlotCache:
+) -> tuple[SlotCache, Any]:
     """Put a slot cache in the place of the one that `generate` prepared.
 
     Args:
@@ -139,31 +139,36 @@ def slot_cache(
         service: that will verify with it.
         batch: rows.
         capacity: slots that each row will need, as far as that is known.
+
+    Returns:
+        The slot cache, and what the call leaves: the one that was there, where it stands for that.
     """
     config = model.config.get_text_config(decoder=True)
     name, forgets = service.cache_name, service.forgets(batch)
     given: Any = model_kwargs.get(name)
     own = getattr(given, "self_attention_cache", given)
-    if not is_callers(given):
+    if is_callers(given):
+        cache = SlotCache.around(own, config, capacity, forgets)
+    else:
+        if type(own) not in (DynamicCache, StaticCache):
+            own = DynamicCache(config=config)
+            given = cache_for(model, own)
         made = own.layers if type(own) is DynamicCache else ()
         cache = SlotCache(config, 0 if service.in_place else capacity, forgets, made)
-        cache.in_place = service.in_place
+        cache.lender, cache.in_place = own, service.in_place
         if service.in_place:
             # It begins where an earlier call of the model was served.
             cache.reserved = found = WORKSPACES.reserve(model, batch, capacity + WIDTHS[-1])
             if found is not None:
                 found.arena.offer([x for x in cache.layers if isinstance(x, SlotLayer)])
-        model_kwargs[name] = cache_for(model, cache)
-        return cache
-    cache = SlotCache.around(own, config, forgets)
-    if cache.lender is not None:
-        model_kwargs[name] = cache
-    if given is not own:
-        given.self_attention_cache = cache
-    return cache
+    model_kwargs[name] = cache
+    if isinstance(given, EncoderDecoderCache):
+        model_kwargs[name] = EncoderDecoderCache(cache, given.cross_attention_cache)
+        model_kwargs[name].is_updated = given.is_updated
+    return cache, given
 
 
-def cache_for(model: Any, cache: SlotCache) -> Any:
+def cache_for(model: Any, cache: DynamicCache) -> Any:
     """The cache object that the model's forward expects around its self-attention cache."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(cache, DynamicCache())

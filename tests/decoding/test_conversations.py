@@ -34,7 +34,6 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import weight_copies
 from hf_retrieval_assist.planning.account import Account
-from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import build, rope_model, run
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.watching import Interrupt, interrupted_forward
@@ -413,7 +412,10 @@ def test_conversations_are_plain_decoding(conversations, turns):
     )
 
 
-def test_returned_caches_are_slot_caches():
-    """The machine would find nothing if its caches were those of plain decoding."""
-    result = run(model_of("trees"), return_dict_in_generate=True, assistant=SamAssistant())
-    assert isinstance(result[CACHE], SlotCache)
+def test_turns_go_on_from_returned_caches_with_drafts():
+    """The machine would find nothing if its later turns were those of plain decoding."""
+    model = model_of("trees")
+    first = run(model, return_dict_in_generate=True, assistant=SamAssistant())
+    assistant = oracle_assistant(run(model, first.sequences))
+    run(model, first.sequences, **{CACHE: first[CACHE]}, assistant=assistant)
+    assert assistant.stats.last.accepted > 0

@@ -12,7 +12,6 @@ from hf_retrieval_assist.decoding.call import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.planning.account import Account
-from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import build, static
 from tests.support.watching import Interrupt, Spectator, calls_of, interrupted_forward
 from tests.support.wrapped_models import RUNTIMES
@@ -207,7 +206,6 @@ def dynamic(config):
 CACHES = {
     "dynamic": dynamic,
     "of unknown layers": lambda config: transformers.DynamicCache(),
-    "slots": SlotCache,
     "static": lambda config: transformers.StaticCache(config, 64),
     "both": lambda config: transformers.EncoderDecoderCache(dynamic(config), dynamic(config)),
 }
@@ -215,13 +213,10 @@ CACHES = {
 INTERRUPTED = [
     (transformers.LlamaForCausalLM, "dynamic", True),
     (transformers.LlamaForCausalLM, "of unknown layers", True),
-    (transformers.LlamaForCausalLM, "slots", True),
     (transformers.LlamaForCausalLM, "static", False),
     (transformers.Gemma3ForCausalLM, "dynamic", False),
-    (transformers.Gemma3ForCausalLM, "slots", True),
     (transformers.BartForConditionalGeneration, "both", True),
     (transformers.Qwen3NextForCausalLM, "dynamic", False),
-    (transformers.Qwen3NextForCausalLM, "slots", False),
     (transformers.Mamba2ForCausalLM, "dynamic", False),
 ]
 PLACES = ("prefill", "later prefill", "step", "between steps")

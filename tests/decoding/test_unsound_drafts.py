@@ -9,7 +9,6 @@ import transformers
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import PROMPT, build, run, same
 from tests.support.oracle_drafter import OracleDrafter, oracle_assistant
 
@@ -61,9 +60,9 @@ def test_tokens_and_later_calls_are_plain(name, rows):
     assert assistant.stats.last.accepted > 0
     assert assistant.stats.last.forwards > assistant.stats.last.steps / rows
     longer = run(model, plain)
-    cache = next(value for value in first.values() if isinstance(value, SlotCache))
-    for layer in cache.slot_layers:
-        assert all(block.states[buffer].isfinite().all() for block, buffer in layer.homes)
+    cache = first[CACHE]
+    held = [x for layer in cache.layers for x in vars(layer).values() if torch.is_tensor(x)]
+    assert all(states.isfinite().all() for states in held)
     again = run(model, plain, **{CACHE: cache}) if name != "replay" else run(model, plain)
     assert again.tolist() == longer.tolist()
 

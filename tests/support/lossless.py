@@ -108,17 +108,22 @@ def same(model, ids=PROMPT, assistant=knowing, **options):
 
 def goes_on_after_an_interrupt(model, cache):
     """A call that is interrupted leaves its caller's cache for another one to go on from."""
-    whole, stop = run(model), PROMPT.shape[1] + 10
+    whole, calls = run(model), []
+    assistant = knowing(whole, budget=4)
+    propose = assistant.propose
 
-    def interrupt(ids, scores):
-        if ids.shape[1] >= stop:
+    def interrupt(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        return scores
+        return propose(*arguments)
 
+    assistant.propose = interrupt
     with pytest.raises(KeyboardInterrupt):
-        run(model, **{CACHE: cache}, logits_processor=[interrupt], assistant=knowing(whole))
-    assert PROMPT.shape[1] <= int(cache.get_seq_length()) < whole.shape[1]
-    prefix = whole[:, : stop + 1]
+        run(model, **{CACHE: cache}, assistant=assistant)
+    held = int(cache.get_seq_length())
+    assert PROMPT.shape[1] + 2 < held < whole.shape[1]
+    prefix = whole[:, : held + 1]
     assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
 
 

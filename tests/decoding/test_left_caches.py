@@ -1,0 +1,327 @@
+"""What calls leave in caches, find there and show of them is what plain decoding does."""
+
+import copy
+import io
+
+import pytest
+import torch
+from transformers import (
+    BartForCausalLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    GlmMoeDsaForCausalLM,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen3NextForCausalLM,
+    StaticCache,
+    StoppingCriteria,
+    T5ForConditionalGeneration,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.transformers_private import CACHE
+from tests.support.lossless import PROMPT, build, knowing, outcome, run
+from tests.support.oracle_drafter import oracle_assistant
+from tests.support.watching import Interrupt, interrupted_forward
+
+PROMPTS = torch.cat([PROMPT, PROMPT.flip(1)])
+
+
+def assert_alike(one, other):
+    """Two caches, layers or parts of them are of one class and hold the same; tensors of the second
+    own all of their memory, as those of libraries that save them must."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+        assert other.is_contiguous()
+        assert other.untyped_storage().nbytes() == other.nbytes
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_alike(*pair)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_alike(one[name], other[name])
+    elif hasattr(one, "__dict__") and not isinstance(one, type):
+        assert_alike(vars(one), vars(other))
+    else:
+        assert one == other
+
+
+def saved(cache):
+    """A cache that was saved and loaded, without a name of this package in the file."""
+    file = io.BytesIO()
+    torch.save(cache, file)
+    assert b"hf_retrieval_assist" not in file.getvalue()
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def of_both(config):
+    return EncoderDecoderCache(dynamic(config), dynamic(config))
+
+
+def dynamic(config):
+    return DynamicCache(config=config)
+
+
+def static(config):
+    return StaticCache(config=config, max_cache_len=64)
+
+
+LEFT = {
+    "returned": lambda config: {},
+    "static": lambda config: {"cache_implementation": "static"},
+    "dynamic": lambda config: {CACHE: dynamic(config)},
+    "of unknown layers": lambda config: {CACHE: DynamicCache()},
+    "both": lambda config: {CACHE: of_both(config)},
+}
+
+
+# The model's class, and the kinds of caches that its calls leave.
+MADE = ("returned", "static", "dynamic")
+LEAVING = {
+    LlamaForCausalLM: (*MADE, "of unknown layers"),
+    Gemma3ForCausalLM: (*MADE, "of unknown layers"),
+    Gemma3nForCausalLM: (*MADE, "of unknown layers"),
+    Qwen3NextForCausalLM: MADE,
+    Lfm2ForCausalLM: MADE,
+    FalconH1ForCausalLM: MADE,
+    GlmMoeDsaForCausalLM: MADE,
+    BartForCausalLM: ("returned", "dynamic"),
+    T5ForConditionalGeneration: ("returned", "static", "both"),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    ("model_class", "kind"), [(one, kind) for one, kinds in LEAVING.items() for kind in kinds]
+)
+def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
+    """Its classes, its attributes, as many entries, and nothing that names this package."""
+    # With few heads and places, scores of the indexer are equal by chance.
+    indexed = model_class is GlmMoeDsaForCausalLM
+    model = build(model_class, **({"index_topk": 24, "index_n_heads": 16} if indexed else {}))
+    options = {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
+    encodes = model.config.is_encoder_decoder
+    if encodes:
+        options |= {"num_beams": 1, "forced_eos_token_id": None}
+    caches = [LEFT[kind](model.config) for _ in range(2)]
+    ids, accepted = PROMPTS[:rows], 0
+    for _ in range(1 if kind == "static" or encodes else 3):
+        plain = run(model, ids, **options, **caches[0])
+        assistant = oracle_assistant(plain)
+        ours = run(model, ids, **options, **caches[1], assistant=assistant)
+        assert torch.equal(plain.sequences, ours.sequences)
+        assert ours[CACHE] is caches[1].get(CACHE, ours[CACHE])
+        accepted += assistant.stats.last.accepted
+        assert_alike(plain[CACHE], ours[CACHE])
+        ids = torch.cat([plain.sequences, ids[:, :3]], dim=1)
+        caches = [{CACHE: plain[CACHE]}, {CACHE: copy.deepcopy(saved(ours[CACHE]))}]
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("where", ["later prefill", "step"])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, Lfm2ForCausalLM])
+def test_what_an_interrupted_call_leaves(model_class, where):
+    """The layers that the caller had, from which any call goes on."""
+    model = build(model_class)
+    whole = run(model, PROMPTS)
+    # Passes the model's test, whose forwards are not to be interrupted.
+    known, assistant = whole[:, :-4], oracle_assistant(whole)
+    run(model, known, **{CACHE: dynamic(model.config)}, assistant=assistant)
+    like, cache = dynamic(model.config), dynamic(model.config)
+    for one in (like, cache):
+        run(model, PROMPTS, max_new_tokens=1, **{CACHE: one})
+    layers = [*cache.layers]
+    with (
+        pytest.raises(Interrupt),
+        interrupted_forward(model, int(where == "step"), block=1),
+    ):
+        run(model, known, **{CACHE: cache}, assistant=oracle_assistant(whole))
+    assert cache.layers == layers
+    for layer, other in zip(layers, like.layers, strict=True):
+        assert type(layer) is type(other)
+        assert vars(layer).keys() == vars(other).keys()
+    text = whole[:, : max(known.shape[1], cache.get_seq_length() + 1)]
+    assert torch.equal(run(model, text, **{CACHE: saved(cache)}), run(model, text))
+
+
+def narrower(cache):
+    for layer in cache.layers:
+        layer.sliding_window = 4
+
+
+class Counted(DynamicCache):
+    """Knows how many states it was given."""
+
+    count = 0
+
+    def update(self, key_states, *arguments, **options):
+        self.count += key_states.shape[-2]
+        return super().update(key_states, *arguments, **options)
+
+
+STRANGE = {
+    "shorter windows": (MistralForCausalLM, DynamicCache, narrower),
+    "recording": (MistralForCausalLM, DynamicCache, lambda cache: cache.activate_past_recording()),
+    "convolutions that record": (
+        Lfm2ForCausalLM,
+        DynamicCache,
+        lambda cache: cache.activate_past_recording(),
+    ),
+    "subclass": (LlamaForCausalLM, Counted, lambda cache: None),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_cache_that_keeps_others_than_the_models_own_is_filled_plainly(kind):
+    model_class, cache_class, change = STRANGE[kind]
+    model, assistant = build(model_class), SamAssistant(budget=8)
+    caches = [cache_class(config=model.config) for _ in range(2)]
+    for cache in caches:
+        change(cache)
+    plain = run(model, PROMPTS, **{CACHE: caches[0]})
+    assert torch.equal(plain, run(model, PROMPTS, **{CACHE: caches[1]}, assistant=assistant))
+    assert assistant.stats.last.tier == "plain"
+    assert_alike(getattr(caches[0], "count", 0), getattr(caches[1], "count", 0))
+
+
+def of_type(dtype, names=("keys", "values"), layers=slice(None)):
+    def change(cache):
+        for layer in cache.layers[layers]:
+            for name in names:
+                setattr(layer, name, getattr(layer, name).to(dtype))
+
+    return change
+
+
+PRECISIONS = {
+    "half": of_type(torch.float16),
+    "bfloat16": of_type(torch.bfloat16),
+    "double": of_type(torch.float64),
+    "keys": of_type(torch.float16, ["keys"]),
+    "some layers": of_type(torch.float16, layers=slice(1, None)),
+}
+
+
+def precise_turn(model, ids, change, assistant, make=dynamic):
+    """What a turn gives that finds a cache of another precision, and the types that it leaves."""
+    cache = make(model.config)
+    known = run(model, ids, max_new_tokens=8, **{CACHE: cache})
+    change(cache)
+    found = outcome(lambda: run(model, known, **{CACHE: cache}, assistant=assistant).tolist())
+    return found, [(layer.keys.dtype, layer.values.dtype) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, BartForCausalLM])
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_caches_of_another_precision(model_class, kind, rows):
+    """Plain decoding's layers promote what they hold to what is written behind it, or raise."""
+    model, ids = build(model_class), PROMPTS[:rows]
+    plain, left = precise_turn(model, ids, PRECISIONS[kind], None)
+    raises = isinstance(plain, tuple)
+    assert raises == (kind == "double")
+    assistant = SamAssistant(budget=8) if raises else knowing(torch.tensor(plain), reroute=False)
+    ours, ours_left = precise_turn(model, ids, PRECISIONS[kind], assistant)
+    if raises:
+        assert ours[0] is plain[0]
+    else:
+        assert ours == plain
+        assert ours_left == left
+        assert assistant.stats.last.accepted > 0
+
+
+@pytest.mark.parametrize("change", [of_type(torch.float32), of_type(torch.float16)])
+def test_caches_of_more_than_bfloat16(change):
+    model = build(LlamaForCausalLM).bfloat16()
+    plain, _ = precise_turn(model, PROMPTS[:1], change, None)
+    ours, _ = precise_turn(model, PROMPTS[:1], change, SamAssistant(budget=8))
+    assert ours[0] is plain[0] is RuntimeError
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_static_caches_of_another_precision(dtype):
+    model, assistant = build(LlamaForCausalLM), SamAssistant(budget=8)
+    plain = precise_turn(model, PROMPTS[:1], of_type(dtype), None, static)
+    assert precise_turn(model, PROMPTS[:1], of_type(dtype), assistant, static) == plain
+    assert assistant.stats.last.tier == ("tree" if dtype is torch.float32 else "")
+
+
+class Looks(StoppingCriteria, BaseStreamer):
+    """Notes what a cache shows wherever it is asked, and crops it if it is told to.
+
+    Args:
+        cache: the call's.
+        crops: tokens that are cropped once.
+    """
+
+    def __init__(self, cache, crops=0):
+        self.cache, self.crops, self.seen = cache, crops, []
+
+    def put(self, value):
+        own = getattr(self.cache, "self_attention_cache", self.cache)
+        layers = [layer for layer in own.layers if getattr(layer, "keys", None) is not None]
+        shown = [(type(layer), layer.keys.shape, float(layer.keys.sum())) for layer in layers]
+        copied = copy.deepcopy(self.cache) if len(self.seen) == 6 else self.cache
+        length = int(copied.get_seq_length())
+        self.seen.append((length, len(self.cache), own.is_initialized, shown))
+        if self.crops and len(self.seen) == 4:
+            self.cache.crop(-self.crops)
+
+    def end(self):
+        pass
+
+    def __call__(self, ids, scores, **kwargs):
+        self.put(ids)
+        return torch.full((len(ids),), int(self.cache.get_seq_length()) >= 34)
+
+    def process(self, ids, scores):
+        self.put(ids)
+        return scores
+
+    def allowed(self, row, ids):
+        self.put(ids)
+        return [*range(67)]
+
+
+PLACES = {
+    "criterion": lambda looks: {"stopping_criteria": [looks]},
+    "processor": lambda looks: {"logits_processor": [looks.process]},
+    "streamer": lambda looks: {"streamer": looks},
+    "function": lambda looks: {"prefix_allowed_tokens_fn": looks.allowed},
+}
+# The model's class, the cache that the caller gives, and how many tokens of it are cropped.
+WATCHED = [
+    (LlamaForCausalLM, dynamic, 0),
+    (LlamaForCausalLM, dynamic, 1),
+    (LlamaForCausalLM, static, 0),
+    (Gemma3ForCausalLM, dynamic, 0),
+    (Lfm2ForCausalLM, dynamic, 0),
+    (T5ForConditionalGeneration, of_both, 0),
+]
+
+
+def looked_at(model, make, crops, place, assistant):
+    """The text of a call, or what it raises, and what code of the caller's saw of its cache."""
+    cache = make(model.config)
+    looks = Looks(cache, crops)
+    options = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0, "num_beams": 1}
+    options |= {CACHE: cache, "assistant": assistant, **PLACES[place](looks)}
+    return outcome(lambda: run(model, PROMPTS[:1], **options).tolist()), looks.seen
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("model_class", "make", "crops"), WATCHED)
+def test_code_of_the_callers_sees_its_cache_as_in_plain_decoding(model_class, make, crops, place):
+    model = build(model_class)
+    plain, seen = looked_at(model, make, crops, place, None)
+    assistant = knowing(run(model, PROMPTS[:1], num_beams=1))
+    assert looked_at(model, make, crops, place, assistant) == (plain, seen)
+    assert len(seen) > 6
