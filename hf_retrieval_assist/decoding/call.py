@@ -169,7 +169,7 @@ class Call:
                 '"dynamic" or "static"'
             )
         cache = self.model_kwargs.get(service.cache_name)
-        if not _can_serve(cache, service, self.model):
+        if not self._can_serve(cache, service):
             return (
                 f"tokens of {service.cache_name} cannot be dropped one by one, or it keeps others "
                 "than the model's own; pass a DynamicCache made from the model's configuration"
@@ -210,6 +210,17 @@ class Call:
                 "new tokens"
             )
         return None
+
+    def _can_serve(self, cache: Any, service: Service) -> bool:
+        """Whether its cache can serve: made by `generate`, or one that ours can stand for."""
+        own = getattr(cache, "self_attention_cache", cache)
+        if service.tier is Tier.PLAIN or not (
+            transformers_private.is_callers(cache) or transformers_private.is_callers(own)
+        ):
+            return True
+        if own is not cache and (type(cache), type(own)) != (EncoderDecoderCache, DynamicCache):
+            return False
+        return stands_for(own, self.model, self.batch_size)
 
     @property
     def _unknown_input(self) -> str | None:
@@ -306,15 +317,3 @@ def cost_key(model: Any, input_ids: torch.Tensor) -> CostKey:
         batch_size=size_bucket(len(input_ids)),
         cache_length=size_bucket(0),
     )
-
-
-def _can_serve(cache: Any, service: Service, model: Any) -> bool:
-    """Whether the call's cache can serve: made by `generate`, or one that ours can stand for."""
-    own = getattr(cache, "self_attention_cache", cache)
-    if service.tier is Tier.PLAIN or not (
-        transformers_private.is_callers(cache) or transformers_private.is_callers(own)
-    ):
-        return True
-    if own is not cache and (type(cache), type(own)) != (EncoderDecoderCache, DynamicCache):
-        return False
-    return stands_for(own, model)

@@ -335,10 +335,15 @@ def has_slots(cache: Any) -> bool:
     )
 
 
-def stands_for(cache: Any, model: Any) -> bool:
-    """Whether a slot cache can stand for a caller's: its layers hold what those would hold that
-    `generate` makes, or more of it."""
+def stands_for(cache: Any, model: Any, rows: int) -> bool:
+    """Whether a slot cache of so many rows can stand for a caller's: its layers hold what those
+    would hold that `generate` makes, or more of it."""
     config = model.config.get_text_config(decoder=True)
+    held = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    if {len(layer.keys) for layer in held if layer.keys.ndim == 4} - {rows}:
+        return False
+    if len({int(layer.get_seq_length()) for layer in held}) > 1:
+        return False
     if isinstance(cache, StaticCache):
         return has_static_slots(cache, config, model.dtype)
     if type(cache) is not DynamicCache or cache.offloading:

@@ -254,6 +254,25 @@ def test_static_caches_of_another_precision(dtype):
     assert assistant.stats.last.tier == ("tree" if dtype is torch.float32 else "")
 
 
+CHANGED = {
+    "one row": (LlamaForCausalLM, lambda cache: cache.batch_select_indices(torch.tensor([0]))),
+    "rows twice": (LlamaForCausalLM, lambda cache: cache.batch_repeat_interleave(2)),
+    "one layer cut": (LlamaForCausalLM, lambda cache: cache.layers[1].crop(-1)),
+    "a layer with a window longer": (
+        Gemma3ForCausalLM,
+        lambda cache: cache.layers[1].update(*2 * [torch.ones(2, 2, 1, 8)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_caches_whose_layers_or_rows_are_others_than_the_calls_are_left_to_plain_decoding(kind):
+    model_class, change = CHANGED[kind]
+    model = build(model_class)
+    plain = precise_turn(model, PROMPTS, change, None)
+    assert precise_turn(model, PROMPTS, change, SamAssistant(budget=8)) == plain
+
+
 class Looks(StoppingCriteria, BaseStreamer):
     """Notes what a cache shows wherever it is asked, and crops it if it is told to.
 
