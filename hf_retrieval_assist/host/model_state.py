@@ -32,7 +32,7 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     """What stands for its modules' forwards, their attributes and configurations but `moving` ones,
     the kinds of their weights, their hooks but those that only look, how attention is computed, and
     modes that change operators."""
-    modules, moving = modules_of(model), moving or Moving()
+    modules, moving = modules_of(model), moving or None  # which takes its time, too
     teller = Teller(moving)
     attributes = [_attributes(teller, module, moving) for module in modules]
     return (
@@ -43,21 +43,24 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     )
 
 
-def _attributes(teller: Teller, module: nn.Module, moving: Moving) -> tuple[Any, ...]:
+def _attributes(teller: Teller, module: nn.Module, moving: Moving | None) -> tuple[Any, ...]:
     """What is told of a module: its class and its attributes, among them what stands for its
     forward, and buffers that may be switches."""
-    own, tell = vars(module), teller.tell
-    names, moved = own_names(tuple(own)), moving.of(module) if moving else ()
+    own, tell, known = vars(module), teller.tell, teller.numbers
+    names, moved = own_names(tuple(own)), () if moving is None else moving.of(module)
     if moved:
         names = tuple([name for name in names if name not in moved])
     values = [
-        value if type(value := own[name]) in PLAIN else None if _is_weight(value) else tell(value)
+        value
+        if type(value := own[name]) in PLAIN
+        else known.get(id(value)) or (None if _is_weight(value) else tell(value))
         for name in names
     ]
     if own["_buffers"]:
         values += [(n, tell(x)) for n, x in _switches(own) if n not in moved]
     kinds = [tell(kind) for kind in {type(weight): None for weight in own["_parameters"].values()}]
-    return tell(type(module)), names, values, kinds
+    kind = type(module)
+    return known.get(id(kind)) or tell(kind), names, values, kinds
 
 
 def _is_weight(value: Any) -> bool:
@@ -129,7 +132,7 @@ def _owners(model: nn.Module) -> list[Any]:
     for module in modules:
         teller.tell(vars(module).get("config"))
     list(teller.rest())
-    return [*modules, *(x for x in teller.values if isinstance(x, PreTrainedConfig))]
+    return [*modules, *(x for x in teller.values if issubclass(type(x), PreTrainedConfig))]
 
 
 def _each(owner: Any, plain: bool = True) -> dict[str, Told]:
@@ -152,15 +155,12 @@ def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
 
     What is written into tensors is not: see :class:`~..verification.traces.Traces`.
     """
-    before, modules, teller = Attributes(model), modules_of(model), Teller()
+    before = Attributes(model)
     tables: list[Any] = []
-    for module in modules:
+    for module in modules_of(model):
         own = vars(module)
         tables += own, own["_buffers"], own["_parameters"], own["_modules"]
-        for name in own_names(tuple(own)):
-            teller.tell(own[name])
-    list(teller.rest())
-    tables += [x for x in teller.values if issubclass(type(x), (dict, list, set))]
+        tables += _containers([own[name] for name in own_names(tuple(own))])
     held = [(table, members_of(table) or []) for table in tables]
     try:
         yield before
@@ -170,6 +170,16 @@ def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
         for table, members in held:
             if not _are_same(members, members_of(table) or []):
                 _put_back(table, members)
+
+
+def _containers(values: list[Any]) -> list[Any]:
+    """Those that can be changed among values, and in one another."""
+    found: dict[int, Any] = {}
+    for value in values:  # which become more
+        if id(value) not in found and (members := members_of(value)) is not None:
+            found[id(value)] = value
+            values += members
+    return [x for x in found.values() if issubclass(type(x), (dict, list, set))]
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:

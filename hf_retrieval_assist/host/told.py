@@ -69,6 +69,7 @@ class Teller:
 
     Attributes:
         values: that were met and are no plain ones; they keep their addresses until all is told.
+        numbers: what stands for these, by their addresses.
         objects: weak references to those that are told by which they are, or these themselves
             where they have none and refer to nothing.
     """
@@ -76,19 +77,19 @@ class Teller:
     def __init__(self, moving: Moving | None = None) -> None:
         self.values: list[Any] = []
         self.objects: list[Any] = []
-        self._numbers: dict[int, Referred] = {}
+        self.numbers: dict[int, Referred] = {}
         self._moving = moving or Moving()
 
     def tell(self, value: Any) -> Any:
         """What `marshal` writes down in a value's place."""
-        if (found := self._numbers.get(id(value))) is not None:
+        if (found := self.numbers.get(id(value))) is not None:
             return found
         kind = type(value)
         if kind in PLAIN or (
             (kind is tuple or kind is list) and PLAIN.issuperset(map(type, value))
         ):
             return value
-        found = self._numbers[id(value)] = (..., len(self.values))
+        found = self.numbers[id(value)] = (..., len(self.values))
         self.values.append(value)
         return found
 

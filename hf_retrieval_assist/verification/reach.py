@@ -95,7 +95,7 @@ def _restart(model: Any, cache_name: str) -> int | None:
         return None
     if _starts_anew(model, 3, cache_name):
         return None  # It makes something else of its inputs, whatever the length.
-    named = named_lengths(model.config.get_text_config(decoder=True).to_dict())
+    named = named_lengths(model.config.get_text_config(decoder=True))
     near = sorted({length + offset for length in named for offset in range(3)})
     return next((length for length in near if _starts_anew(model, length, cache_name)), None)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ..host.callers_hooks import callers_global_hooks
@@ -162,11 +161,11 @@ class RepeatedForward:
         # Programs know where weights lie: they stay there until the end of the call, whoever gives
         # the model others meanwhile.
         self._weights = [
-            tensor.detach()
+            _memory_kept(tensor)
             for module in modules_of(model)
             for tensors in (module._parameters, module._buffers)
             for tensor in tensors.values()
-            if tensor is not None and not is_lazy(tensor)
+            if tensor is not None
         ]
         state = recorded_state(model, arguments, torch.device("cpu"))
         self._programs: _Programs | None = None
@@ -292,3 +291,11 @@ class RepeatedForward:
                 idle = _idle.setdefault(self._model, [])
                 idle.append(programs)
                 del idle[:-_MOST_IDLE]
+
+
+def _memory_kept(tensor: torch.Tensor) -> torch.Tensor:
+    """What keeps a tensor's memory where it is."""
+    try:
+        return tensor.detach()
+    except Exception:  # of a kind that nobody computes with yet, or that has no memory of its own
+        return tensor

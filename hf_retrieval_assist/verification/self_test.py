@@ -228,7 +228,7 @@ class _Probe:
         """
         tree = self.service.tier is Tier.TREE
         if not tree:
-            lengths = named_lengths(self.config.to_dict())
+            lengths = named_lengths(self.config)
             width = min([width, *(n - len(self.rows[0]) for n in lengths)])
         tokens = [row.last for row in self.rows]
         # Rows of a batch feed unequally much.
@@ -352,7 +352,7 @@ def _prompt_length(config: Any) -> int:
     """Longer than any local window that the masks do not know of, where that is affordable."""
     windows = [
         value
-        for name, value in config.to_dict().items()
+        for name, value in vars(config).items()
         if "window" in name and name != "sliding_window" and isinstance(value, int)
     ]
     return max([8, *(w + 2 for w in windows if w <= 1024)])

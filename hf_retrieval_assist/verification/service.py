@@ -257,7 +257,7 @@ def _why_plain_in_training(model: Any) -> str | None:
     settings = [item for part in training for item in vars(part).items()]
     settings += [("drop", part.p) for part in training if isinstance(part, _DropoutNd)]
     if model.training:
-        settings += model.config.get_text_config(decoder=True).to_dict().items()
+        settings += vars(model.config.get_text_config(decoder=True)).items()
     noises = ("drop", "jitter", "noise")
     if any(x for name, x in settings if type(x) is float and any(part in name for part in noises)):
         whose = "the model is" if model.training else "parts of the model are"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, config_fingerprint, fingerprint
-from tests.support.lossless import build
+from tests.support.lossless import build, same
 
 
 def changed(model, **settings):
@@ -97,3 +97,47 @@ def test_a_model_whose_weights_are_elsewhere_has_one(model):
 def test_a_parameter_of_more_elements_than_single_precision_counts():
     """The embedding matrix of a vocabulary of 262,144 ids has so many."""
     assert _sample(torch.zeros(1).expand(262_144 * 640)) == bytes(4 * _SAMPLED)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainable_token_indices": [5, 9]},
+        {"trainable_token_indices": {"embed_tokens": [5], "lm_head": [9]}},
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True},
+    ],
+    ids=["tokens", "tokens of two layers", "saved modules", "magnitudes"],
+)
+def test_adapters_of_every_part(settings):
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False, **settings
+    )
+    wrapped = peft.get_peft_model(build(LlamaForCausalLM), lora).eval()
+    base, (_, _, assistant) = wrapped.get_base_model(), same(wrapped)
+    assert assistant.stats.last.tier == "tree"
+    with wrapped.disable_adapter():
+        plain = fingerprint(base)
+    assert plain != fingerprint(base)
+
+
+class Odd:
+    """Half-built."""
+
+    def __repr__(self):
+        raise RuntimeError("closed")
+
+
+def holding_itself():
+    own = {}
+    own["own"] = own
+    return own
+
+
+@pytest.mark.parametrize("held", [Odd, holding_itself, lambda: {1: Odd(), "a": {2, 3}}])
+def test_configurations_that_cannot_be_written_down(held):
+    model, other = build(LlamaForCausalLM), build(LlamaForCausalLM, hidden_size=64)
+    model.config.held, other.config.held = held(), held()
+    assert config_fingerprint(model.config) == config_fingerprint(model.config)
+    assert config_fingerprint(model.config) != config_fingerprint(other.config)
+    same(model)

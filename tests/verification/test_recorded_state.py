@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM
 from transformers.utils.import_utils import enable_tf32
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.recorded_state import recorded_state, why_unrecorded
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.int8_weight import rounded
@@ -155,6 +156,32 @@ def test_objects_are_themselves_while_they_live():
     model.held = np.zeros(3)
     gc.collect()
     assert recorded_state(model, {}, CPU) != before
+
+
+def held(kind, model):
+    """What holds one of a model's tensors, and the tensor's name there."""
+    owner = {"parameter": model.model.embed_tokens, "buffer": model.model.rotary_emb}
+    names = {"parameter": "weight", "buffer": "inv_freq", "attribute": "shift"}
+    return owner.get(kind, model.model.norm), names[kind]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_another_object_in_the_same_memory_is_another(kind):
+    """Operators hold the objects that they have seen; here the old one is led elsewhere."""
+    model = build(LlamaForCausalLM)
+    model.model.norm.shift = torch.zeros(32)
+    assistant = SamAssistant(budget=3)
+    for _ in range(10):
+        same(model, assistant=assistant)
+    assert assistant.stats.last.repeated > 0
+    before = recorded_state(model, {}, CPU)
+    owner, name = held(kind, model)
+    old = getattr(owner, name)
+    setattr(owner, name, type(old)(old.data) if kind == "parameter" else old.detach())
+    assert recorded_state(model, {}, CPU) != before
+    old.data = torch.zeros_like(old)
+    for _ in range(2):
+        same(model, assistant=assistant)
 
 
 def test_nothing_is_kept_alive():

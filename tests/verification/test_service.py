@@ -6,9 +6,14 @@ from functools import partial
 import pytest
 import torch
 from transformers import (
+    BloomForCausalLM,
+    Llama4ForCausalLM,
     LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    MistralForCausalLM,
     MixtralForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
     SwitchTransformersForConditionalGeneration,
 )
 
@@ -23,6 +28,8 @@ from tests.support.lossless import PROMPT, build, knowing, run, same
 from tests.support.threads import in_threads
 from tests.support.watching import results_of
 from tests.support.wrapped_models import ROUNDINGS, rounding_activations, with_lora
+
+WINDOWS = ["sliding_attention", "full_attention", "full_attention"]
 
 
 @pytest.fixture
@@ -249,3 +256,56 @@ def test_mixtures_that_return_what_their_routers_compute(model_class, by):
         assistant = knowing(plain)
         assert torch.equal(run(model, rows, **options, assistant=assistant), plain)
         assert assistant.stats.last.accepted > 0 or len(rows) > 1
+
+
+MASKS = {
+    "a window": (LlamaForCausalLM, "sliding_window", None, 4),
+    "another window": (MistralForCausalLM, "sliding_window", 6, 12),
+    "no window": (MistralForCausalLM, "sliding_window", 6, None),
+    "chunks": (Llama4ForCausalLM, "attention_chunk_size", 6, 12),
+    "types of layers": (Qwen3ForCausalLM, "layer_types", WINDOWS[:], WINDOWS[::-1]),
+    "both ways": (BloomForCausalLM, "is_causal", True, False),
+    "a part's window": (LlavaForConditionalGeneration, "sliding_window", None, 4),
+    "eager": (LlamaForCausalLM, "_attn_implementation", "sdpa", "eager"),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_follow_the_configuration_from_call_to_call(kind):
+    model_class, name, before, after = MASKS[kind]
+    model = build(model_class)
+    config = model.config.get_text_config(decoder=True)
+    for value in (before, after, before, after):
+        setattr(config, name, value)
+        for _ in range(2):
+            same(model, assistant=SamAssistant())
+        same(model)
+
+
+def test_lists_of_the_configuration_that_change_in_place():
+    model = build(Qwen3ForCausalLM)
+    for _ in range(3):
+        same(model)
+        model.config.layer_types.reverse()
+        model.config.layer_types[1] = model.config.layer_types[0]
+
+
+def test_modules_that_drop_out_in_another_call():
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers:
+        layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.1).eval())
+    for mode, tier in ((False, "tree"), (True, "plain"), (False, "tree")):
+        model.model.layers[1].mlp.train(mode)
+        assert same(model)[2].stats.last.tier == tier
+
+
+def test_a_forward_in_the_place_of_an_earlier_one():
+    """A function may get the address of one that is gone."""
+    model, norm = build(LlamaForCausalLM), None
+    norm = model.model.norm
+    for factor in (1.0, 2.0, 1.0, 3.0):
+        # What comes of a token depends on how many are fed with it, but for a factor of 1.
+        norm.forward = lambda x, factor=factor: (
+            type(norm).forward(norm, x) * factor ** (x.shape[1] > 1)
+        )
+        same(model)

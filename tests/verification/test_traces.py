@@ -1,0 +1,407 @@
+"""What forwards leave behind: models that draw, remember or write, and tests that leave nothing."""
+
+import copy
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.ao.quantization as quantization
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.verification.service import choose_service
+from hf_retrieval_assist.verification.tiers import Tier
+from hf_retrieval_assist.verification.traces import DRAWS, WRITES
+from tests.support.lossless import PROMPT, build, knowing, run
+
+WIDTH = 32
+
+
+class Part(nn.Module):
+    """A part of a model that keeps things beside its forward.
+
+    Args:
+        part: of the model.
+        forward: given this module and x; what comes of x.
+        held: attributes; tensors become buffers.
+    """
+
+    def __init__(self, part, forward, **held):
+        super().__init__()
+        self.part, self.does = part, forward
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return self.part(self.does(self, x))
+
+
+def with_part(forward, **held):
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers[:2]:
+        layer.mlp = Part(layer.mlp, forward, **copy.deepcopy(held)).eval()
+    return model
+
+
+def mean_in_place(own, x):
+    own.mean.lerp_(x.mean((0, 1)), 0.3)
+    return x - own.mean
+
+
+def mean_before(own, x):
+    y = x - own.mean
+    own.mean.mul_(0.7).add_(x.mean((0, 1)), alpha=0.3)
+    return y
+
+
+def mean_in_data(own, x):
+    own.mean.data.copy_(own.mean.data * 0.7 + 0.3 * x.mean((0, 1)))
+    return x - own.mean
+
+
+def mean_replaced(own, x):
+    own.mean = torch.lerp(own.mean, x.mean((0, 1)), 0.3)
+    return x - own.mean
+
+
+def mean_in_list(own, x):
+    own.held[0] = torch.lerp(own.held[0], x.mean((0, 1)), 0.3)
+    return x - own.held[0]
+
+
+def mean_as_number(own, x):
+    own.number = 0.7 * own.number + 0.3 * float(x.mean())
+    return x - own.number
+
+
+def counted_scale(own, x):
+    own.calls += 1
+    return x * (1 + 0.05 * own.calls)
+
+
+def tensor_scale(own, x):
+    own.calls.add_(1)
+    return x * (1 + 0.05 * own.calls)
+
+
+def every_third(own, x):
+    own.calls += 1
+    return x * 2 if int(own.calls) % 3 == 0 else x
+
+
+def codebook(own, x):
+    nearest = torch.cdist(x.flatten(0, 1), own.codes).argmin(-1)
+    own.codes[nearest] = own.codes[nearest].lerp(x.flatten(0, 1), 0.2)
+    return own.codes[nearest].view_as(x) + x
+
+
+ZEROS = torch.zeros(WIDTH)
+REMEMBERING = {
+    "a mean in place": partial(with_part, mean_in_place, mean=ZEROS),
+    "a mean that is read first": partial(with_part, mean_before, mean=ZEROS),
+    "a mean written past autograd": partial(with_part, mean_in_data, mean=ZEROS),
+    "a mean in another tensor": partial(with_part, mean_replaced, mean=ZEROS),
+    "a mean in a list": partial(with_part, mean_in_list, held=[ZEROS]),
+    "a mean as a number": partial(with_part, mean_as_number, number=0.0),
+    "a scale by calls": partial(with_part, counted_scale, calls=0),
+    "a scale by a tensor": partial(with_part, tensor_scale, calls=torch.zeros(())),
+    "every third call": partial(with_part, every_third, calls=torch.zeros((), dtype=torch.long)),
+    "a codebook": partial(with_part, codebook, codes=torch.randn(6, WIDTH)),
+}
+
+
+def with_max_norm(tied):
+    model = build(LlamaForCausalLM, tie_word_embeddings=tied)
+    model.get_input_embeddings().max_norm = 1.0
+    return model
+
+
+def with_observer():
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers:
+        fake = quantization.FakeQuantize(quantization.MinMaxObserver, quant_min=0, quant_max=15)
+        layer.mlp.down_proj = nn.Sequential(fake, layer.mlp.down_proj)
+    run(model)
+    return model
+
+
+def with_spectral_norm(wrap):
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers:
+        wrap(layer.mlp.down_proj)
+    return model.train()
+
+
+class Batched(nn.BatchNorm1d):
+    """Over all elements of a token."""
+
+    def forward(self, x):
+        return super().forward(x.view(-1, 1, WIDTH)).view_as(x)
+
+
+def with_batch_norm(part_in_train_mode):
+    """Whose statistics are read in another part than that in which they are written."""
+    model = build(LlamaForCausalLM)
+    layer = model.model.layers[0]
+    written = Batched(1).train(part_in_train_mode)
+    layer.mlp = nn.Sequential(written, layer.mlp)
+    reads = lambda own, x: x - own.held[0].running_mean  # noqa: E731
+    model.model.layers[1].mlp = Part(model.model.layers[1].mlp, reads, held=[written]).eval()
+    return model
+
+
+REMEMBERING |= {
+    "max_norm": partial(with_max_norm, True),
+    "an observer": with_observer,
+    "spectral norm": partial(with_spectral_norm, nn.utils.spectral_norm),
+    "parametrised": partial(with_spectral_norm, nn.utils.parametrizations.spectral_norm),
+    "batch norm": partial(with_batch_norm, True),
+}
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_models_whose_forwards_remember_are_plain(kind):
+    """From the first call on, which tests the model: each call begins in the same state."""
+    model = REMEMBERING[kind]()
+    before = copy.deepcopy(model)
+    plain = run(copy.deepcopy(before))
+    assistant = knowing(plain)
+    assert torch.equal(run(model, assistant=assistant), plain)
+    assert assistant.stats.last.tier == "plain"
+    again = copy.deepcopy(before)
+    assert "later forwards" in choose_service(again, {}).reason
+    assert torch.equal(run(again), plain)
+
+
+def counter(own, x):
+    own.calls += 1
+    return x
+
+
+def usage(own, x):
+    own.usage[x.argmax(-1).flatten()] += 1
+    return x
+
+
+def last_seen(own, x):
+    own.last = x
+    own.seen.copy_(x.mean((0, 1)))
+    return x
+
+
+def grown(own, x):
+    own.log.append(x.shape)
+    own.table.setdefault("shapes", []).append(x.shape[1])
+    return x
+
+
+def cached(own, x):
+    own.frequencies = torch.arange(WIDTH) / WIDTH
+    return x + own.frequencies
+
+
+BENIGN = {
+    "a counter": partial(with_part, counter, calls=0),
+    "a counting tensor": partial(with_part, counter, calls=torch.zeros((), dtype=torch.long)),
+    "usage of experts": partial(with_part, usage, usage=torch.zeros(WIDTH)),
+    "what came last": partial(with_part, last_seen, seen=ZEROS),
+    "lists that grow": partial(with_part, grown, log=[], table={}),
+    "what is made anew": partial(with_part, cached, frequencies=ZEROS),
+    "weight norm": lambda: with_spectral_norm(nn.utils.weight_norm).eval(),
+    "spectral norm": lambda: with_spectral_norm(nn.utils.spectral_norm).eval(),
+    "train mode": lambda: build(LlamaForCausalLM).train(),
+    "batch norm": partial(with_batch_norm, False),
+}
+
+
+@pytest.mark.parametrize("kind", BENIGN)
+def test_models_that_count_or_make_the_same_anew_are_assisted(kind):
+    model = BENIGN[kind]()
+    plain, tests = run(model), []
+    for _ in range(12):
+        assistant = knowing(plain)
+        assert torch.equal(run(model, assistant=assistant), plain)
+        assert assistant.stats.last.tier == "tree"
+        tests.append(assistant.stats.last.seconds["test"])
+    assert max(tests[3:]) < tests[0]
+
+
+def kept(model):
+    """Tensors and plain attributes of all modules, by value."""
+    tensors = {n: x.clone() for n, x in [*model.named_parameters(), *model.named_buffers()]}
+    plain = {
+        (name, key): str(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | list) and key != "_forward_hooks"
+    }
+    return tensors, plain
+
+
+@pytest.mark.parametrize("kind", [*REMEMBERING, *(f"benign: {kind}" for kind in BENIGN)])
+def test_the_test_leaves_nothing_behind(kind):
+    make = BENIGN[kind.removeprefix("benign: ")] if "benign" in kind else REMEMBERING[kind]
+    model = make()
+    logs = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
+    names = [set(vars(module)) for module in model.modules()]
+    tensors, plain = kept(model)
+    choose_service(model, {})
+    now, others = kept(model)
+    assert all(torch.equal(tensors[name], now[name]) for name in tensors)
+    assert others == plain
+    assert [set(vars(module)) for module in model.modules()] == names
+    after = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
+    assert all(one is other for one, other in zip(logs, after, strict=True))
+
+
+def noise(own, x):
+    return x + 0.1 * torch.randn_like(x)
+
+
+def rare_noise(own, x):
+    return x + torch.randn_like(x) if random.random() < 0.01 else x
+
+
+def numpy_noise(own, x):
+    return x + float(np.random.rand())
+
+
+def own_generator(own, x):
+    return x + torch.rand(x.shape, generator=own.generator)
+
+
+def own_numpy(own, x):
+    return x * float(own.generator.random())
+
+
+def own_python(own, x):
+    return x * own.generator.random()
+
+
+def dropped(own, x):
+    return nn.functional.dropout(x, 0.1, own.training)
+
+
+def with_train_part(part):
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, part.train())
+    return model
+
+
+def with_attention_in_train_mode():
+    model = build(LlamaForCausalLM, attention_dropout=0.2)
+    model.model.layers[1].self_attn.train()
+    return model
+
+
+def with_drops():
+    model = with_part(dropped)
+    model.model.layers[0].mlp.training = True
+    return model
+
+
+DRAWING = {
+    "noise": partial(with_part, noise),
+    "noise now and then": partial(with_part, rare_noise),
+    "NumPy's": partial(with_part, numpy_noise),
+    "dropout": partial(with_train_part, nn.Dropout(0.1)),
+    "alpha dropout": partial(with_train_part, nn.AlphaDropout(0.1)),
+    "leaky units": partial(with_train_part, nn.RReLU()),
+    "attention": with_attention_in_train_mode,
+    "a function": with_drops,
+}
+
+
+def seeded(model, **options):
+    random.seed(0)
+    np.random.seed(0)
+    return run(model, **options)
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_models_that_draw_are_plain_under_each_seed(kind):
+    model = DRAWING[kind]()
+    plain = seeded(model)
+    for _ in range(2):
+        assistant = knowing(plain)
+        assert torch.equal(seeded(model, assistant=assistant), plain)
+        assert assistant.stats.last.tier == "plain"
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_the_test_draws_nothing(kind):
+    model = DRAWING[kind]()
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    assert choose_service(model, {}).tier is Tier.PLAIN
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert str(np.random.get_state()) == states[2]
+
+
+@pytest.mark.parametrize(
+    ("forward", "make"),
+    [
+        (own_generator, torch.Generator),
+        (own_numpy, np.random.default_rng),
+        (own_numpy, lambda: np.random.RandomState(0)),
+        (own_python, lambda: random.Random(0)),
+    ],
+)
+def test_numbers_of_a_models_own(forward, make):
+    def fresh():
+        model = build(LlamaForCausalLM)
+        model.model.layers[0].mlp = Part(model.model.layers[0].mlp, forward).eval()
+        model.model.layers[0].mlp.generator = make()
+        if forward is own_numpy:
+            bits = model.model.layers[0].mlp.generator
+            bits = getattr(bits, "bit_generator", bits)
+            if hasattr(bits, "state"):
+                bits.state = np.random.default_rng(0).bit_generator.state
+        return model
+
+    plain = run(fresh())
+    assistant = knowing(plain)
+    assert torch.equal(run(fresh(), assistant=assistant), plain)
+    assert assistant.stats.last.tier == "plain"
+
+
+def test_a_hook_that_draws():
+    """It is known to change something once it has been seen to."""
+    model = build(LlamaForCausalLM)
+    model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: out + torch.rand_like(out))
+    plain = run(model)
+    for _ in range(3):
+        assistant = SamAssistant(budget=4)
+        assert torch.equal(run(model, assistant=assistant), plain)
+    assert assistant.stats.last.tier == "plain"
+    assert choose_service(model, {}).reason == DRAWS
+
+
+def test_a_model_that_is_told_to_observe_later():
+    model = with_observer()
+    model.apply(quantization.disable_observer)
+    assert choose_service(model, {}).tier is not Tier.PLAIN
+    model.apply(quantization.enable_observer)
+    assert choose_service(model, {}).reason == WRITES
+
+
+def test_a_model_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        model = build(LlamaForCausalLM)
+        plain = run(model)
+    for inside in (False, True, False):
+        with torch.inference_mode(inside):
+            assistant = knowing(plain)
+            assert torch.equal(run(model, PROMPT.clone(), assistant=assistant), plain)
+            assert assistant.stats.last.tier == "tree"
+            assert assistant.stats.last.accepted > 0
