@@ -154,7 +154,7 @@ class RequestDrafts:
             begun, new = text.counts.tokens > 0, text.new(state)
             going_on |= begun
             if begun:
-                text.counts.count_step(len(state.draft), state.kept - 1)
+                text.counts.count_steps(1, len(state.draft), state.kept - 1)
             if not new or text.session is None:
                 continue
             if begun:

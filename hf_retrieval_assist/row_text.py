@@ -110,7 +110,7 @@ def shown(rows: Sequence[RowText]) -> Iterator[torch.Tensor]:
             row.rewrite(text)
 
 
-@dataclass
+@dataclass(slots=True)
 class Path:
     """What one walk brought.
 

@@ -114,9 +114,9 @@ class CallStats:
     def _from_prefill(self) -> int:
         return self.tokens - self.accepted - self.steps
 
-    def count_step(self, drafted: int, accepted: int) -> None:
-        """Count one row's part of a forward."""
-        self.steps += 1
+    def count_steps(self, rows: int, drafted: int, accepted: int) -> None:
+        """Count the parts that rows had in a forward."""
+        self.steps += rows
         self.drafted += drafted
         self.accepted += accepted
 

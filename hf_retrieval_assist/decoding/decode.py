@@ -129,5 +129,5 @@ def _decode_with_drafts(
         counts.saved_seconds = plain_steps * plain_step - spent
     # What is compiled is compiled once, and says nothing of calls to come.
     if account is not None and compilations() == before:
-        account.count_drafted(seconds, plain_steps, plain_step)
+        account.count_drafted(seconds, plain_steps, plain_step, counts.recordings > 0)
     return result

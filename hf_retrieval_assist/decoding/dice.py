@@ -27,6 +27,9 @@ from .selection import TokenSelector
 # Of noise that is kept; what is beyond is drawn again from the generator's state, of 5 KB.
 _MOST_BYTES = 64 << 20
 
+# On a CPU rows are drawn together up to so many numbers: a call of an operator takes as long.
+_FEW_NUMBERS = 1 << 13
+
 _TRIALS = 3
 
 Place = tuple[int, int]
@@ -79,11 +82,12 @@ class Dice:
         """Of how many rows numbers are drawn together; 0 where nobody knows how.
 
         Other devices than CPUs give a number by its place in what is drawn, and each draw is a
-        kernel; on a CPU those of one row can be drawn again alone.
+        kernel; on a CPU those of few rows can be drawn again alone.
         """
         rows = len(self._rows)
-        counts = {1, rows} if self._device.type == "cpu" else {rows}
-        tried = (n for n in sorted(counts) if draws_by_quotients(self._device, rows, vocab_size, n))
+        few = min(rows, max(1, _FEW_NUMBERS // vocab_size))
+        counts = [few, 1, rows] if self._device.type == "cpu" else [rows]
+        tried = (n for n in counts if draws_by_quotients(self._device, rows, vocab_size, n))
         return next(tried, 0)
 
     def noise(self, row: int, position: int, vocab_size: int) -> torch.Tensor:
@@ -91,12 +95,17 @@ class Dice:
         once the row has generated `position` tokens; not for positions that all rows have passed.
         """
         self._anchor(vocab_size)
-        if (position, row) not in self._noise:
+        return self._of_place(position, row)
+
+    def _of_place(self, position: int, row: int) -> torch.Tensor:
+        """The numbers of a place, where nobody else has used the generator."""
+        place = position, row
+        if place not in self._noise:
             states = self._rolled(position)
-            if (position, row) not in self._noise:
+            if place not in self._noise:
                 draw = row // self._together
-                self._keep(position, draw * self._together, self._draw(states[draw]))
-        return self._noise[position, row]
+                self._keep(position, draw, self._draw(states[draw], draw))
+        return self._noise[place]
 
     def draw(self, probs: torch.Tensor, rows: Sequence[RowText]) -> list[int]:
         """The next tokens of rows, as plain decoding draws them.
@@ -114,15 +123,22 @@ class Dice:
             self._at = 1 + max(places)
             return self._all(probs, rows) if self.plain else _drawn(probs)
         self._anchor(vocab_size)
-        fast = self._device.type == "cpu" and is_fast()
+        # Of few numbers, finding them takes longer than drawing them.
+        fast = self._device.type == "cpu" and vocab_size > _FEW_NUMBERS and is_fast()
         if even and places[0] == self._at and len(self._states[self._at]) == 1 and not fast:
             self._at += 1
             self._forget(self._at)
             return self._all(probs, rows)
-        tokens = self.draw_by(rows, vocab_size, lambda i, noise: quotient_token(probs[i], noise))
-        if tokens is None:
+        if not self.reaches(rows, vocab_size):
             self.plain = False
             return _drawn(probs)
+        together = max(1, _MOST_BYTES // (4 * vocab_size))
+        tokens = []
+        for first in range(0, len(rows), together):
+            some = rows[first : first + together]
+            noise = [self._of_place(len(row.generated), row.index) for row in some]
+            tokens += quotient_tokens(probs[first : first + together], torch.stack(noise))
+        self._pass(rows)
         return tokens
 
     def draw_by(
@@ -139,8 +155,7 @@ class Dice:
         if not self.reaches(rows, vocab_size):
             return None
         tokens = [
-            choose(i, self.noise(row.index, len(row.generated), vocab_size))
-            for i, row in enumerate(rows)
+            choose(i, self._of_place(len(row.generated), row.index)) for i, row in enumerate(rows)
         ]
         self._pass(rows)
         return tokens
@@ -219,23 +234,26 @@ class Dice:
         """The states before each draw of numbers of a position, and behind the last one."""
         for place in range(max(self._states), position + 1):
             states = self._states[place]
-            for first in range(0, len(self._rows), self._together):
-                self._keep(place, first, self._draw(states[-1]))
+            for draw in range(-(-len(self._rows) // self._together)):
+                self._keep(place, draw, self._draw(states[-1], draw))
                 states.append(self._twin.get_state())
             self._states[place + 1] = [states[-1]]
         return self._states[position]
 
-    def _draw(self, state: torch.Tensor) -> torch.Tensor:
+    def _draw(self, state: torch.Tensor, draw: int) -> torch.Tensor:
+        """The numbers of some rows, float32 [rows, vocab_size], by this one of a position's draws,
+        which begins in this state."""
         self._twin.set_state(state)
-        shape = self._together, self._vocab_size
+        rows = min(self._together, len(self._rows) - draw * self._together)
+        shape = rows, self._vocab_size
         if self._device.type == "cpu":
             return exponential(shape, self._twin)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
         return noise.exponential_(generator=self._twin)
 
-    def _keep(self, position: int, first: int, noise: torch.Tensor) -> None:
-        """Keep the numbers of some rows, float32 [rows, vocab_size], from the first one on."""
-        nbytes = noise[0].nbytes
+    def _keep(self, position: int, draw: int, noise: torch.Tensor) -> None:
+        """Keep the numbers of one of a position's draws."""
+        first, nbytes = draw * self._together, noise.nbytes // len(noise)
         while self._noise and (len(self._noise) + len(noise)) * nbytes > _MOST_BYTES:
             del self._noise[next(iter(self._noise))]
         self._noise |= {(position, first + i): line for i, line in enumerate(noise)}
@@ -290,13 +308,14 @@ class RowForesight(Foresight):
         return best.log(), ids
 
 
-def quotient_token(law: torch.Tensor, noise: torch.Tensor) -> int:
-    """The token that is drawn of float32 [vocab_size] probabilities with this noise."""
-    token = int(greatest((law / noise)[None]))
-    if not law[token] > 0:
+def quotient_tokens(probs: torch.Tensor, noise: torch.Tensor) -> list[int]:
+    """The tokens that are drawn of float32 [rows, vocab_size] probabilities with this noise."""
+    tokens = greatest(probs / noise)
+    found: list[int] = tokens.tolist()
+    if not (probs.gather(-1, tokens[:, None]) > 0).all():
         # No distribution: as plain decoding, which raises.
-        return _drawn(law[None])[0]
-    return token
+        return [t if p[t] > 0 else _drawn(p[None])[0] for p, t in zip(probs, found, strict=True)]
+    return found
 
 
 def _drawn(probs: torch.Tensor) -> list[int]:

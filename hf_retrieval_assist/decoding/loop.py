@@ -181,6 +181,9 @@ class Generation:
     ) -> Sequence[TokenTree]:
         """What to verify of every row; nothing of finished ones, which bring no more tokens."""
         drafted, in_step = self._drafted(rows), self.walk.in_step
+        if not (drafts.nodes or self.ranks.several):
+            drafting.planner.plan(drafts, drafting.price)
+            return [TokenTree.empty()] * len(self.rows)
         depths = [self.walk.stopping.deepest(row) for row in drafted]
         limits = self.forward.verifier.limits(self.rows, drafted, depths, in_step)
         own = drafting.planner.plan(drafts, drafting.price, limits)
@@ -210,8 +213,11 @@ class Generation:
     ) -> None:
         """Count the step, and tell drafters and the account what it showed."""
         grown = [row for row in rows if paths[row.index].tokens]
-        for row in grown:
-            self.counts.count_step(len(trees[row.index]), len(paths[row.index].tokens) - 1)
+        self.counts.count_steps(
+            len(grown),
+            sum([len(trees[row.index]) for row in grown]),
+            sum([len(paths[row.index].tokens) - 1 for row in grown]),
+        )
         feedbacks: Sequence[RowFeedback | None] = [None] * len(grown)
         if self.assistant.needs_feedback and (
             self.assistant.hidden_layers or not drafting.is_plain

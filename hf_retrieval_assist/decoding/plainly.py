@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# Texts of a call that drafters learn, and of its time what they may take for further ones.
+_LEARNT, _LEARNING = 16, 1 / 64
+
 _MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
@@ -38,12 +41,15 @@ def decode_at_rest(
     call: Call, assistant: DraftingPolicy, counts: CallStats, account: Account
 ) -> Any:
     """The same while drafts make calls slower, timed from the first token on; drafters learn the
-    texts afterwards."""
+    texts afterwards, as far as there is time for it."""
     counts.tier, counts.rests = "at rest", 1
     rerouted, before = _reroutes(call, assistant, account), transformers_private.compilations()
     with reroute(rerouted):
         result, texts = _sampled(call, counts)
-    for prompt_ids, token_ids in zip(call.prompts, texts, strict=True):
+    ends = time.perf_counter() + _LEARNING * counts.seconds["forward"]
+    for i, (prompt_ids, token_ids) in enumerate(zip(call.prompts, texts, strict=True)):
+        if i >= _LEARNT and time.perf_counter() > ends:
+            break
         with closing(assistant.start(prompt_ids, call.target)) as session:
             session.learn_plain(token_ids)
     if transformers_private.compilations() == before:

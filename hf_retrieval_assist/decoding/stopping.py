@@ -64,8 +64,12 @@ class Stopping:
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
             in_step: whether criteria see all rows at once, which then are those that walk.
         """
-        asked = [walking] if in_step else [[row] for row in walking if row.met is None]
         parts = self._parts if self._rules.hold else [self._criteria]
+        asked = [walking]
+        if not in_step:
+            growing = [row for row in walking if row.met is None]
+            alone = any(isinstance(part, StoppingCriteriaList) for part in parts)
+            asked = [[row] for row in growing] if alone else [growing]
         for together in asked:
             for row, met in zip(together, self._met(parts, together, scores), strict=True):
                 if row.met is None and met:
@@ -83,7 +87,8 @@ class Stopping:
                 row.finished = len(row.generated) >= end
 
     def _met(self, parts: Sequence[_Part], rows: Sequence[RowText], scores: Any) -> list[bool]:
-        """Whether a criterion is met by each of the rows, which are equally long."""
+        """Whether a criterion is met by each of the rows, which are equally long where others than
+        those of every call are asked."""
         met = [False] * len(rows)
         for part in parts:
             if type(part) is MaxLengthCriteria:

@@ -24,7 +24,7 @@ from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
 from .call import Call
-from .dice import Dice, quotient_token
+from .dice import Dice, quotient_tokens
 from .node_choices import NodeChoices
 from .recorder import OutputRecorder
 from .selection import TokenSelector
@@ -208,7 +208,7 @@ class Walk:
             if token is None:
                 logits = screened.whole(places[i])[None].float()
                 scores = self.select.process([walking[i]], logits)
-                token = quotient_token(scores[0].softmax(dim=-1), noise)
+                token = quotient_tokens(scores.softmax(dim=-1), noise[None])[0]
             return token
 
         return self.dice.draw_by(walking, screened.near.shape[1], choose)

@@ -124,8 +124,10 @@ class DraftingPolicy:
     ) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding), a row of a batch."""
         expected = self.expected.of_row(row, batch_size)
-        target = replace(target, expected=expected, forms=self.expected.forms)
-        return AssistantSession(self, prompt_ids, replace(target, learn=self.learn, row=row))
+        told = replace(
+            target, expected=expected, forms=self.expected.forms, learn=self.learn, row=row
+        )
+        return AssistantSession(self, prompt_ids, told)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
@@ -308,7 +310,7 @@ class DraftingPolicy:
             tokens: what came of each; of rows in step, fewer than were right.
             width: tokens per row that were verified.
         """
-        if drafting.account is None:
+        if drafting.account is None or drafting.is_plain:
             return
         rows = max(1, len(sessions))
         brought = [0.0] * len(self.drafters)

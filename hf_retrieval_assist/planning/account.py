@@ -33,12 +33,14 @@ _OPEN = 0.5  # share of next tokens, above which the others' drafts leave a step
 _FIRST_PROMISED, _FIRST_ACCEPTED = 2.0, 1.0  # tokens
 
 # Of calls.
-_COLD = 2  # calls that measure the model, choose kernels and fill caches
-_FEWEST = 32  # tokens per row that a timing takes
+_COLD = 2  # calls that measure the model, choose kernels and record forwards
+_FEWEST = 16  # tokens per row that a timing takes
 _PACE_MEMORY = 0.1
 _DOUBTFUL = 0.85  # of what the cost model expects of a plain step: above that, plain is tried
 _MARGIN = 0.97  # of the drafted pace: below that, plain is faster
 _GROWTH = 4  # of a rest that the next timing confirms
+_LOST = 0.05  # share of plain's time that calls with drafts between rests may lose
+_MOST_FIRST = 16  # calls of a rest that nothing has confirmed
 _MOST_RESTS = 32  # calls
 _MOST_PATIENCE = 64  # calls
 _LOOK_AGAIN = 16  # plain calls, after which the slower kernels are tried again
@@ -238,22 +240,27 @@ class Account:
         with self.lock:
             self._plain_calls += 1
             self._plain[rerouted].observe(seconds, tokens)
+            if not (self._rests or self._streak):
+                self._rest_if_faster()
 
-    def count_drafted(self, seconds: float, tokens: int, plain_step: float | None) -> None:
+    def count_drafted(
+        self, seconds: float, tokens: int, plain_step: float | None, recorded: bool = True
+    ) -> None:
         """Count a call that was drafted for.
 
         Where no drafter pays and calls get on no faster than plain steps should, one call is
-        decoded by transformers' loop and timed. If that was faster, more of them follow, 1, 4,
-        16, … until another with drafts, which tells whether they bring something by now.
+        decoded by transformers' loop and timed. If that was faster, more of them follow, as many as
+        make up for one with drafts, and 4 times as many after each that brings nothing either.
 
         Args:
             seconds: from the first token to the last.
             tokens: between them, of the longest row.
             plain_step: seconds that a plain step is expected to take; None: nobody knows.
+            recorded: whether forwards were recorded in it, or may have been.
         """
         with self.lock:
             self._calls += 1
-            if self._calls > _COLD:
+            if self._calls > (_COLD if recorded else 1):
                 self._drafted.observe(seconds, tokens)
                 self._choose_rests(plain_step)
 
@@ -261,19 +268,32 @@ class Account:
         if any(map(self.pays, range(len(self._entries)))):
             self._streak = 0
             return
-        # The mean knows of gains in few calls of many, the last call of gains that begin.
-        pace = min(self._drafted.seconds, self._drafted.last)
-        known = [found.seconds for found in self._plain.values() if found.seconds]
-        if min(known, default=math.inf) < _MARGIN * pace:
-            self._streak = self._rests = min(_GROWTH * self._streak or 1, _MOST_RESTS)
+        if self._rest_if_faster():
             return
         self._streak = 0
         self._waited += 1
         if plain_step is None:
             return
-        if self._waited >= self._patience and pace > _DOUBTFUL * plain_step:
+        if self._waited >= self._patience and self._pace > _DOUBTFUL * plain_step:
             self._waited, self._rests = 0, 1
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
+
+    @property
+    def _pace(self) -> float:
+        """With drafts: the mean knows of gains in few calls of many, the last call of gains that
+        begin."""
+        return min(self._drafted.seconds, self._drafted.last)
+
+    def _rest_if_faster(self) -> bool:
+        """Leave calls to transformers' loop if that was timed to be faster; whether it was."""
+        known = [found.seconds for found in self._plain.values() if found.seconds]
+        plain, pace = min(known, default=math.inf), self._pace
+        if plain >= _MARGIN * pace:
+            return False
+        enough = min(math.ceil((pace / plain - 1) / _LOST), _MOST_FIRST)
+        self._streak = min(max(_GROWTH * self._streak, enough), _MOST_RESTS)
+        self._rests = self._streak
+        return True
 
 
 class _Pace:

@@ -195,7 +195,8 @@ class SlotCache(DynamicCache):
         kinds = kinds_of(layers, _MOST_BYTES, lambda layer: layer.window, lambda kind: length)
 
         def block(kind: Kind, numbers: Sequence[int]) -> Block:
-            room, base = max(self.capacity, length + MIN_GROWTH), 0
+            known = max(self.capacity, length) + SLACK
+            room, base = known if self.capacity else length + MIN_GROWTH, 0
             if kind.apart is not None and self.slots.forgets:
                 # So that a step that is interrupted can be taken back.
                 base = max(self.needed - SLACK, *(layers[n // 2].dropped for n in numbers))

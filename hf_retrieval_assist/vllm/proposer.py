@@ -215,7 +215,7 @@ class Row:
         self._text += tokens
         self.length += len(tokens)
         if self.counts.tokens:
-            self.counts.count_step(self.drafted, len(tokens) - 1)
+            self.counts.count_steps(1, self.drafted, len(tokens) - 1)
         self.counts.tokens += len(tokens)
         self.drafted = 0
         first, ids = len(self._held), self._held + tokens.tolist()

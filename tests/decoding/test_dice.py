@@ -55,9 +55,10 @@ def test_foreseen_draws_are_multinomials(width):
     assert dice.plain
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize(("few", "at_once"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (1, 3)])
 @pytest.mark.parametrize("most", [0, 1 << 14, 1 << 20])
-def test_rows_that_get_on_unequally_draw_what_the_batch_draws(most, at_once, monkeypatch):
+def test_rows_that_get_on_unequally_draw_what_the_batch_draws(most, at_once, few, monkeypatch):
+    monkeypatch.setattr(module, "_FEW_NUMBERS", few * 1000)
     monkeypatch.setattr(module, "_MOST_BYTES", most)
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: key[-1] == at_once)
     steps = laws(3, 1000, 6)

@@ -235,6 +235,16 @@ def test_a_loop_that_is_slower_is_left_for_ever_longer(excess):
     assert not all(rested[200:]), "drafts are given another chance, now and then"
 
 
+def test_one_call_with_drafts_is_made_up_for_by_those_that_rest():
+    rested = run(3 + 16, lambda call: 2.5)
+    assert rested == 3 * [False] + 16 * [True]
+    account = make()
+    account.count_drafted(2.5 * TOKENS, TOKENS, 1.0, recorded=False)
+    assert not account.rests(), "the first call measures the model"
+    account.count_drafted(2.5 * TOKENS, TOKENS, 1.0, recorded=False)
+    assert account.rests()
+
+
 def test_no_call_rests_while_a_drafter_pays():
     account = make(False, True)
     ask(account, 100, 0.01, lambda step: 1.0)
@@ -268,7 +278,7 @@ def test_drafts_that_begin_to_pay_are_found():
 
 def test_short_calls_are_taken_together():
     rested = run(40, lambda call: 1.5, tokens=4)
-    assert not any(rested[: 2 + 8])
+    assert not any(rested[: 2 + 4])
     assert any(rested)
 
 
@@ -289,7 +299,7 @@ def test_short_plain_calls_try_both_kernels():
     for _ in range(20):
         chosen.append(account.reroutes())
         account.count_plain(4 * (1.2 if chosen[-1] else 1.0), 4, chosen[-1])
-    assert chosen == 8 * [True] + 12 * [False]
+    assert chosen == 4 * [True] + 11 * [False] + [True] + 4 * [False]
 
 
 def test_drafts_compete_with_the_faster_kernels():
@@ -312,6 +322,7 @@ def test_a_token_is_credited_to_the_first_drafter_that_has_it():
     credited = []
     drafting = SimpleNamespace(
         account=SimpleNamespace(),
+        is_plain=False,
         planner=SimpleNamespace(learn=lambda *_: None),
         end=lambda width, brought: credited.append(brought),
     )
