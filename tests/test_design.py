@@ -1,5 +1,7 @@
-"""docs/design.md names files that exist, and every folder of the package."""
+"""docs/design.md names files that exist, and every folder of the package; tests say themselves
+how near is near enough."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -118,3 +120,25 @@ def test_the_rest_works_where_single_features_are_absent(tmp_path):
             link.symlink_to(path)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, check=True)
+
+
+# What compares numbers, and the arguments that say how near they have to be.
+COMPARING = dict.fromkeys(("assert_close", "allclose", "assert_allclose", "isclose"), 2)
+COMPARING["approx"] = 1
+BOUNDS = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
+
+
+def unbounded(path):
+    """Where a file leaves to a library how far numbers may be apart."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        few = len(given & BOUNDS) < COMPARING.get(node.func.attr, 0)
+        if few and None not in given:  # `**within(...)`
+            yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_no_bound_is_a_librarys_default():
+    found = [place for path in (ROOT / "tests").rglob("*.py") for place in unbounded(path)]
+    assert not found

@@ -26,6 +26,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.verifiers import Verifier
 from tests.support.lossless import build, late_token, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.rounding import OF_MODEL, within
 from tests.support.watching import results_of
 
 PROMPTS = torch.tensor(
@@ -208,7 +209,7 @@ def test_rows_that_end_in_one_step_leave_what_plain_decoding_leaves():
     for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
         for name in ("keys", "values", "conv_states", "recurrent_states"):
             expected, found = (getattr(layer, name, None) for layer in (one, other))
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found, expected, **within(expected, OF_MODEL))
 
 
 def test_windows_hold_what_they_show_and_little_more(monkeypatch):

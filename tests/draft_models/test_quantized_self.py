@@ -16,6 +16,7 @@ from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
+from tests.support.rounding import OF_MODEL, near, within
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import Interrupt, fed_shapes, interrupted_forward
@@ -157,7 +158,8 @@ def test_other_threads_and_models_compute_as_always(llama):
             return
         results.extend(in_threads(lambda ids: llama.model(ids)[0], [PROMPT]))
         handle.remove()
-        torch.testing.assert_close(other(PROMPT).logits, expected_other)
+        found = other(PROMPT).logits
+        torch.testing.assert_close(found, expected_other, **within(expected_other, OF_MODEL))
 
     handle = llama.model.layers[1].mlp.register_forward_pre_hook(look)
     run(llama, assistant=assistant())
@@ -269,7 +271,7 @@ def test_close_choices_fork_and_clear_ones_do_not():
     assert first[1] > 0.25 > second[1]
     assert second[0] > 0.9 > first[0]
     chances = module.PRIORS[module.evidence_classes(close, known=False)][0]
-    assert chances == pytest.approx([0.37, 0.37, 0.17])
+    assert chances == near([0.37, 0.37, 0.17])
 
 
 def test_the_log_says_what_was_packed(caplog):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.draft_models import residual
 from hf_retrieval_assist.draft_models.residual import child_acceptance, draw_children, verify_node
+from tests.support.rounding import near
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/sequoia_examples.json"
 EXAMPLES = json.loads(FIXTURE.read_text())["verification"]["examples"]
@@ -68,7 +69,7 @@ def test_the_law_is_the_targets(target, draft, count):
     law, accepted = enumerate_law(target, draft, count)
     assert law == pytest.approx(target, abs=1e-9)
     if count == 4:
-        assert accepted.sum() == pytest.approx(1)
+        assert accepted.sum() == near(1)
 
 
 def test_float32_rows_of_a_large_vocabulary():
@@ -79,7 +80,7 @@ def test_float32_rows_of_a_large_vocabulary():
     rates, otherwise = child_acceptance(target, draft, children)
     assert rates.shape == (3, 16)
     assert ((rates >= 0) & (rates <= 1)).all()
-    assert otherwise.sum(-1) == pytest.approx(torch.ones(3, dtype=torch.float64))
+    assert otherwise.sum(-1) == near(torch.ones(3, dtype=torch.float64))
     assert (otherwise >= 0).all()
     for row in range(3):
         alone = child_acceptance(target[row], draft[row], children[row])

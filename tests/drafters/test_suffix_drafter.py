@@ -12,6 +12,7 @@ from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.memories import check_memory
+from tests.support.rounding import near
 from tests.support.scripted import Scripted
 from tests.support.trees import paths
 
@@ -66,7 +67,7 @@ def test_a_learnt_output_is_matched_as_its_context_is(earlier, prompt):
     scratch = mixer.draft(texts, trees, [None], None, [16], min_prob=0.001)
     # Only what stood before the output, in the prompt, tells them apart, and it was not learnt.
     for mine, theirs in zip(own, scratch, strict=True):
-        assert mine.tolist() == pytest.approx(theirs.tolist())
+        assert mine.tolist() == near(theirs.tolist())
 
 
 def test_outputs_teach_each_other_while_they_run_and_prompts_do_not():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.skinny import PATHS, kernel_attention
 from tests.support.products import DTYPES, everywhere, paths, random, same_in_threads, with_rounding
+from tests.support.rounding import within
 
 
 def operands(batch=1, groups=2, heads=2, queries=5, slots=40, depth=32, dtype=torch.float32):
@@ -133,7 +134,8 @@ def test_a_query_that_sees_nothing_gives_zeros_like_torch(path, boolean):
     y = kernel_attention(query, key, value, mask, path=path)
     assert (y[:, 2] == 0).all()
     plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    torch.testing.assert_close(y, plain.transpose(1, 2))
+    plain = plain.transpose(1, 2)
+    torch.testing.assert_close(y, plain, **within(plain, 8 * key.shape[2]))
 
 
 @everywhere
@@ -157,7 +159,7 @@ def test_infinities_and_nans_spread_as_in_torch(path, special, where, masked):
     mask[..., 3] = not masked
     y = kernel_attention(**tensors, mask=mask, path=path)
     plain = F.scaled_dot_product_attention(*tensors.values(), attn_mask=mask).transpose(1, 2)
-    torch.testing.assert_close(y, plain, equal_nan=True)
+    torch.testing.assert_close(y, plain, equal_nan=True, **within(plain, 8 * 40))
 
 
 @paths

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.structures import draft_tree, evidence
 from hf_retrieval_assist.token_tree import Forest, TokenTree
+from tests.support.rounding import near
 from tests.support.threads import in_threads
 from tests.support.trees import paths, trees
 
@@ -69,7 +70,7 @@ def test_tried_nodes_are_those_below_the_texts_path(tree, pieces):
     nodes, on_path = tried_by_definition(tree, tokens)
     assert np.flatnonzero(counts[:, 0] - before[:, 0]).tolist() == nodes
     assert (counts - before)[nodes, 1].tolist() == on_path
-    assert bins.sum(0) == pytest.approx([len(nodes), sum(nodes) / 64, sum(on_path)])
+    assert bins.sum(0) == near([len(nodes), sum(nodes) / 64, sum(on_path)])
     assert inside == (len(tree) > 0 and len(tree.follow(tokens)) == len(tokens))
 
 
@@ -125,7 +126,7 @@ def test_the_oldest_of_many_open_proposals_gives_way():
 def test_priors_come_first_and_counts_take_over():
     calibrator = Calibrator(np.array([0.2, 0.9]))
     classes = np.array([0, 1, 1], np.int32)
-    assert calibrator.rates(classes) == pytest.approx([0.2, 0.9, 0.9])
+    assert calibrator.rates(classes) == near([0.2, 0.9, 0.9])
     rng = np.random.default_rng(0)
     for _ in range(1000):
         observe(calibrator, 0, rng.random() < 0.7)
@@ -139,7 +140,7 @@ def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
         observe(calibrator, 0, step >= 80)
         rates.append(calibrator.rates(np.zeros(1, np.int32))[0])
     assert rates[79] < 0.05
-    assert rates[159] == pytest.approx(0.5)
+    assert rates[159] == near(0.5)
 
 
 def test_probabilities_are_products_of_rates():
@@ -147,7 +148,7 @@ def test_probabilities_are_products_of_rates():
     tree = TokenTree.build([7, 8, 7], [-1, -1, 1], [0.9, 0.8, 0.7], [0, 1, 0])
     calibrated = Session(calibrator).calibrate(tree)
     assert calibrated.fault(1 << 30, 1 << 30) is None
-    assert calibrated.probs == pytest.approx([0.5, 0.25, 0.125])
+    assert calibrated.probs == near([0.5, 0.25, 0.125])
     assert np.array_equal(calibrated.token_ids, tree.token_ids)
 
 
@@ -155,7 +156,7 @@ def test_nodes_without_a_class_keep_their_rate():
     calibrator = Calibrator(np.array([0.5]))
     tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
     session = Session(calibrator)
-    assert session.calibrate(tree).probs == pytest.approx([0.8, 0.2, 0.1])
+    assert session.calibrate(tree).probs == near([0.8, 0.2, 0.1])
     session.commit([7, 8, 9])
     assert calibrator._counts[0].tolist() == [5, 3]
     assert calibrator.reliability().trials.sum() == 3
@@ -170,7 +171,7 @@ def test_what_others_have_drafted_they_judge():
     calibrated = session.calibrate(tree, EARLIER)
     assert calibrated.fault(1 << 30, 1 << 30) is None
     # 9 and 6 below 7, 8 are this drafter's alone.
-    assert calibrated.probs == pytest.approx([0.15 * 0.9, 0.3, 0.2, 0.2 * 0.15 * 0.5])
+    assert calibrated.probs == near([0.15 * 0.9, 0.3, 0.2, 0.2 * 0.15 * 0.5])
     assert calibrated.classes.tolist() == tree.classes.tolist()
 
 
@@ -192,7 +193,7 @@ def test_drafters_without_classes_judge_for_themselves_beside_others():
     session = Session(Calibrator(np.empty(0), beside=True))
     session.commit([1, 2, 3])  # for which nothing was proposed
     tree = TokenTree.chain([7, 8], [0.9, 0.8])
-    assert session.calibrate(tree, EARLIER).probs == pytest.approx([0.9, 0.8])
+    assert session.calibrate(tree, EARLIER).probs == near([0.9, 0.8])
     assert len(session.calibrate(TokenTree.empty())) == 0
 
 

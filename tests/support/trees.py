@@ -41,4 +41,4 @@ def check_draft(tree, drafter, budget):
     assert len(tree) <= budget
     rates = drafter.priors()[tree.classes]
     expected = [rates[tree.path(node)].prod() for node in range(len(tree))]
-    np.testing.assert_allclose(tree.probs, expected, rtol=1e-5)
+    np.testing.assert_allclose(tree.probs, expected, rtol=1e-5, atol=0)
