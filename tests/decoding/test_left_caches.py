@@ -183,13 +183,17 @@ STRANGE = {
 def test_a_cache_that_keeps_others_than_the_models_own_is_filled_plainly(kind):
     model_class, cache_class, change = STRANGE[kind]
     model, assistant = build(model_class), SamAssistant(budget=8)
-    caches = [cache_class(config=model.config) for _ in range(2)]
-    for cache in caches:
+
+    def left(assistant):
+        cache = cache_class(config=model.config)
         change(cache)
-    plain = run(model, PROMPTS, **{CACHE: caches[0]})
-    assert torch.equal(plain, run(model, PROMPTS, **{CACHE: caches[1]}, assistant=assistant))
-    assert assistant.stats.last.tier == "plain"
-    assert_alike(getattr(caches[0], "count", 0), getattr(caches[1], "count", 0))
+        text = outcome(lambda: run(model, PROMPTS, **{CACHE: cache}, assistant=assistant).tolist())
+        return text, getattr(cache, "count", 0)
+
+    plain = left(None)
+    assert left(assistant) == plain
+    # In early releases plain decoding fails where windows record.
+    assert assistant.stats.last.tier == ("" if isinstance(plain[0], tuple) else "plain")
 
 
 def of_type(dtype, names=("keys", "values"), layers=slice(None)):
