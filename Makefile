@@ -6,8 +6,8 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
-.PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix test-newest \
-	test-ray test-structured test-sweep test-threads test-triton test-vllm \
+.PHONY: demo test test-all test-arm test-capabilities test-contract test-debug test-deepspeed test-ecosystem \
+	test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -67,6 +67,21 @@ MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_
 # The same tests with whatever version of transformers is there.
 test-contract: build
 	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
+
+# What depends on rounding, by PyTorch's code for each kind of CPU that this one can stand for, by each
+# of the kernels' paths, and by one and two threads: hours.
+ROUNDING_TESTS := $(addprefix tests/,kernels decoding verification draft_models host \
+	test_assistants.py test_candidate_generator.py test_continuous_batching.py test_presets.py) \
+	--ignore=tests/verification/test_architectures.py --ignore=tests/kernels/test_kernels_in_c.py
+PATHS := from hf_retrieval_assist.kernels.skinny import PATHS; print(*PATHS)
+test-capabilities: build
+	for path in $$($(BIN)/python -c '$(PATHS)'); do for capability in default avx2 own; do for threads in 1 2; do \
+		echo "PyTorch's code: $$capability, kernels: $$path, threads: $$threads"; \
+		unset ATEN_CPU_CAPABILITY; \
+		test $$capability = own || export ATEN_CPU_CAPABILITY=$$capability; \
+		OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -q -n 1 -m "not slow and not demo" \
+			--kernels $$path --threads $$threads $(ROUNDING_TESTS) || exit 1; \
+	done; done; done
 
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 

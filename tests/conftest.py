@@ -8,14 +8,16 @@ import pytest
 import torch
 import transformers
 
+from hf_retrieval_assist.kernels import skinny
 from hf_retrieval_assist.verification import repeated_forward
 from tests.support.lossless import build
 
+# PyTorch's code for older CPUs is not made for what oneDNN chooses on this one.
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 transformers.logging.set_verbosity_error()
 # With CI=true in the environment transformers' log reaches the root logger too, and `told` twice.
 transformers.logging.disable_propagation()
-# The models are tiny; threads would only wait for each other.
-torch.set_num_threads(1)
 # Forwards are recorded at once, so that whatever is tested meets those that are repeated.
 repeated_forward.PATIENCE = 1
 # Nothing depends on how busy the machine is.
@@ -23,7 +25,18 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernels", choices=skinny.PATHS, help="the newest instructions to compute by"
+    )
+    # The models are tiny; threads would only wait for each other.
+    parser.addoption("--threads", type=int, default=1, help="of PyTorch and the kernels")
+
+
+def pytest_configure(config):
+    torch.set_num_threads(config.getoption("threads"))
+    if (newest := config.getoption("kernels")) is not None:
+        skinny.PATHS = skinny.PATHS[: skinny.PATHS.index(newest) + 1]
     expected = os.environ.get("HFRA_EXPECT_TRANSFORMERS", transformers.__version__)
     if transformers.__version__ != expected:
         raise pytest.UsageError(
