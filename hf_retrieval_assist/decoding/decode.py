@@ -91,7 +91,8 @@ def decode(
                 call.tell_plain(str(error))
                 counts.tier, counts.reason = Tier.PLAIN.value, str(error)
                 result = decode_plainly(call, counts, record)
-    learn_moving(model)
+    if isinstance(model, torch.nn.Module):
+        learn_moving(model)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(call.kind.fingerprint)
