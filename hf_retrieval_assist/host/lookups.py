@@ -171,7 +171,8 @@ def configurations_of(model: Any) -> list[PreTrainedConfig]:
     waiting = [model.config]
     for config in waiting:
         for value in vars(config).values():
-            if isinstance(value, PreTrainedConfig) and id(value) not in found:
+            # Of an odd object `isinstance` would ask, and it may raise.
+            if issubclass(type(value), PreTrainedConfig) and id(value) not in found:
                 found[id(value)] = value
                 waiting.append(value)
     return waiting

@@ -148,7 +148,8 @@ class Traces(TorchDispatchMode):
             self._copy(tensor)
 
     def _copy(self, tensor: torch.Tensor) -> None:
-        if (memory := memory_of(tensor)) not in self._copies:
+        memory = memory_of(tensor)
+        if memory and memory not in self._copies:
             storage = tensor.untyped_storage()
             self._copies[memory] = storage, storage.clone()
 

@@ -8,12 +8,12 @@ import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.decoding import selection
+from hf_retrieval_assist.decoding import call
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
 from tests.support.rounding import OF_MODEL, within
-from tests.support.watching import Spectator
+from tests.support.watching import Spectator, a_librarys
 
 # Full attention, windows, no trees, and convolutions.
 TIERS = {
@@ -64,7 +64,8 @@ class StopsRowWise(transformers.StoppingCriteria):
 def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model, monkeypatch):
     """Convolutions are left with the states of plain decoding."""
     # It is taken for one of transformers' own, so that rows need not go in step.
-    monkeypatch.setattr(selection, "_ROWWISE", (*selection._ROWWISE, StopsRowWise))
+    monkeypatch.setattr(StopsRowWise, "__call__", a_librarys(StopsRowWise.__call__))
+    monkeypatch.setattr(call, "ROWWISE", call.ROWWISE | {StopsRowWise})
     options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
     criteria = {"stopping_criteria": [StopsRowWise()]}
     plain, assisted, assistant = equal(model, padded(4), **criteria, **options)

@@ -22,6 +22,7 @@ from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.dense_attention import flash_like
 from tests.support.lossless import build, late_token, outcome, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.watching import a_librarys
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -136,7 +137,7 @@ def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch)
     model.register_forward_hook(lambda *arguments: forwards.append(1))
     plain, _, _ = equal(model, tier="", max_new_tokens=12)
     assistant = oracle_assistant(plain)
-    monkeypatch.setattr(model, "_has_unfinished_sequences", wait_for_others)
+    monkeypatch.setattr(model, "_has_unfinished_sequences", a_librarys(wait_for_others))
     forwards.clear()
     options = {"do_sample": False, "max_new_tokens": 12, "assistant": assistant}
     assert torch.equal(plain, model.generate(**INPUTS, **options))

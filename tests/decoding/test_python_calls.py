@@ -44,7 +44,7 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "budget", "sampled", "most"),
     [
-        *[(1, 0, False, 306), (1, 8, False, 424), (16, 0, False, 640), (16, 8, False, 1150)],
+        *[(1, 0, False, 306), (1, 8, False, 432), (16, 0, False, 640), (16, 8, False, 1150)],
         (208, 0, True, 5000),
     ],
 )

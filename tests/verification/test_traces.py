@@ -384,7 +384,8 @@ def test_a_hook_that_draws():
         assistant = SamAssistant(budget=4)
         assert torch.equal(run(model, assistant=assistant), plain)
     assert assistant.stats.last.tier == "plain"
-    assert choose_service(model, {}).reason == DRAWS
+    # The watch of hooks has seen it first.
+    assert "hook" in choose_service(model, {}).reason
 
 
 def test_a_model_that_is_told_to_observe_later():
