@@ -1,8 +1,6 @@
 """Models whose weights are adapted, elsewhere, or in eight bits, or whose forwards are another
 runtime's."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import GenerationMixin
@@ -96,6 +94,13 @@ ROUNDINGS = {
 WRAPS = (with_lora, offloaded, quantised)
 
 
+class Held:
+    """What it is given, by attribute; told by which one it is."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
 class Around(torch.nn.Module):
     """A part of a model, whose output a function changes.
 
@@ -106,7 +111,7 @@ class Around(torch.nn.Module):
 
     def __init__(self, part, change, **held):
         super().__init__()
-        self.part, self.change, self.held = part, change, SimpleNamespace(**held)
+        self.part, self.change, self.held = part, change, Held(**held)
         self.weight = getattr(part, "weight", None)
 
     def forward(self, x):
