@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class Traces(TorchDispatchMode):
     @property
     def why_plain(self) -> str | None:
         """Why other forwards than plain decoding's make another text; None: they do not."""
-        if self._drawn or any(numbers.are_drawn for numbers in self._others):
+        if self._drawn or any(numbers.drawn for numbers in self._others):
             return DRAWS
         return WRITES if self._reads_left else None
 
@@ -92,7 +92,7 @@ class Traces(TorchDispatchMode):
             for generator, state in self._drawn.items():
                 generator.set_state(state)
             for numbers in self._others:
-                if numbers.are_drawn:
+                if numbers.drawn:
                     numbers.set(numbers.before)
 
     @contextmanager
@@ -107,6 +107,8 @@ class Traces(TorchDispatchMode):
         self._stepping = True
         yield
         self._stepping = False
+        for numbers in self._others:
+            numbers.look()
         for memory in _memories(_own_objects(self._model)) - before:
             self._move(memory)
 
@@ -124,8 +126,8 @@ class Traces(TorchDispatchMode):
         written = [x for x in _written(func, args, kwargs) if isinstance(x, torch.Tensor)]
         for tensor in written:
             self._keep(tensor)
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        result = (self._noting_draws if draws else _call)(func, args, kwargs)
+        compute = self._noting_draws if _may_draw(func, args, kwargs) else _call
+        result = compute(func, args, kwargs)
         over = [x for x in written if _overwrites(func, x)]
         read = [x for x in _tensors((*args, *kwargs.values())) if not any(x is y for y in over)]
         holds = 0
@@ -161,7 +163,7 @@ class Traces(TorchDispatchMode):
             self._move(memory)
 
     def _noting_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute an operator that may draw, in whose place other threads may draw too."""
+        """Compute an operator that draws, unless it has nothing to draw for."""
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
         generators = given or _default_generators()
         states = [generator.get_state() for generator in generators]
@@ -176,21 +178,39 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-class _Numbers(NamedTuple):
+def _may_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws from a generator; attention does where it drops out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0))
+
+
+class _Numbers:
     """A source of random numbers beside PyTorch's.
 
+    Args:
+        get, put: its state, plain data.
+
     Attributes:
-        get, set: its state, plain data.
-        before: the test.
+        before: the state as the test begins.
+        drawn: whether forwards draw from it: the state has moved in more than one of them. Once may
+            have been another thread's doing.
     """
 
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    before: Any
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._get, self.set = get, put
+        self.before, self.drawn = get(), False
+        self._last, self._moves = pickle.dumps(self.before), 0
 
-    @property
-    def are_drawn(self) -> bool:
-        return pickle.dumps(self.get()) != pickle.dumps(self.before)
+    def look(self) -> None:
+        """A forward is done."""
+        now = pickle.dumps(self._get())
+        self._moves += now != self._last
+        self._last, self.drawn = now, self._moves > 1
 
 
 def _random_numbers(objects: Iterable[Any]) -> list[_Numbers]:
@@ -206,7 +226,7 @@ def _random_numbers(objects: Iterable[Any]) -> list[_Numbers]:
         elif issubclass(kind, np.random.Generator):
             bits = found.bit_generator
             pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
-    return [_Numbers(get, put, get()) for get, put in pairs]
+    return [_Numbers(*pair) for pair in pairs]
 
 
 def _default_generators() -> list[torch.Generator]:

@@ -12,10 +12,12 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.verification import service, traces
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import WRITES
 from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.watching import calls_of, results_of
 
 WIDTH = 32
 
@@ -221,15 +223,14 @@ BENIGN = {
 
 
 @pytest.mark.parametrize("kind", BENIGN)
-def test_models_that_count_or_make_the_same_anew_are_assisted(kind):
-    model = BENIGN[kind]()
-    plain, tests = run(model), []
+def test_models_that_count_or_make_the_same_anew_are_assisted(kind, monkeypatch):
+    model, tests = BENIGN[kind](), results_of(monkeypatch, service, "examined")
+    plain = run(model)
     for _ in range(12):
         assistant = knowing(plain)
         assert torch.equal(run(model, assistant=assistant), plain)
         assert assistant.stats.last.tier == "tree"
-        tests.append(assistant.stats.last.seconds["test"])
-    assert max(tests[3:]) < tests[0]
+    assert len(tests) <= 2
 
 
 def kept(model):
@@ -404,3 +405,15 @@ def test_a_model_that_was_made_in_inference_mode():
             assert torch.equal(run(model, PROMPT.clone(), assistant=assistant), plain)
             assert assistant.stats.last.tier == "tree"
             assert assistant.stats.last.accepted > 0
+
+
+def test_numbers_that_other_threads_draw_are_not_the_models(monkeypatch):
+    """PyTorch's are looked at only where an operator draws; others have to move time and again."""
+    asked, others = calls_of(monkeypatch, traces, "_default_generators"), []
+    draw_once = lambda *_, **__: others or others.append(random.random())  # noqa: E731
+    results_of(monkeypatch, traces.Traces, "judge", draw_once)
+    random.seed(3)
+    assert choose_service(build(LlamaForCausalLM), {}).tier is Tier.TREE
+    assert not asked
+    seeded = random.Random(3)
+    assert [*others, random.random()] == [seeded.random(), seeded.random()]
