@@ -35,8 +35,10 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     modules, moving = modules_of(model), moving or None  # which takes its time, too
     teller = Teller(moving)
     attributes = [_attributes(teller, module, moving) for module in modules]
+    weights = [weight for module in modules for weight in module._parameters.values()]
+    kinds = [teller.numbers.get(id(kind)) or teller.tell(kind) for kind in map(type, weights)]
     return (
-        Told(teller, attributes),
+        Told(teller, attributes, kinds),
         tuple([_told(hook) for hook in all_hooks(model) if may_change(hook)]),
         autocast_dtypes(),
         torch.get_default_device(),
@@ -58,9 +60,8 @@ def _attributes(teller: Teller, module: nn.Module, moving: Moving | None) -> tup
     ]
     if own["_buffers"]:
         values += [(n, tell(x)) for n, x in _switches(own) if n not in moved]
-    kinds = [tell(kind) for kind in {type(weight): None for weight in own["_parameters"].values()}]
     kind = type(module)
-    return known.get(id(kind)) or tell(kind), names, values, kinds
+    return known.get(id(kind)) or tell(kind), names, values
 
 
 def _is_weight(value: Any) -> bool:
