@@ -19,10 +19,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..system.modules import modules_of
-from .callers_hooks import all_hooks, is_callers, may_change
+from .callers_hooks import all_hooks, callers_global_hooks, is_callers, may_change
 from .callers_hooks import told as told_of
 from .told import PLAIN, Moving, Teller, Told, members_of, told
-from .transformers_private import GRADIENT_HOOKS, Hook
+from .transformers_private import GRADIENT_HOOKS, Hook, hooks_of
 
 # What every module keeps of itself.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
@@ -35,11 +35,12 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     modules, moving = modules_of(model), moving or None  # which takes its time, too
     teller = Teller(moving)
     attributes = [_attributes(teller, module, moving) for module in modules]
+    hooks = [*callers_global_hooks(), *hooks_of(*modules)]
     weights = [weight for module in modules for weight in module._parameters.values()]
     kinds = [teller.numbers.get(id(kind)) or teller.tell(kind) for kind in map(type, weights)]
     return (
         Told(teller, attributes, kinds),
-        tuple([_told(hook) for hook in all_hooks(model) if may_change(hook)]),
+        tuple([_told(hook) for hook in hooks if may_change(hook)]),
         autocast_dtypes(),
         torch.get_default_device(),
     )
