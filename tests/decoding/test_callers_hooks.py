@@ -407,4 +407,7 @@ def test_hooks_without_which_a_model_fails_are_part_of_it(change):
         _, _, assistant = same(model, max_new_tokens=8)
         if change is not cast_weights:  # the hook that only looks sees no test
             assert noted.shapes[:8] == [PROMPT.shape[1]] + [1] * 7
-    assert assistant.stats.last.accepted > 0
+    if change is cast_embeddings:  # what float32 is computed from is rounded, which decides tokens
+        assert "move in steps" in assistant.stats.last.reason
+    else:
+        assert assistant.stats.last.accepted > 0

@@ -13,6 +13,7 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import quantized, weight_copies
 from hf_retrieval_assist.kernels.linear import stand_ins
+from hf_retrieval_assist.verification import verifiers
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
@@ -87,7 +88,7 @@ def test_batches_are_plain(name, sampling):
 def test_a_level_is_one_forward_for_all_rows(monkeypatch):
     # Forwards that are repeated are seen by nobody.
     monkeypatch.setattr(verifiers, "can_repeat", lambda *_: False)
-    llama = build(LlamaForCausalLM)
+    llama = build(transformers.LlamaForCausalLM)
     llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
     with fed_shapes(llama) as shapes:
         drafting = assistant(max_levels=3)
