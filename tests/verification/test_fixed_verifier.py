@@ -118,12 +118,12 @@ def test_returned_caches_are_the_callers_own():
     assert torch.equal(plain, again)
 
 
-GROWTH = [0.0]
+GROWTH = {"by": 0.0}
 
 
 def growing_logits(logits, held):
     """Scaled by a number which a recording takes for granted."""
-    held.scale += GROWTH[0]
+    held.scale += GROWTH["by"]
     return logits * held.scale
 
 
@@ -132,7 +132,7 @@ def test_forwards_that_differ_each_time_are_served_as_they_are(told, monkeypatch
     model.lm_head = Around(model.lm_head, growing_logits, scale=1.0)
     agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
     # Unknown to the self-test, which was before.
-    monkeypatch.setitem(GROWTH, 0, 0.5)
+    monkeypatch.setitem(GROWTH, "by", 0.5)
     for _ in range(2):
         agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
     shown = [text for text in told.messages if "one kernel at a time" in text]
