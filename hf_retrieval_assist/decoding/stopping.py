@@ -34,6 +34,8 @@ class Stopping:
         self._criteria = criteria
         self._rules = Rules(criteria, frozenset((MaxLengthCriteria, EosTokenCriteria)))
         self._parts = [*_parts_of(criteria, self._rules)]
+        # Whether rows that have got unequally far are asked one by one.
+        self._alone = any(isinstance(part, StoppingCriteriaList) for part in self._parts)
         self._limits = [c for c in criteria if self._rules.kind(c) is MaxLengthCriteria]
         self.max_length = self._limit
         # As plain decoding, which asks this once.
@@ -42,6 +44,8 @@ class Stopping:
 
     @property
     def _limit(self) -> int | None:
+        if len(self._limits) == 1 and type(first := self._limits[0].max_length) is int:
+            return first
         # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
         lengths = [float(criterion.max_length) for criterion in self._limits]
         return min(map(math.ceil, filter(math.isfinite, lengths)), default=None)
@@ -64,11 +68,12 @@ class Stopping:
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
             in_step: whether criteria see all rows at once, which then are those that walk.
         """
-        parts = self._parts if self._rules.hold else [self._criteria]
+        parts, alone = self._parts, self._alone
+        if not self._rules.hold:
+            parts, alone = [self._criteria], True
         asked = [walking]
         if not in_step:
             growing = [row for row in walking if row.met is None]
-            alone = any(isinstance(part, StoppingCriteriaList) for part in parts)
             asked = [[row] for row in growing] if alone else [growing]
         for together in asked:
             for row, met in zip(together, self._met(parts, together, scores), strict=True):
