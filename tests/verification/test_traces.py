@@ -16,7 +16,7 @@ from hf_retrieval_assist.verification import service, traces
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import WRITES
-from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import PROMPT, build, knowing, run, same
 from tests.support.watching import calls_of, results_of
 
 WIDTH = 32
@@ -211,7 +211,6 @@ def cached(own, x):
 BENIGN = {
     "a counter": partial(with_part, counter, calls=0),
     "a counting tensor": partial(with_part, counter, calls=torch.zeros((), dtype=torch.long)),
-    "usage of experts": partial(with_part, usage, usage=torch.zeros(WIDTH)),
     "what came last": partial(with_part, last_seen, seen=ZEROS),
     "lists that grow": partial(with_part, grown, log=[], table={}),
     "what is made anew": partial(with_part, cached, frequencies=ZEROS),
@@ -220,6 +219,10 @@ BENIGN = {
     "train mode": lambda: build(LlamaForCausalLM).train(),
     "batch norm": partial(with_batch_norm, False),
 }
+
+
+def test_usage_that_is_counted_by_places_changes_no_text():
+    same(with_part(usage, usage=torch.zeros(WIDTH)))
 
 
 @pytest.mark.parametrize("kind", BENIGN)
