@@ -83,9 +83,8 @@ TABLE = (
     ),
     Looked(
         "the cache that the caller gave",
-        "shown as plain decoding would have it wherever code of the caller's is asked, or the call "
-        "is plain",
-        "as plain",
+        "nothing: drafts would show in it",
+        "plain, where code or hooks of the caller's run",
     ),
     Looked(
         "modules, parameters, buffers, hooks, attributes and the configuration of the model",
