@@ -22,6 +22,7 @@ from ..host.plain_step import choosers_exchanged
 from ..kernels.exponential import exponential, is_fast
 from ..kernels.largest import greatest, largest
 from ..row_text import RowText
+from ..system.locks import DRAWS
 from .selection import TokenSelector
 
 # Of noise that is kept; what is beyond is drawn again from the generator's state, of 5 KB.
@@ -216,7 +217,8 @@ class Dice:
         places = [row.index for row in rows]
         everywhere = probs.new_ones((len(self._rows), probs.shape[1]))
         everywhere[places] = probs
-        return torch.multinomial(everywhere, num_samples=1)[places, 0].tolist()
+        drawn = _drawn(everywhere)
+        return [drawn[place] for place in places]
 
     def _anchor(self, vocab_size: int) -> None:
         """Start anew where somebody else has used the generator since."""
@@ -262,7 +264,8 @@ class Dice:
         """Let the generator stand before the numbers of a position."""
         assert self._generator is not None
         if position != self._at:
-            self._generator.set_state(self._states[position][0])
+            with DRAWS:
+                self._generator.set_state(self._states[position][0])
             self._at = position
 
     def _forget(self, position: int) -> None:
@@ -319,7 +322,9 @@ def quotient_tokens(probs: torch.Tensor, noise: torch.Tensor) -> list[int]:
 
 
 def _drawn(probs: torch.Tensor) -> list[int]:
-    return torch.multinomial(probs, num_samples=1)[:, 0].tolist()
+    with DRAWS:
+        drawn = torch.multinomial(probs, num_samples=1)
+    return drawn[:, 0].tolist()
 
 
 def _generator_of(device: torch.device) -> torch.Generator | None:

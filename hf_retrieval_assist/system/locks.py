@@ -30,6 +30,10 @@ class Lock(_thread.RLock):  # type: ignore[misc]  # final in stubs only
         _alive[id(self)] = self
 
 
+DRAWS = Lock()
+"""Held by whoever draws from a device's own generator, or exchanges its state."""
+
+
 def _all() -> list[Lock]:
     found = [reference() for reference in _alive.valuerefs()]
     return [lock for lock in found if lock is not None]

@@ -14,14 +14,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ClassVar
 
 import torch
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..system.locks import Lock
+from ..system.locks import DRAWS, Lock
 
 aten = torch.ops.aten
 
@@ -37,6 +38,13 @@ _SAFE = ("aten", "prims", "flash_attn", "hf_retrieval_assist")
 # Of these PyTorch does not say that they wait.
 _WAITING = {aten._unique2, aten.unique_dim, aten.unique_consecutive}
 _COPYING = {aten.copy_, aten._to_copy}
+
+# What CUDA says of a call that no capture allows, and of what follows one, whoever made it.
+_REFUSED = "not permitted when stream is capturing"
+_BROKEN = "previous error during capture"
+
+# Captures of a computation that other threads may break before none is tried any more.
+_MOST_BROKEN = 8
 
 # Streams that PyTorch has of one priority. It hands them out in turns.
 _STREAMS = 32
@@ -115,6 +123,7 @@ def noting_waits() -> Iterator[list[str]]:
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", message="called a synchronizing CUDA")
         warnings.showwarning = noted  # type: ignore[assignment]
         torch.cuda.set_sync_debug_mode("warn")
@@ -125,23 +134,29 @@ def noting_waits() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(before)
 
 
+class BrokenCaptureError(RuntimeError):
+    """A capture that another thread broke, by a wait for the whole device."""
+
+
 class CudaGraphs:
     """Captures CUDA graphs of one device that share one pool of memory.
 
-    PyTorch captures one graph at a time in a process. A capture that fails leaves streams and
-    random states as it found them.
+    PyTorch captures one graph at a time in a process. Other threads go on meanwhile: they draw
+    random numbers, and those that wait for the device by `torch.cuda.synchronize` do so when the
+    capture has ended. A capture that fails leaves streams and random states as it found them.
 
     Args:
         stream: no other living recorder's.
     """
 
     _lock = Lock()
+    # An allocator asks the graphs of captures that broke about its streams for ever.
+    _asked: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
         self.stream = stream
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._spot = torch.zeros(1, device=device)
         _recorders.add(self)
 
     def __call__(self, compute: Callable[[], Shown]) -> tuple[Callable[[], Any], Shown]:
@@ -152,34 +167,84 @@ class CudaGraphs:
                 compute()
             if waits:
                 raise RuntimeError(waits[0])
+            graph = torch.cuda.CUDAGraph()
             # PyTorch goes back to the caller's stream after a capture that ended well only.
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), _synchronizing_behind(self._lock):
                 try:
-                    return self._capture(compute, self._pool)
-                except BaseException:
+                    shown = self._capture(graph, compute)
+                except BaseException as error:
                     if not _ENDS_BROKEN_CAPTURES:
-                        self._mend()
+                        self._mend(graph)
+                    said = [str(one) for one in _chain(error)]
+                    if _BROKEN in said[0] and not any(_REFUSED in words for words in said):
+                        raise BrokenCaptureError(said[0]) from error
                     raise
+            return graph.replay, shown
 
-    def _capture(self, compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], Any], Any]:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, graph: torch.cuda.CUDAGraph, compute: Callable[[], Shown]) -> Shown:
         with ExitStack() as capture:
             # Up to torch 2.10 random states of captures to come would belong to the inference mode.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), _random_state_apart(self._device):
                 # Other threads may use the device meanwhile.
                 scope = torch.cuda.graph(
-                    graph, pool, self.stream, capture_error_mode="thread_local"
+                    graph, self._pool, self.stream, capture_error_mode="thread_local"
                 )
                 capture.enter_context(scope)
-            shown = compute()
-        return graph.replay, shown
+            return compute()
 
-    def _mend(self) -> None:
-        """The allocator waits for the end of a broken capture, and up to torch 2.11 random numbers
-        do; they take the end of another one for it."""
+    def _mend(self, graph: torch.cuda.CUDAGraph) -> None:
+        """The allocators wait for the end of a broken capture: that of the device is told, that of
+        pinned memory cannot be, so no capture to come shares its pool."""
         with suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self.stream.device.index, self._pool)
-        self._capture(self._spot.zero_, torch.cuda.graph_pool_handle())
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._asked.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _random_state_apart(device: torch.device) -> Iterator[None]:
+    """Scope in which captures begin that leave a device's random numbers to all threads.
+
+    A capture keeps the state of the device's generator, and whoever draws from it meanwhile fails.
+    Here it keeps a copy, and what is drawn of that before it does is taken over.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    with DRAWS:
+        state, copy = generator.graphsafe_get_state(), generator.clone_state()
+        generator.graphsafe_set_state(copy)
+        try:
+            yield
+        finally:
+            # No state is read or written on a stream that captures.
+            with torch.cuda.stream(torch.cuda.default_stream(device)):
+                state.set_state(copy.get_state())
+            generator.graphsafe_set_state(state)
+
+
+@contextmanager
+def _synchronizing_behind(lock: Lock) -> Iterator[None]:
+    """Scope in which other threads' waits for whole devices wait for a lock first: they would fail,
+    and break the capture."""
+    plain = torch.cuda.synchronize
+
+    @wraps(plain)
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        with lock:
+            plain(*args, **kwargs)
+
+    torch.cuda.synchronize = synchronize
+    try:
+        yield
+    finally:
+        if torch.cuda.synchronize is synchronize:
+            torch.cuda.synchronize = plain
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those during whose handling it came."""
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 _recorders: weakref.WeakSet[CudaGraphs] = weakref.WeakSet()
@@ -201,6 +266,7 @@ class Replay:
     def __init__(self, record: Record | None, tolerance: float):
         self._record = record
         self._tolerance = tolerance
+        self._broken = 0
         self._repeat: Callable[[], Any] | None = None
         self._recorded: Shown | None = None
         self.trusted = False
@@ -252,7 +318,9 @@ class Replay:
         except SHORTAGES:
             self.short = True
         except Exception as error:  # whatever a forward does that cannot be recorded
-            self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            self._broken += isinstance(error, BrokenCaptureError)
+            if not isinstance(error, BrokenCaptureError) or self._broken == _MOST_BROKEN:
+                self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if self.computes:
             self._repeat = self._recorded = None
 

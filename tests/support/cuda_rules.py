@@ -3,7 +3,8 @@
 Tensors lie on the CPU. What PyTorch's classes would refuse or leave behind, these do: an event
 belongs to one device; streams are handed out in turns; a capture runs on a stream of the current
 device, one at a time. One that fails leaves its stream current and, up to torch 2.12, the allocator
-and the generator waiting. cuBLAS allocates once for a stream, in the pool of a capture that is
+waiting; whoever draws from a state that a capture holds fails, and whoever waits for a device that
+captures breaks the capture. cuBLAS allocates once for a stream, in the pool of a capture that is
 underway, graphs go on using that memory, and the end of a graph frees what its stream had.
 """
 
@@ -52,7 +53,8 @@ class Cuda:
 
     Attributes:
         queued: work that the device has not done yet, oldest first.
-        waiting: whether allocator and generator wait for the end of a capture.
+        waiting: pools of captures for whose end the allocator waits.
+        default_generators: of each card.
         on: the stream that each piece of queued work and each event went to.
         mode: of PyTorch's look at what waits.
     """
@@ -62,11 +64,16 @@ class Cuda:
         self._first = {index: Stream(f"cuda:{index}") for index in range(2)}
         self._turns, self._allocations = Counter(), {}
         self._random_of_inference = self.underway = None
-        self.queued, self.on, self.waiting, self.mode = [], [], set(), 0
+        self._known_to_pinned = []
+        self.queued, self.on, self.waiting, self.mode = [], [], [], 0
+        self.default_generators = [Random(RandomState(), self) for _ in range(2)]
 
     def install(self, monkeypatch):
         patched = {
             "current_stream": self.current_stream,
+            "default_stream": lambda device: self._first[torch.device(device).index],
+            "default_generators": self.default_generators,
+            "synchronize": self.wait,
             "stream": self.stream,
             "device": self.device,
             "Stream": self.new_stream,
@@ -133,7 +140,8 @@ class Cuda:
         assert self.underway is None, "another capture is underway"
         assert stream.device.index == self.current, "captured on another device's stream"
         # Memory is given back before a capture.
-        assert "allocator" not in self.waiting, "captures_underway.empty()"
+        assert not self.waiting, "captures_underway.empty()"
+        assert pool not in self._known_to_pinned, "already recording to mempool_id"
         inference = torch.is_inference_mode_enabled()
         if self._random_of_inference is None:
             self._random_of_inference = inference
@@ -142,7 +150,10 @@ class Cuda:
         before = self._streams()[self.current]
         self._streams()[self.current] = stream
         self.underway, graph.pool, graph.stream = graph, pool, stream
-        self.waiting |= {"allocator", "generator"}
+        random = self.default_generators[self.current].state
+        random.captured = True
+        self.waiting.append(pool)
+        self._known_to_pinned.append(pool)
         try:
             yield
         finally:
@@ -150,14 +161,15 @@ class Cuda:
             if graph.invalid:
                 raise RuntimeError("operation failed due to a previous error during capture")
             self.waiting.clear()
+            self._known_to_pinned.remove(pool)
+            random.captured = False
             self._streams()[self.current] = before
 
     def _end_allocations(self, index, pool):
-        self.waiting.discard("allocator")
+        self.waiting.remove(pool)
 
-    def draw(self):
-        if "generator" in self.waiting:
-            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+    def draw(self, index=0):
+        return self.default_generators[index].draw()
 
     def wait(self):
         """What a call that waits for the device does."""
@@ -179,6 +191,50 @@ class Cuda:
         for one in [stream] if stream is not None else list(self._allocations):
             if one in self._allocations:
                 self._allocations.pop(one).held = False
+
+
+@dataclass
+class RandomState:
+    """Of a generator: how many numbers were drawn, and whether a capture holds it."""
+
+    drawn: int = 0
+    captured: bool = False
+
+
+@dataclass
+class Random:
+    """A generator of random numbers, whose state can be exchanged."""
+
+    state: RandomState
+    cuda: Cuda
+
+    def draw(self):
+        """The number of this draw."""
+        if self.state.captured:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        self.state.drawn += 1
+        return self.state.drawn
+
+    def clone_state(self):
+        return Random(RandomState(self.state.drawn), self.cuda)
+
+    def graphsafe_get_state(self):
+        return Random(self.state, self.cuda)
+
+    def graphsafe_set_state(self, other):
+        self.state = other.state
+
+    def get_state(self):
+        self._on_no_capturing_stream()
+        return self.state.drawn
+
+    def set_state(self, drawn):
+        self._on_no_capturing_stream()
+        self.state.drawn = drawn
+
+    def _on_no_capturing_stream(self):
+        underway = self.cuda.underway
+        assert underway is None or self.cuda.current_stream() is not underway.stream
 
 
 @dataclass(eq=False)

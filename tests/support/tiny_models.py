@@ -147,7 +147,8 @@ def randomise(model, std=0.3):
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(0.0, std, generator=generator)
+            drawn = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+            parameter.data.copy_(drawn)
 
 
 def tiny_model(model_class, config):

@@ -129,9 +129,84 @@ def test_a_capture_that_fails_leaves_nothing_behind(ends, cuda, monkeypatch):
         assert cuda.underway is None
         if ends:
             cuda.waiting.clear()
+            cuda._known_to_pinned.clear()
         cuda.draw()
     assert "previous error during capture" in step.fault
     replay.recorder(FIRST)(shown)
+
+
+def test_other_threads_draw_and_wait_while_one_captures(cuda):
+    """What they draw is what they would have drawn."""
+    numbers, waited = [cuda.draw()], []
+
+    def others():
+        numbers.append(cuda.draw())
+        waiting = threading.Thread(target=lambda: waited.append(torch.cuda.synchronize()))
+        waiting.start()
+        waiting.join(0.05)
+        assert not waited  # it waits for the capture first
+        return waiting
+
+    def compute():
+        if cuda.underway is not None:
+            threads.append(others())
+        return shown()
+
+    threads, plain = [], torch.cuda.synchronize
+    for _ in range(2):
+        replay.recorder(FIRST)(compute)
+        threads[-1].join()
+        waited.clear()
+        numbers.append(cuda.draw())
+    assert torch.cuda.synchronize == plain
+    assert numbers == [1, 2, 3, 4, 5]
+
+
+def test_numbers_drawn_while_a_capture_begins_are_drawn_once(cuda, monkeypatch):
+    graph, numbers = cuda.graph, []
+
+    def slowly(*args, **kwargs):
+        numbers.append(cuda.draw())
+        return graph(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "graph", slowly)
+    replay.recorder(FIRST)(shown)
+    assert [*numbers, cuda.draw()] == [1, 2]
+
+
+def test_a_capture_that_another_thread_breaks_is_tried_again(cuda, monkeypatch):
+    monkeypatch.setattr(replay, "_ENDS_BROKEN_CAPTURES", False)
+    step, breaks = Replay(replay.recorder(FIRST), 1e-3), iter([True] * 3)
+
+    def compute():
+        if cuda.underway is not None and next(breaks, False):
+            cuda.underway.invalid = True
+        return shown()
+
+    for _ in range(3):
+        step(compute)
+        assert step.new
+        assert not step.computes
+        cuda.draw()
+    step(compute)
+    step(compute)
+    assert step.trusted
+
+
+def test_captures_that_always_break_are_given_up(cuda, monkeypatch):
+    monkeypatch.setattr(replay, "_ENDS_BROKEN_CAPTURES", False)
+    step, tried = Replay(replay.recorder(FIRST), 1e-3), []
+
+    def compute():
+        if cuda.underway is not None:
+            cuda.underway.invalid = True
+            tried.append(True)
+        return shown()
+
+    for _ in range(20):
+        assert step(compute).logits[0, 0, 1] == 1
+    assert len(tried) == replay._MOST_BROKEN
+    assert "previous error during capture" in step.fault
 
 
 def test_a_forward_that_waits_inside_of_an_operator_is_not_captured(cuda, monkeypatch):
