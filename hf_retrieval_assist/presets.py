@@ -17,6 +17,7 @@ from .corpus.datastore import Datastore
 from .corpus.readers import Corpus, tokenised
 from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.fallbacks import Fallback, fallback_drafters
+from .drafters.base import Graphs
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .memory.output_memory import OutputMemory
@@ -57,7 +58,7 @@ class Options(TypedDict, total=False):
     """What every preset takes besides its own arguments; see :class:`Assistant`."""
 
     reroute: bool
-    graphs: bool
+    graphs: Graphs
     fixed_width: int | None
     extra_memory: int | None
     costs: CostModels | None

@@ -21,7 +21,7 @@ from .decoding.test_node_choices import OPTIONS as CHOICES
 from .support.heads import DRAFTERS, layers_of
 from .support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
 from .support.op_recorder import growing, hidden_states_told, idle
-from .support.oracle_drafter import agreeing, oracle_assistant
+from .support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant
 from .support.tree_case import TOLERANCE, Case
 from .support.watching import calls_of
 
@@ -101,17 +101,26 @@ def test_costs_are_those_of_the_device(llama):
     assert any(cost.observations for cost in assistant.costs._models.values())
 
 
+@pytest.mark.parametrize("graphs", [True, "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_graphs(llama, dtype):
+def test_steps_are_graphs(llama, dtype, graphs):
     model = copy.deepcopy(llama).to(dtype)
     plain = run(model, max_new_tokens=60)
+    drafter = OracleDrafter(plain.tolist())
     for _ in range(2):
-        assisted = run(model, max_new_tokens=60, assistant=oracle_assistant(plain))
+        assistant = Assistant([drafter], budget=16, graphs=graphs)
+        assisted = run(model, max_new_tokens=60, assistant=assistant)
         if dtype is torch.float32:
             assert torch.equal(plain, assisted)
     steps = idle(model)._steps.values()
     assert any(step.trusted for step in steps)
     assert [step.fault for step in steps] == [None] * len(steps)
+
+
+def test_fused_graphs(any_model):
+    inputs = {"input_ids": PROMPT.to(DEVICE)}
+    for _ in range(3):
+        agreeing(any_model, inputs, "tree", graphs="fused", do_sample=False, max_new_tokens=60)
 
 
 def test_graphs_of_a_padded_batch(any_model):

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..drafters.base import Target
+from ..drafters.base import Graphs, Target
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
@@ -124,12 +124,12 @@ class Call:
         pad_id = None if pad is None else int(pad)
         return [RowText(i, ids, self.room, pad_id) for i, ids in enumerate(self.input_ids)]
 
-    def may_record(self, graphs: bool) -> bool:
+    def may_record(self, graphs: Graphs) -> bool:
         """Whether forwards may be repeated from recordings, as far as `graphs`, the assistant's
         option, allows it."""
-        return graphs and not self.synced_gpus and not Ranks.of(self.model).several
+        return bool(graphs) and not self.synced_gpus and not Ranks.of(self.model).several
 
-    def service(self, planner: Planner, fixed_width: int | None, graphs: bool) -> Service:
+    def service(self, planner: Planner, fixed_width: int | None, graphs: Graphs) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it.
 
         Args:

@@ -163,6 +163,7 @@ class Forwards:
             keeps_cache=call.keeps_cache(self._service),
             most_tokens=MAX_ROWS if rounds and call.batch_size <= MAX_ROWS else None,
             recorded=recorded,
+            fused=assistant.graphs == "fused",
             repeats=recorded and self._reroute.enabled and not states,
             choose=self._walk.node_choices(assistant.fixed_width),
             fixed_width=assistant.fixed_width,

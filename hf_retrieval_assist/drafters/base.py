@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .forms import Forms
 
 Float64Array = NDArray[np.float64]
+Graphs = bool | Literal["fused"]
+"""Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
 
 
 class Foresight(Protocol):

@@ -19,6 +19,7 @@ from ..drafters.base import (
     DraftSession,
     Feedback,
     FeedbackNeeds,
+    Graphs,
     Target,
     close_all,
 )
@@ -53,7 +54,7 @@ class DraftingPolicy:
         budget: Budget = "auto",
         max_nodes: int = 255,
         reroute: bool = True,
-        graphs: bool = True,
+        graphs: Graphs = True,
         fixed_width: int | None = None,
         extra_memory: int | None = None,
         residual: bool = False,
@@ -61,6 +62,8 @@ class DraftingPolicy:
     ):
         if fixed_width is not None and fixed_width < 1:
             raise ValueError(f"fixed_width: expected at least 1, got {fixed_width}")
+        if graphs not in (True, False, "fused"):
+            raise ValueError(f"graphs: expected True, False or 'fused', got {graphs!r}")
         # The rule of a paper knows of no grammar.
         self.drafters = (*drafters, *([] if budget == "paper" else [GrammarDrafter()]))
         self.planner = Planner(budget, max_nodes)

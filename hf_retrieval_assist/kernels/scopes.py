@@ -35,20 +35,23 @@ class Exchange:
 
     Args:
         put, take_back: what to do, unless it has been done already.
+
+    Attributes:
+        threads: that want it, by their identifiers.
     """
 
     def __init__(self, put: Callable[[], None], take_back: Callable[[], None]):
         self._put = put
         self._take_back = take_back
         self._lock = Lock()
-        self._threads: set[int] = set()
+        self.threads: set[int] = set()
 
     def want(self, wanted: bool) -> None:
         """Say whether the running thread wants it from now on."""
         with self._lock:
-            change = self._threads.add if wanted else self._threads.discard
+            change = self.threads.add if wanted else self.threads.discard
             change(threading.get_ident())
-            exchange = self._put if self._threads else self._take_back
+            exchange = self._put if self.threads else self._take_back
             exchange()
 
 

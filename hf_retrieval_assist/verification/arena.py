@@ -70,6 +70,7 @@ class Shape:
         exact: whether another capacity, by which kernels may divide their sums, does not do.
         states: hidden states of a row, [layers, width], that forwards leave to the next ones.
         window: of layers that forget what lies beyond it; None: no layer does.
+        fused: whether recordings run small kernels as one, see :mod:`..kernels.fused`.
     """
 
     batch: int
@@ -85,6 +86,7 @@ class Shape:
     exact: bool = False
     states: tuple[int, int] = (0, 0)
     window: int | None = None
+    fused: bool = False
 
     @property
     def near(self) -> int | None:

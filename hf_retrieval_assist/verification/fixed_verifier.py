@@ -51,6 +51,7 @@ class ForwardOptions:
         keeps_cache: whether the cache outlives the call.
         most_tokens: see :class:`~.verifiers.Verifier`.
         recorded: whether forwards in memory that stays in place may be repeated from a recording.
+        fused: whether such a recording runs small kernels as one.
         repeats: whether others may be, those of our kernels on a CPU.
         choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
             behind the forward and no part of a recording, which so serves calls of all settings.
@@ -64,6 +65,7 @@ class ForwardOptions:
     keeps_cache: bool = True
     most_tokens: int | None = None
     recorded: bool = False
+    fused: bool = False
     repeats: bool = False
     choose: Choose | None = None
     fixed_width: int | None = None
@@ -151,6 +153,7 @@ class FixedVerifier(TreeVerifier):
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             attention_by=by,
             exact=options.fixed_width is not None,
+            fused=options.recorded and options.fused,
             window=max((layer.window or 0 for layer in layers if layer.forgets), default=None),
         )
         self.memory = FixedMemory(

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar
@@ -68,9 +68,14 @@ class Shown:
     outputs: Any = None
 
 
-def recorder(device: torch.device) -> Record | None:
+def recorder(
+    device: torch.device, within: AbstractContextManager[Any] | None = None
+) -> Record | None:
     """What records forwards on a device, on a stream on which no living one captures; None: nothing
     does, or all streams are taken.
+
+    Args:
+        within: the scope of forwards that are recorded, and of no others.
 
     Graphs go on using what cuBLAS has allocated for their stream, and the end of a graph frees it.
     Others seldom multiply matrices on streams of high priority.
@@ -78,7 +83,7 @@ def recorder(device: torch.device) -> Record | None:
     for _ in range(_STREAMS if device.type == "cuda" else 0):
         stream = torch.cuda.Stream(device, priority=-1)
         if all(stream != living.stream for living in list(_recorders)):
-            return CudaGraphs(device, stream)
+            return CudaGraphs(device, stream, within)
     return None
 
 
@@ -147,20 +152,30 @@ class CudaGraphs:
 
     Args:
         stream: no other living recorder's.
+        within: the scope of what is captured; None: none.
     """
 
     _lock = Lock()
     # An allocator asks the graphs of captures that broke about its streams for ever.
     _asked: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
-        self.stream = stream
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        within: AbstractContextManager[Any] | None = None,
+    ):
+        self.stream, self._within = stream, within
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         _recorders.add(self)
 
     def __call__(self, compute: Callable[[], Shown]) -> tuple[Callable[[], Any], Shown]:
         with self._lock, torch.cuda.device(self._device):
+            if self._within is not None:
+                # What is compiled there is compiled where that may wait.
+                with self._within:
+                    compute()
             # On the caller's stream: what cuBLAS allocates for the other one while it captures
             # lies in the graphs' pool, and lives as long as they do.
             with noting_waits() as waits:
@@ -190,7 +205,8 @@ class CudaGraphs:
                     graph, self._pool, self.stream, capture_error_mode="thread_local"
                 )
                 capture.enter_context(scope)
-            return compute()
+            with self._within or nullcontext():
+                return compute()
 
     def _mend(self, graph: torch.cuda.CUDAGraph) -> None:
         """The allocators wait for the end of a broken capture: that of the device is told, that of

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..kernels.fused import fusing
 from ..system.locks import Lock
 from . import recorded_state, replay
 from .arena import Arena, Shape
@@ -262,7 +263,8 @@ class Workspaces:
             # Before the new one takes its memory.
             _leave_few(idle, _MOST_IDLE - 1)
             faults = self._faults.setdefault(model, {})
-        return Workspace(shape, replay.recorder(shape.device), state, faults)
+        within = fusing(model) if shape.fused else None
+        return Workspace(shape, replay.recorder(shape.device, within), state, faults)
 
     def give_back(self, model: Any, workspace: Workspace, spared: int = 1) -> None:
         """Keep what was recorded for the model's next calls; a large one only if it is spared."""

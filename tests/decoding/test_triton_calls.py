@@ -42,7 +42,7 @@ def attended(monkeypatch):
     """What the kernels were given, the queries first."""
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
-    monkeypatch.setattr(replay, "recorder", lambda device: None)
+    monkeypatch.setattr(replay, "recorder", lambda *_: None)
     monkeypatch.setattr(service, "has_triton", lambda device: True)
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))

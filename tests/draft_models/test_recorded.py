@@ -119,7 +119,7 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     case = case_of(name)
     expected = case.conversation(range(3))
     in_place()
-    monkeypatch.setattr(replay, "recorder", lambda device: record)
+    monkeypatch.setattr(replay, "recorder", lambda *_: record)
     for _ in range(2):
         assert_same_drafts(case.conversation(range(3)), expected)
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1

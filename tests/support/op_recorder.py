@@ -62,7 +62,7 @@ def serve_in_place(monkeypatch):
     """Serve calls on the CPU as on an accelerator that records."""
     monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
     monkeypatch.setattr(service, "has_triton", lambda device: False)
-    monkeypatch.setattr(replay, "recorder", lambda device: record)
+    monkeypatch.setattr(replay, "recorder", lambda *_: record)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True
     Args:
         tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
         make: makes another assistant from plain decoding's result.
-        graphs: whether it may record forwards.
+        graphs: the assistant's option: whether it may record forwards.
 
     Returns:
         Both results and the assistant, whose `stats` tell how the second one came about.
@@ -121,8 +121,7 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True
         assistant = oracle_assistant(plain, mask, **(oracle or {}))
     else:
         assistant = make(plain)
-    if not graphs:
-        assistant.graphs = False
+    assistant.graphs = graphs
     torch.manual_seed(seed)
     assisted = model.generate(**inputs, **kwargs, assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))

@@ -278,7 +278,7 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     for recorder, kept in ((short, 0), (record, 1)):
-        monkeypatch.setattr(replay, "recorder", lambda device, found=recorder: found)
+        monkeypatch.setattr(replay, "recorder", lambda *_, found=recorder: found)
         for _ in range(2):
             agreeing(model, INPUTS["one row"], **OPTIONS)
         assert len(WORKSPACES._idle[model]) == kept
@@ -317,7 +317,7 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
         def fails(compute):
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        monkeypatch.setattr(replay, "recorder", lambda device: fails)
+        monkeypatch.setattr(replay, "recorder", lambda *_: fails)
         agreeing(model, INPUTS["one row"], **OPTIONS)
     verifiers = results_of(monkeypatch, tiers.Service, "verifier")
     agreeing(model, INPUTS["padded"], "tree", graphs=refused != "no recordings", **OPTIONS)
