@@ -22,6 +22,7 @@ from .support.heads import DRAFTERS, layers_of
 from .support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
 from .support.op_recorder import growing, hidden_states_told, idle
 from .support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant
+from .support.rounding import OF_MODEL, within
 from .support.tree_case import TOLERANCE, Case
 from .support.watching import calls_of
 
@@ -298,7 +299,8 @@ def test_a_step_waits_once(llama, name, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_p": 0.9}], ids=str)
 def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
-    """Texts, and of greedy calls the logits, bit for bit."""
+    """Texts, and of greedy calls the logits: in half precision bit for bit, in float32, where a
+    product's sums depend on the row, up to rounding."""
     if isinstance(any_model, transformers.MixtralForCausalLM):
         pytest.skip("experts are fed what is routed to them, whatever the width")
     model = copy.deepcopy(any_model).to(dtype)
@@ -313,7 +315,9 @@ def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
         assert assistant.stats.last.accepted > 0
         assert torch.equal(actual.sequences, expected.sequences)
         pairs = [zip(actual[name], expected[name], strict=True) for name in names]
-        assert all(torch.equal(*pair) for pair in chain(*pairs))
+        for found, wanted in chain(*pairs):
+            bounds = within(wanted, OF_MODEL) if dtype is torch.float32 else {"atol": 0, "rtol": 0}
+            torch.testing.assert_close(found, wanted, **bounds)
 
 
 def test_graphs_grow_with_the_text(llama, monkeypatch):
