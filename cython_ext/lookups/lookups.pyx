@@ -1,7 +1,13 @@
 """What names led to and what objects held, compared later, by identity and within microseconds."""
 
+from itertools import chain
+
 from cpython.dict cimport PyDict_GetItem, PyDict_Next, PyDict_Size
 from cpython.object cimport PyObject
+
+cdef extern from "Python.h":
+    ctypedef struct TypeStruct "PyTypeObject":
+        unsigned int tp_version_tag
 
 cdef object ABSENT = object()
 cdef tuple PLAIN = (bool, int, float, str)
@@ -23,13 +29,17 @@ cdef class Lookups:
     A function that stands for another within a scope, and says so by its attribute `stands_for`, counts as the other.
     """
 
+    # Of each space the names that were looked up there, and what they led to; of a class CPython's number of what it and
+    # its bases were like then, 0 where there is none.
     cdef list _spaces, _names, _found
+    cdef list _tags
+    cdef dict _places
 
     def __init__(self):
-        self._spaces, self._names, self._found = [], [], []
+        self._spaces, self._names, self._found, self._tags, self._places = [], [], [], [], {}
 
     def __len__(self):
-        return len(self._names)
+        return sum(map(len, self._names))
 
     def add(self, space, str name):
         """Note what a name leads to now, and return it; None where it leads nowhere.
@@ -37,38 +47,66 @@ cdef class Lookups:
         Args:
             space: the mapping whose key, or the class whose attribute it is.
         """
-        cdef object found = self._look(space, name)
-        self._spaces.append(space)
-        self._names.append(name)
-        self._found.append(found)
+        cdef object found = _look(space, name)
+        cdef object place = self._places.get(id(space))
+        if place is None:
+            place = self._places[id(space)] = len(self._spaces)
+            for held, new in ((self._spaces, space), (self._names, []), (self._found, []), (self._tags, 0)):
+                held.append(new)
+        self._names[place].append(name)
+        self._found[place].append(found)
+        # What was noted before may have changed since.
+        self._tags[place] = 0
         return None if found is ABSENT else found
 
     def items(self):
         """Names, and what they led to when they were noted; those that led nowhere left out."""
-        return [(name, found) for name, found in zip(self._names, self._found) if found is not ABSENT]
-
-    cdef object _look(self, object space, str name):
-        cdef object found
-        if isinstance(space, type):
-            found = getattr(space, name, ABSENT)
-        else:
-            found = space.get(name, ABSENT)
-        return found if found is ABSENT else _original(found)
+        pairs = zip(chain(*self._names), chain(*self._found))
+        return [(name, found) for name, found in pairs if found is not ABSENT]
 
     def changed(self):
-        """The first name that leads elsewhere now; None where all lead where they led. About 10 ns for each."""
+        """The first name that leads elsewhere now; None where all lead where they led. About 10 ns for each key, and for
+        each class."""
         cdef Py_ssize_t i
-        cdef PyObject* found
-        cdef object space
-        for i in range(len(self._names)):
+        cdef unsigned int tag
+        cdef object changed, space
+        for i in range(len(self._spaces)):
             space = self._spaces[i]
-            if type(space) is dict:
-                found = PyDict_GetItem(space, self._names[i])
-                if found == <PyObject*>self._found[i]:
+            if not isinstance(space, type):
+                changed = _changed(space, self._names[i], self._found[i])
+            else:
+                tag = (<TypeStruct*>space).tp_version_tag
+                if tag != 0 and tag == <unsigned int>self._tags[i]:
                     continue
-            if self._look(space, self._names[i]) is not self._found[i]:
-                return self._names[i]
+                changed = _changed(space, self._names[i], self._found[i])
+                # Looking up has given the class a number.
+                self._tags[i] = (<TypeStruct*>space).tp_version_tag
+            if changed is not None:
+                self._tags[i] = 0
+                return changed
         return None
+
+
+cdef object _look(object space, str name):
+    """What a name leads to."""
+    cdef object found
+    if isinstance(space, type):
+        found = getattr(space, name, ABSENT)
+    else:
+        found = space.get(name, ABSENT)
+    return found if found is ABSENT else _original(found)
+
+
+cdef object _changed(object space, list names, list found):
+    """The first name that leads elsewhere in one space; None where there is none."""
+    cdef Py_ssize_t i
+    for i in range(len(names)):
+        if type(space) is dict:
+            if PyDict_GetItem(space, names[i]) == <PyObject*>found[i]:
+                continue
+        if _look(space, names[i]) is not found[i]:
+            return names[i]
+    return None
 
 
 cdef class Snapshot:

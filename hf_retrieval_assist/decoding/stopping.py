@@ -96,27 +96,28 @@ class Stopping:
         those of every call are asked."""
         met = [False] * len(rows)
         for part in parts:
-            if type(part) is MaxLengthCriteria:
-                now = [bool(len(row) >= part.max_length) for row in rows]
-            elif type(part) is EosTokenCriteria:
+            kind = type(part)
+            if kind is MaxLengthCriteria:
+                for i, row in enumerate(rows):
+                    met[i] |= bool(len(row) >= part.max_length)
+            elif kind is EosTokenCriteria:
                 ends = self._end_ids(part)
-                now = [row.generated[-1] in ends for row in rows]
+                for i, row in enumerate(rows):
+                    met[i] |= row.generated[-1] in ends
             else:
                 with shown(rows) as ids:
                     now = part(ids, scores).reshape(len(rows), -1).all(dim=-1).tolist()
-            met = [one or other for one, other in zip(met, now, strict=True)]
+                met = [one or other for one, other in zip(met, now, strict=True)]
         return met
 
     def _end_ids(self, criterion: EosTokenCriteria) -> frozenset[int]:
         """Of a criterion, brought from the device when its tensor is another or was written to."""
         ids = criterion.eos_token_id
         if isinstance(ids, torch.Tensor) and not ids.is_inference():
-            known, version, found = self._ends.get(id(criterion), (None, 0, frozenset[int]()))
-            if known is ids and version == ids._version:
-                return found
-            found = _listed(ids)
-            self._ends[id(criterion)] = ids, ids._version, found
-            return found
+            known = self._ends.get(id(criterion))
+            if known is None or known[0] is not ids or known[1] != ids._version:
+                known = self._ends[id(criterion)] = ids, ids._version, _listed(ids)
+            return known[2]
         return _listed(ids)
 
     @staticmethod

@@ -26,8 +26,8 @@ from .transformers_private import attention_of, own_calls
 
 _CALLS = ("__call__", "forward")
 
-# Functions that are followed; what torch's own functions call is nobody's to exchange, except in
-# the modules that models are made of.
+# Functions that are followed; what torch's own functions and Python's call is nobody's to exchange,
+# except in the modules that models are made of.
 _FOLLOWED = ("torch.nn.functional", "torch.nn.modules")
 _MOST = 1 << 12
 
@@ -155,6 +155,8 @@ class _Reader:
 
 def _is_followed(function: FunctionType) -> bool:
     module = str(function.__globals__.get("__name__"))
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return False
     return not module.startswith("torch.") or module.startswith(_FOLLOWED)
 
 
