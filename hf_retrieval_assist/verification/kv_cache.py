@@ -171,11 +171,18 @@ class SlotCache(DynamicCache):
         for i, own in enumerate(self.layers):
             if isinstance(own, SlotLayer):
                 while own.is_ready and len(layers) <= i:
-                    layers.append(self.lender.layer_class_to_replicate())
+                    layers.append(self._layer_of_lender(own))
                 if i < len(layers):
                     own.hand_back(layers[i], self.room)
             elif isinstance(own, LinearAttentionLayer):
                 layers[i] = own
+
+    def _layer_of_lender(self, own: SlotLayer) -> Any:
+        """One that plain decoding's forwards would have added: layer by layer, or a copy of another
+        for each round over some of the model's layers."""
+        if (lazy := self.lender.layer_class_to_replicate) is not None:
+            return lazy()
+        return DynamicLayer() if own.window is None else DynamicSlidingWindowLayer(own.window)
 
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike."""
@@ -341,6 +348,8 @@ def stands_for(cache: Any, model: Any, rows: int) -> bool:
     would hold that `generate` makes, or more of it."""
     config = model.config.get_text_config(decoder=True)
     held = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    if _has_more_layers(cache, config):
+        return False
     if {len(layer.keys) for layer in held if layer.keys.ndim == 4} - {rows}:
         return False
     if len({int(layer.get_seq_length()) for layer in held}) > 1:
@@ -355,6 +364,11 @@ def stands_for(cache: Any, model: Any, rows: int) -> bool:
     return lazy is DynamicLayer and all(
         _fits(lazy() if layer is None else layer, own, slots) for layer, own in pairs
     )
+
+
+def _has_more_layers(cache: Any, config: PreTrainedConfig) -> bool:
+    """Whether a cache has layers that no configuration tells of, as a model may append."""
+    return len(cache.layers) > len(SlotCache(config).layers)
 
 
 def _fits(layer: Any, own: Any, slots: RowSlots) -> bool:
@@ -380,7 +394,7 @@ def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
     """
     own = getattr(cache, "self_attention_cache", cache)
     forgetful = any(type(layer) is DynamicSlidingWindowLayer for layer in own.layers)
-    if length and has_slots(own) and not forgetful:
+    if length and has_slots(own) and not (forgetful or _has_more_layers(own, config)):
         slots = SlotCache.around(own, config)
         slots.take()
         slots.truncate(length)

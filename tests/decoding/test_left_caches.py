@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import transformers
 from transformers import (
     BartForCausalLM,
     DynamicCache,
@@ -25,8 +26,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
+from tests.support import architectures
 from tests.support.lossless import PROMPT, build, knowing, outcome, run
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.rounding import OF_MODEL, within
 from tests.support.watching import Interrupt, interrupted_forward
 
 PROMPTS = torch.cat([PROMPT, PROMPT.flip(1)])
@@ -348,3 +351,29 @@ def test_code_of_the_callers_sees_its_cache_as_in_plain_decoding(model_class, ma
     assistant = knowing(run(model, PROMPTS[:1], num_beams=1))
     assert looked_at(model, make, crops, place, assistant) == (plain, seen)
     assert len(seen) > 6
+
+
+def test_layers_that_a_model_appends():
+    """One that goes over some of its layers several times keeps a copy of them for each round."""
+    name = "DoryForCausalLM"
+    if not hasattr(transformers, name):
+        pytest.skip(f"this release of transformers has no {name}")
+    model = architectures.build(name)
+
+    def conversation(**options):
+        ids, caches = PROMPT, [None]
+        for _ in range(3):
+            options[CACHE] = caches[-1]
+            told = run(model, ids, return_dict_in_generate=True, **options)
+            ids = torch.cat([told.sequences, PROMPT[:, :3]], dim=1)
+            caches.append(copy.deepcopy(told[CACHE]))
+        return ids, caches
+
+    plain, assisted = conversation(), conversation(assistant=SamAssistant(budget=8))
+    assert torch.equal(plain[0], assisted[0])
+    for left, found in zip(plain[1][1:], assisted[1][1:], strict=True):
+        for layer, own in zip(left.layers, found.layers, strict=True):
+            assert type(own) is type(layer)
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                torch.testing.assert_close(getattr(own, name), states, **within(states, OF_MODEL))

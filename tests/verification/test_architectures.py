@@ -57,7 +57,7 @@ def assert_near(plain, assisted):
 # One class of each way in which classes are served, or are not; `make test-sweep` tries all.
 QUICK = {
     *("LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"),
-    "Gemma3nForCausalLM",
+    *("Gemma3nForCausalLM", "DoryForCausalLM"),
     *("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Llama4ForCausalLM", "OPTForCausalLM"),
     *("GitForCausalLM", "InklingForCausalLM", "Lfm2ForCausalLM", "BartForCausalLM"),
     *("BloomForCausalLM", "GPTNeoForCausalLM", "BambaForCausalLM", "Mamba2ForCausalLM"),
