@@ -1,0 +1,270 @@
+"""Classes, loops and functions that a caller exchanges for the whole process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    Gemma3ForCausalLM,
+    GenerationMixin,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.lookups import lookups_of
+from hf_retrieval_assist.host.transformers_private import loop
+from tests.support.callers import START, TEXT, Each, agree, both
+from tests.support.lossless import INPUTS, build, knowing, run
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (
+            TemperatureLogitsWarper,
+            lambda self, ids, scores: scores / (0.05 + (ids.shape[1] + len(ids)) % 3),
+        ),
+        (TopKLogitsWarper, lambda self, ids, scores: scores.roll(int(ids[0, -1]), -1)),
+        (LogitsProcessorList, lambda self, ids, scores, **_: scores.roll(ids.shape[1] % 5, -1)),
+        (
+            MaxLengthCriteria,
+            lambda self, ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= START + 9),
+        ),
+        (
+            EosTokenCriteria,
+            lambda self, ids, scores, **_: ids[:, -1] % 7 == 3,
+        ),
+        (
+            StoppingCriteriaList,
+            lambda self, ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= START + 11),
+        ),
+    ],
+)
+def test_calls_of_transformers_classes_that_are_exchanged(llama, kind, call, inputs, monkeypatch):
+    own = {"eos_token_id": 66} if kind is EosTokenCriteria else {}
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "inputs": inputs} | own
+    agree(llama, dict, **options)
+    monkeypatch.setattr(kind, "__call__", call)
+    agree(llama, dict, **options)
+    agree(llama, dict, **options | {"do_sample": False})
+    monkeypatch.undo()
+    agree(llama, dict, **options)
+
+
+def chooses_otherwise(name):
+    """A function that stands for one of PyTorch's that choose a token."""
+    if name == "argmax":
+        return torch, lambda scores, dim: scores.topk(2, dim=dim).indices[..., 1]
+    if name == "softmax":
+        softmax = F.softmax
+        return F, lambda scores, dim: softmax(scores * 3, dim=dim)
+    draw, own = torch.multinomial, torch.Generator()
+    return torch, lambda probs, num_samples: draw(probs, num_samples, generator=own.manual_seed(3))
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("name", ["argmax", "multinomial", "softmax"])
+def test_functions_that_choose_are_asked(llama, name, within, inputs, monkeypatch):
+    agree(llama, dict, do_sample=True, top_k=0, inputs=inputs)  # draws are known from here on
+    space, function = chooses_otherwise(name)
+    before = getattr(space, name)
+
+    def at(length):
+        return {START + 6: function, START + 15: before}.get(length)
+
+    def options():
+        act = Each(lambda length: at(length) and setattr(space, name, at(length)))
+        return {"stopping_criteria": [act]} if within else {}
+
+    if not within:
+        monkeypatch.setattr(space, name, function)
+    for sampled in (False, True):
+        agree(llama, options, do_sample=sampled, top_k=0, inputs=inputs)
+    assert within == (getattr(space, name) is before)
+
+
+def second_best(self, input_ids, logits_processor, stopping_criteria, generation_config, **_):
+    while input_ids.shape[1] < generation_config.max_length:
+        best = self(input_ids).logits[:, -1].topk(2).indices[:, 1:]
+        input_ids = torch.cat([input_ids, best], 1)
+    return input_ids
+
+
+@pytest.mark.parametrize("whose", ["all models'", "a class's", "an instance's"])
+def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
+    model = build(LlamaForCausalLM)
+    before = agree(model, dict)
+    owner = {"all models'": GenerationMixin, "a class's": LlamaForCausalLM}.get(whose, model)
+    monkeypatch.setattr(owner, loop().__name__, second_best, raising=False)
+    plain, assisted, assistant = both(model, dict)
+    assert torch.equal(plain, assisted)
+    if whose == "an instance's":  # which plain decoding does not ask
+        assert assistant.stats.last.tier == before.tier
+    else:
+        assert "another loop" in assistant.stats.last.reason
+    with SamAssistant().attached(model):
+        assert torch.equal(plain, model.generate(**INPUTS["one row"], **TEXT))
+
+
+class Later(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **options):
+        made = super().prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, **options
+        )
+        if input_ids.shape[1] > 20:
+            made["input_ids"] = torch.full_like(made["input_ids"], 7)
+        return made
+
+
+class Forgets(LlamaForCausalLM):
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *arguments, **options):
+        made = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, *arguments, **options
+        )
+        if made.get("attention_mask") is not None and made["attention_mask"].shape[1] == 20:
+            made["attention_mask"][:, :10] = 0
+        return made
+
+
+class Ends(LlamaForCausalLM):
+    lengths = 0
+
+    def _has_unfinished_sequences(self, *arguments, **options):
+        self.lengths += 1
+        return super()._has_unfinished_sequences(*arguments, **options) and self.lengths % 9 > 0
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("kind", [Later, Forgets, Ends])
+def test_methods_that_the_loop_asks(kind, inputs):
+    model = build(LlamaForCausalLM)
+    drafts = knowing(*model.generate(**INPUTS[inputs], **TEXT).split(1))
+    model.__class__ = kind
+    results = []
+    for assistant in (None, drafts):
+        model.lengths = 0
+        given = {name: value.clone() for name, value in INPUTS[inputs].items()}
+        results.append(model.generate(**given, **TEXT, assistant=assistant))
+    assert torch.equal(*results)
+    assert (drafts.stats.last.tier, drafts.stats.last.drafted) == ("plain", 0)
+    assert "nobody knows what its" in drafts.stats.last.reason
+
+
+@pytest.mark.parametrize("kind", [DynamicLayer, DynamicCache])
+def test_methods_of_caches_that_are_exchanged_make_calls_plain(llama, kind, monkeypatch):
+    update = kind.update
+
+    def halves(self, *arguments, **options):
+        keys, values = update(self, *arguments, **options)
+        return keys, values * 0.5
+
+    monkeypatch.setattr(kind, "update", halves)
+    last = agree(llama, dict)
+    assert last.tier == "plain"
+    assert "update of transformers' caches" in last.reason
+    monkeypatch.undo()
+    assert agree(llama, dict).tier == "tree"
+
+
+# What a model's forward looks up.
+
+
+def exchange_rope(monkeypatch):
+    rope = modeling_llama.apply_rotary_pos_emb
+
+    def stretched(q, k, *more, **options):
+        return rope(q * 4, k, *more, **options)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", stretched)
+
+
+def exchange_silu(monkeypatch):
+    silu = F.silu
+    monkeypatch.setattr(F, "silu", lambda x, **options: silu(x, **options) * 0.3)
+
+
+def exchange_linear(monkeypatch):
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *more: linear(x, *more).relu() + 0.1)
+
+
+def exchange_attention(monkeypatch):
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def uniform(module, query, *more, **options):
+        return sdpa(module, query * 0.1, *more, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", uniform)
+
+
+def exchange_forward(monkeypatch):
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 0.2)
+
+
+def exchange_module_call(monkeypatch):
+    call = nn.Module.__call__
+
+    def seen(module, *arguments, **options):
+        found = call(module, *arguments, **options)
+        return found * 1.5 if isinstance(module, modeling_llama.LlamaMLP) else found
+
+    monkeypatch.setattr(nn.Module, "__call__", seen)
+
+
+EXCHANGES = (
+    *(exchange_rope, exchange_silu, exchange_linear, exchange_attention, exchange_forward),
+    exchange_module_call,
+)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda one: one.__name__)
+def test_functions_that_a_forward_names(exchange, graphs, monkeypatch):
+    model = build(LlamaForCausalLM)
+    assistant = knowing(run(model, **TEXT), budget=6, graphs=graphs)
+    for _ in range(4):
+        agree(model, dict, assistant=assistant)
+    assert (assistant.stats.last.repeated > 0) == graphs
+    exchange(monkeypatch)
+    for _ in range(3):
+        agree(model, dict, assistant=assistant)
+    # Nobody knows what a caller's function does when it is called again.
+    assert assistant.stats.last.repeated == 0
+    monkeypatch.undo()
+    agree(model, dict, assistant=assistant)
+
+
+def test_a_callers_function_is_tested_with_the_model(llama, monkeypatch):
+    """One that depends on how many tokens it is given serves no drafts."""
+    assert agree(llama, dict).tier == "tree"
+    rope = modeling_llama.apply_rotary_pos_emb
+
+    def crowded(q, k, *more, **options):
+        return rope(q * (1.0 if q.shape[2] == 1 else 0.3), k, *more, **options)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", crowded)
+    assert agree(llama, dict).tier == "plain"
+    monkeypatch.undo()
+    assert agree(llama, dict).tier == "tree"
+
+
+@pytest.mark.parametrize("name", [LlamaForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel])
+def test_the_names_of_a_forward_are_found(name):
+    found = {looked for looked, _ in lookups_of(build(name)).items()}
+    assert {"forward", "__call__", "sdpa"} <= found
+    own = {LlamaForCausalLM: "apply_rotary_pos_emb", Gemma3ForCausalLM: "create_causal_mask"}
+    assert own.get(name, "forward") in found
