@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -61,7 +62,10 @@ class Traces(TorchDispatchMode):
         self.wrote = False
         self._own: set[int] = set()
         self._stepping = False
-        # By memory.
+        # By addresses. Memory that ends leaves its own to other memory, so it is known of which
+        # storages the rest is noted; those that would end before their memory are kept.
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._wrapped: list[torch.UntypedStorage] = []
         self._holds: dict[int, int] = {}
         self._moved: dict[int, int] = {}
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -80,7 +84,7 @@ class Traces(TorchDispatchMode):
     def put_back(self) -> Iterator[None]:
         """Scope of the test, at whose end tensors and random states are as before."""
         found = _own_objects(self._model)
-        self._own, self._others = _memories(found), _random_numbers(found)
+        self._own, self._others = self._memories(found), _random_numbers(found)
         for module in filter(has_ropes, modules_of(self._model)):
             for buffer in module.buffers(recurse=False):
                 self._copy(buffer)
@@ -98,23 +102,23 @@ class Traces(TorchDispatchMode):
     @contextmanager
     def step(self, inputs: Iterable[Any]) -> Iterator[None]:
         """Scope of one of several forwards that are all alike, over these inputs."""
-        self._own = before = _memories(_own_objects(self._model))
-        self._moved = {memory: left for memory, left in self._moved.items() if memory in before}
+        self._own = self._memories(_own_objects(self._model))
+        self._moved = {memory: left for memory, left in self._moved.items() if memory in self._own}
         for memory, left in self._moved.items():
             self._holds[memory] = _HISTORY | left
         for tensor in _tensors(inputs):
-            self._holds[memory_of(tensor)] = _HISTORY
+            self._holds[self._memory(tensor)] = _HISTORY
         self._stepping = True
         yield
         self._stepping = False
         for numbers in self._others:
             numbers.look()
-        for memory in _memories(_own_objects(self._model)) - before:
+        for memory in self._memories(_own_objects(self._model)) - self._own:
             self._move(memory)
 
     def judge(self, logits: torch.Tensor) -> None:
         """See whether a step's logits are computed from what an earlier one has left."""
-        self._reads_left |= bool(self._holds.get(memory_of(logits), 0) & _LEFT)
+        self._reads_left |= bool(self._holds.get(self._memory(logits), 0) & _LEFT)
 
     def _move(self, memory: int) -> None:
         """Note that a step has left in own memory what that holds now."""
@@ -132,20 +136,39 @@ class Traces(TorchDispatchMode):
         read = [x for x in _tensors((*args, *kwargs.values())) if not any(x is y for y in over)]
         holds = 0
         for tensor in read:
-            holds |= self._holds.get(memory_of(tensor), 0)
+            holds |= self._holds.get(self._memory(tensor), 0)
         for tensor in written:
-            self._write(memory_of(tensor), holds, any(tensor is x for x in over))
+            self._write(self._memory(tensor), holds, any(tensor is x for x in over))
         if isinstance(result, bool | int | float):  # by which Python decides
             self._reads_left |= bool(holds & _LEFT)
         kept = [*map(memory_of, written)]
         for tensor in _tensors((result,)):
-            if (memory := memory_of(tensor)) not in kept and (holds or memory in self._holds):
+            if (memory := self._memory(tensor)) not in kept and (holds or memory in self._holds):
                 self._holds[memory] = holds
         return result
 
+    def _memories(self, objects: Iterable[Any]) -> set[int]:
+        found = {self._memory(x) for x in objects if issubclass(type(x), torch.Tensor)}
+        return found - {0}
+
+    def _memory(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's memory, 0 where it has none; what was noted there of memory
+        that has ended is forgotten."""
+        memory = memory_of(tensor)
+        known = self._storages.get(memory)
+        if memory and (known is None or known() is None):
+            storage = tensor.untyped_storage()
+            self._storages[memory] = weakref.ref(storage)
+            if not storage.resizable():  # Memory of NumPy's, say, outlasts storages that wrap it.
+                self._wrapped.append(storage)
+            self._holds.pop(memory, None)
+            self._moved.pop(memory, None)
+            self._own.discard(memory)
+        return memory
+
     def _keep(self, tensor: torch.Tensor) -> None:
         """Copy own memory before it is written to."""
-        if memory_of(tensor) in self._own:
+        if self._memory(tensor) in self._own:
             self.wrote = True
             self._copy(tensor)
 
@@ -263,11 +286,6 @@ def _beside(value: Any) -> Sequence[Any]:
         return [*object.__getattribute__(value, "__dict__").values()]
     except AttributeError:
         return ()
-
-
-def _memories(objects: Iterable[Any]) -> set[int]:
-    found = {memory_of(x) for x in objects if issubclass(type(x), torch.Tensor)}
-    return found - {0}
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
