@@ -51,6 +51,9 @@ HYBRID_LAYERS = (
 )
 """Layers with one entry per token and a convolution or another recurrent state besides."""
 
+# Configurations of models whose forwards have appended layers to their cache.
+_APPENDING: set[type[PreTrainedConfig]] = set()
+
 
 class SlotCache(DynamicCache):
     """A `DynamicCache` of slot layers, which stands for another cache while a call runs.
@@ -87,6 +90,7 @@ class SlotCache(DynamicCache):
         self.capacity = capacity
         made = layers or self.layers
         self.layers: list[Any] = [_slot_layer(layer, self.slots) for layer in made]
+        self._made = type(config.get_text_config(decoder=True)), len(self.layers)
         windows = [layer.window for layer in self.layers if getattr(layer, "window", None)]
         self.slots.window = max(windows, default=None)
 
@@ -186,6 +190,9 @@ class SlotCache(DynamicCache):
 
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike."""
+        kind, made = self._made
+        if len(self.layers) > made:
+            _APPENDING.add(kind)
         length = max((layer.get_seq_length() for layer in self.slot_layers), default=0)
         self.slots.set_lengths([length] * batch_size)
         self.memory = None
@@ -348,7 +355,7 @@ def stands_for(cache: Any, model: Any, rows: int) -> bool:
     would hold that `generate` makes, or more of it."""
     config = model.config.get_text_config(decoder=True)
     held = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    if _has_more_layers(cache, config):
+    if _has_appended_layers(cache, config):
         return False
     if {len(layer.keys) for layer in held if layer.keys.ndim == 4} - {rows}:
         return False
@@ -366,9 +373,10 @@ def stands_for(cache: Any, model: Any, rows: int) -> bool:
     )
 
 
-def _has_more_layers(cache: Any, config: PreTrainedConfig) -> bool:
-    """Whether a cache has layers that no configuration tells of, as a model may append."""
-    return len(cache.layers) > len(SlotCache(config).layers)
+def _has_appended_layers(cache: Any, config: PreTrainedConfig) -> bool:
+    """Whether a cache has layers that no configuration tells of, of a model that appends some."""
+    kind = type(config.get_text_config(decoder=True))
+    return kind in _APPENDING and len(cache.layers) > len(SlotCache(config).layers)
 
 
 def _fits(layer: Any, own: Any, slots: RowSlots) -> bool:
@@ -394,7 +402,7 @@ def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
     """
     own = getattr(cache, "self_attention_cache", cache)
     forgetful = any(type(layer) is DynamicSlidingWindowLayer for layer in own.layers)
-    if length and has_slots(own) and not (forgetful or _has_more_layers(own, config)):
+    if length and has_slots(own) and not (forgetful or _has_appended_layers(own, config)):
         slots = SlotCache.around(own, config)
         slots.take()
         slots.truncate(length)
