@@ -6,6 +6,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.host.transformers_private import compilations
 from hf_retrieval_assist.kernels import fused
 from hf_retrieval_assist.kernels.fused import fusing
 from hf_retrieval_assist.verification import replay
@@ -121,9 +122,13 @@ def test_the_option_is_checked():
         Assistant([], graphs="all")
 
 
-def test_a_compiler_of_pytorch():
-    """With the one that makes kernels: what it makes is as exact."""
+def test_a_compiler_of_pytorch(monkeypatch):
+    """It follows the functions, and none of what it runs is this package's."""
+    monkeypatch.setattr(fused, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(fused, "_places", {})
     model = build(transformers.LlamaForCausalLM, num_hidden_layers=1)
     plain = model(PROMPT).logits
+    before = compilations()
     with torch.no_grad(), fusing(model):
         torch.testing.assert_close(model(PROMPT).logits, plain, **within(plain, OF_MODEL))
+    assert compilations() > before
