@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,12 +48,7 @@ class fusing:  # noqa: N801, a context manager reads as a verb
             place.want(True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         with ExitStack() as all_of_them:
             for place in self._places:
                 all_of_them.callback(place.want, False)
@@ -89,7 +83,12 @@ class _Place(Exchange):
             if inside and compiled is not None:
                 try:
                     return compiled(*args, **kwargs)
+                except (MemoryError, torch.OutOfMemoryError):
+                    raise  # it says nothing of the compiler
                 except Exception as error:  # whatever a compiler lacks, or does not know
+                    # What goes wrong within a capture is the capture's, not the compiler's.
+                    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                        raise
                     compiled = None
                     logger.warning("%s is not compiled (%s)", plain.__qualname__, error)
             return plain(*args, **kwargs)

@@ -102,6 +102,33 @@ def test_what_cannot_be_compiled_runs_as_always(monkeypatch, told):
     assert "no compiler is there" in said[0]
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_a_capture_or_memory_breaks_is_compiled_again(capturing, monkeypatch):
+    error = RuntimeError("operation failed") if capturing else torch.OutOfMemoryError("full")
+    broken, runs = [True], []
+
+    def compile(function, backend):
+        def run(*args, **kwargs):
+            if broken:
+                raise error
+            runs.append(function)
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(fused, "_places", {})
+    model = build(transformers.LlamaForCausalLM)
+    with fusing(model), pytest.raises(type(error)):
+        model(PROMPT)
+    broken.clear()
+    with fusing(model):
+        model(PROMPT)
+    assert runs
+
+
 def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
     serve_in_place(monkeypatch)
     model, scopes = build(transformers.LlamaForCausalLM), []
