@@ -77,6 +77,7 @@ def test_a_token_goes_the_way_that_is_told():
     for _ in range(8):  # until all of its forwards are repeated
         run(model, assistant=assistant)
     calls = entered(lambda: run(model, assistant=assistant))
+    assert assistant.stats.last.tier == "tree", assistant.stats.last.reason
     way = way_of_a_token()
     assert not {file for _, file in way} - {file for file, _ in calls}
     told = [(stage, file) for stage, file in way if stage in STAGES]

@@ -25,6 +25,7 @@ _LONGEST_PAUSE = 5.0  # seconds between tries while the server is away
 _LAST_WORDS = 2.0  # seconds that the end of the process waits for outputs to be delivered
 _ENTRIES = 256  # read in one exchange
 _BYTES_SENT = 1 << 20  # in one exchange, about
+_RANDOM = random.SystemRandom()  # the process's own numbers are its caller's
 _MOST_EPOCHS = 4  # that others may begin during one exchange
 
 
@@ -122,7 +123,7 @@ class OutputStream(SharedOutputs):
                 logger.warning("outputs are not shared while %s cannot be used: %s", place, error)
             self._failures += 1
             pause = min(_PERIOD * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE)
-            return pause * random.uniform(0.5, 1.0)
+            return pause * _RANDOM.uniform(0.5, 1.0)
         if self._failures:
             logger.info("outputs are exchanged with %s again", self.server.place)
             self._failures = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..host.callers_hooks import has_callers_hooks
+from ..host.lookups import lookups_of
 from ..host.model_state import own_names
 from ..host.told import Teller
 from ..host.transformers_private import hooks_of
@@ -34,7 +37,13 @@ from ..system.modules import modules_of
 from .reach import has_ropes
 
 DRAWS = "its forward draws random numbers, and fewer forwards draw others"
+MAY_DRAW = (
+    "its forward may draw random numbers, as another thread does now; call the assistant's "
+    "model_changed() while no other thread draws"
+)
 WRITES = "its forward writes to its own tensors what later forwards read"
+
+_LEAST_REST = 0.1  # s in which others are seen to draw random numbers, at least
 
 # What memory holds: what was computed from a text, or from what was moved before; and what a
 # forward has left.
@@ -78,6 +87,8 @@ class Traces(TorchDispatchMode):
         """Why other forwards than plain decoding's make another text; None: they do not."""
         if self._drawn or any(numbers.drawn for numbers in self._others):
             return DRAWS
+        if any(numbers.shared for numbers in self._others) and _has_strangers(self._model):
+            return MAY_DRAW
         return WRITES if self._reads_left else None
 
     @contextmanager
@@ -215,25 +226,47 @@ def _may_draw(func: Any, args: Any, kwargs: Any) -> bool:
 class _Numbers:
     """A source of random numbers beside PyTorch's.
 
+    Other threads may draw from it, too, while forwards are looked at. Whatever moves in more than
+    one forward is looked at while there is none: what moves then as well tells nothing of forwards.
+
     Args:
         get, put: its state, plain data.
 
     Attributes:
         before: the state as the test begins.
-        drawn: whether forwards draw from it: the state has moved in more than one of them. Once may
-            have been another thread's doing.
+        drawn: whether forwards draw from it.
+        shared: whether another thread does, so that nobody knows of forwards.
     """
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._get, self.set = get, put
-        self.before, self.drawn = get(), False
-        self._last, self._moves = pickle.dumps(self.before), 0
+        self.before, self.drawn, self.shared = get(), False, False
+        self._began, self._last, self._moves = time.monotonic(), pickle.dumps(self.before), 0
 
     def look(self) -> None:
         """A forward is done."""
-        now = pickle.dumps(self._get())
-        self._moves += now != self._last
-        self._last, self.drawn = now, self._moves > 1
+        self._moves += self._has_moved()
+        if self._moves > 1 and not (self.drawn or self.shared):
+            self.shared = self._moves_alone()
+            self.drawn = not self.shared
+
+    def _has_moved(self) -> bool:
+        last, self._last = self._last, pickle.dumps(self._get())
+        return self._last != last
+
+    def _moves_alone(self) -> bool:
+        """Whether it moves while this thread rests, for longer than it took to move twice."""
+        ends = time.monotonic() + max(_LEAST_REST, 2 * (time.monotonic() - self._began))
+        while time.monotonic() < ends:
+            time.sleep(_LEAST_REST / 10)
+            if self._has_moved():
+                return True
+        return False
+
+
+def _has_strangers(model: nn.Module) -> bool:
+    """Whether code that no library has written runs in a model's forwards."""
+    return lookups_of(model).strange is not None or has_callers_hooks(model)
 
 
 def _random_numbers(objects: Iterable[Any]) -> list[_Numbers]:

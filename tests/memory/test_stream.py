@@ -1,6 +1,7 @@
 """Outputs exchanged in the background, with a server that does as it is told."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -240,6 +241,16 @@ def test_epochs_that_never_stay_are_a_fault(caplog):
     view = OutputStream(keeper, 1 << 20)
     wait_until(lambda: view._failures > 2)
     assert "got another one in every answer" in caplog.text
+
+
+def test_the_processs_own_random_numbers_are_left_to_its_caller():
+    keeper = Keeper()
+    keeper.lose_answers = 3
+    before = random.getstate()
+    view = OutputStream(keeper, 1 << 20)
+    view.append("m", output(0))
+    wait_until(lambda: not keeper.lose_answers)
+    assert random.getstate() == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -2,7 +2,9 @@
 
 import copy
 import random
+import threading
 import weakref
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -459,3 +461,34 @@ def test_numbers_that_other_threads_draw_are_not_the_models(monkeypatch):
     assert not asked
     seeded = random.Random(3)
     assert [*others, random.random()] == [seeded.random(), seeded.random()]
+
+
+@contextmanager
+def another_drawing(draw):
+    """Scope in which another thread draws all the time."""
+    done = threading.Event()
+
+    def go_on():
+        while not done.wait(0.001):
+            draw()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python's", "NumPy's"])
+def test_numbers_that_another_thread_draws_all_the_time(draw):
+    """A library's model does not draw them; of a caller's own nobody knows until that thread is
+    done, and then it is asked again."""
+    model, strange = build(LlamaForCausalLM), with_part(lambda own, x: x * 0.9)
+    with another_drawing(draw):
+        assert choose_service(model, {}).tier is Tier.TREE
+        assert choose_service(strange, {}).reason == traces.MAY_DRAW
+    SamAssistant.model_changed()
+    assert choose_service(strange, {}).tier is Tier.TREE
+    assert choose_service(with_part(numpy_noise), {}).reason == traces.DRAWS
