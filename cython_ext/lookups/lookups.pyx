@@ -112,22 +112,31 @@ cdef object _changed(object space, list names, list found):
     return None
 
 
+cdef bint _lies_somewhere(object tensor):
+    try:
+        return tensor.data_ptr() != 0
+    except Exception:  # whatever its kind raises, as sparse ones do and those that are not there yet
+        return False
+
+
 cdef class Snapshot:
-    """What dictionaries and lists hold, and how often tensors were written to, at one moment.
+    """What dictionaries and lists hold, where tensors lie and how often they were written to, at one moment.
 
     Entries are compared by identity, numbers and strings by value; what an entry's own attributes are is not looked at.
 
     Args:
-        dicts, lists: to look at.
-        tensors: whose writes PyTorch counts.
+        dicts, lists, tensors: to look at. Writes that PyTorch does not count, as those into tensors of inference mode, are
+            not seen.
     """
 
-    cdef list _dicts, _lists, _tensors
-    cdef list _held, _versions
+    cdef list _dicts, _lists, _counted, _placed
+    cdef list _held, _versions, _places
     cdef Py_ssize_t[::1] _sizes
 
     def __init__(self, list dicts, list lists, list tensors):
-        self._dicts, self._lists, self._tensors = dicts, lists, tensors
+        self._dicts, self._lists = dicts, lists
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._placed = [tensor for tensor in tensors if _lies_somewhere(tensor)]
         self._take()
 
     def take(self):
@@ -150,7 +159,8 @@ cdef class Snapshot:
         self._held = held
         # Of dictionaries and lists, and one number so that there are some.
         self._sizes = array("q", [*map(len, self._dicts), *map(len, self._lists), 0])
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [tensor._version for tensor in self._counted]
+        self._places = [tensor.data_ptr() for tensor in self._placed]
         return 0
 
     def is_same(self):
@@ -182,7 +192,10 @@ cdef class Snapshot:
                 if not _same(entry, held[at]):
                     return False
                 at += 1
-        for i in range(len(self._tensors)):
-            if self._tensors[i]._version != self._versions[i]:
+        for i in range(len(self._counted)):
+            if self._counted[i]._version != self._versions[i]:
+                return False
+        for i in range(len(self._placed)):
+            if self._placed[i].data_ptr() != self._places[i]:
                 return False
         return True

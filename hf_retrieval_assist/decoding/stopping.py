@@ -40,7 +40,7 @@ class Stopping:
         self.max_length = self._limit
         # As plain decoding, which asks this once.
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._ends: dict[int, tuple[Any, int, frozenset[int]]] = {}
+        self._ends: dict[int, tuple[Any, tuple[int, int], frozenset[int]]] = {}
 
     @property
     def _limit(self) -> int | None:
@@ -115,8 +115,9 @@ class Stopping:
         ids = criterion.eos_token_id
         if isinstance(ids, torch.Tensor) and not ids.is_inference():
             known = self._ends.get(id(criterion))
-            if known is None or known[0] is not ids or known[1] != ids._version:
-                known = self._ends[id(criterion)] = ids, ids._version, _listed(ids)
+            mark = ids._version, ids.data_ptr()
+            if known is None or known[0] is not ids or known[1] != mark:
+                known = self._ends[id(criterion)] = ids, mark, _listed(ids)
             return known[2]
         return _listed(ids)
 

@@ -22,8 +22,8 @@ class ModelWatch:
     """Notices that a model is changed between one of its forwards and the next.
 
     What modules, their parameters, buffers, hooks and attributes are, what lists and dictionaries
-    among these hold, the configuration, writes that PyTorch counts, what the forward looks up, and
-    what the loop asks of the model.
+    among these hold, the configuration, where tensors lie and writes that PyTorch counts, what the
+    forward looks up, and what the loop asks of the model.
 
     Args:
         model: to look at.
@@ -39,8 +39,7 @@ class ModelWatch:
             dicts.append(vars(module))
             for value in vars(module).values():
                 _gather(value, dicts, lists, tensors)
-        counted = {id(x): x for x in tensors if not x.is_inference()}
-        self._snapshot = Snapshot(dicts, lists, [*counted.values()])
+        self._snapshot = Snapshot(dicts, lists, [*{id(x): x for x in tensors}.values()])
 
     def look(self) -> None:
         """Take the model as it is now for what the last forward has left."""

@@ -89,7 +89,8 @@ TABLE = (
     Looked(
         "modules, parameters, buffers, hooks, attributes and the configuration of the model",
         "read by every forward; repeated forwards compare them when a call begins; all calls "
-        "behind each token where code of the caller's runs (writes as PyTorch counts them)",
+        "behind each token where code of the caller's runs (memory by its address, writes as "
+        "PyTorch counts them)",
         "within a call no drafts from there on; between calls tested and recorded anew",
     ),
     Looked(

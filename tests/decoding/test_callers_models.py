@@ -25,6 +25,11 @@ def write(model, on):
         model.model.layers[0].mlp.down_proj.weight.mul_(3.0 if on else 1 / 3.0)
 
 
+def point_elsewhere(model, on):
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data = weight.data * (3.0 if on else 1 / 3.0)
+
+
 def leave_out(model, on):
     model.model.layers[1].mlp.down_proj = model.model.layers[0].mlp.down_proj if on else model.kept
 
@@ -72,7 +77,17 @@ def prepare(model, on):
         del model.prepare_inputs_for_generation
 
 
-CHANGES = (scale, write, leave_out, exchange_layer, hook, own_forward, rope_of_all, prepare)
+CHANGES = (
+    scale,
+    write,
+    point_elsewhere,
+    leave_out,
+    exchange_layer,
+    hook,
+    own_forward,
+    rope_of_all,
+    prepare,
+)
 
 
 def test_a_method_of_an_instance_that_the_loop_asks():

@@ -1,6 +1,7 @@
 """Settings that a caller moves within a call count where plain decoding meets them."""
 
 import pytest
+import torch
 from transformers import (
     EosTokenCriteria,
     LlamaForCausalLM,
@@ -58,13 +59,18 @@ def test_settings_of_warpers_are_read_where_the_device_chooses(monkeypatch):
     assert made.summarises
 
 
-def test_suppressed_tokens_that_are_written_in_place_count_at_once(llama):
+def point_elsewhere(tokens, value):
+    tokens.data = torch.full_like(tokens, value)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.fill_, point_elsewhere])
+def test_suppressed_tokens_that_are_written_in_place_count_at_once(llama, write):
     def options():
         suppress = logits_process.SuppressTokensLogitsProcessor([5, 9])
         tokens = suppress.suppress_tokens
         return {
             "logits_processor": [suppress],
-            "stopping_criteria": [Each(lambda length: tokens.fill_(3 + length % 40))],
+            "stopping_criteria": [Each(lambda length: write(tokens, 3 + length % 40))],
         }
 
     for sampled in (False, True):
@@ -85,7 +91,7 @@ def test_a_limit_that_is_moved(llama, to, first, way):
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("place", ["another tensor", "written in place"])
+@pytest.mark.parametrize("place", ["another tensor", "written in place", "other memory"])
 def test_an_end_token_that_is_moved(llama, place, inputs):
     text = sequences_of(run(llama, **TEXT))[0]
 
@@ -95,6 +101,8 @@ def test_an_end_token_that_is_moved(llama, place, inputs):
         def move(length):
             if length == 20 and place == "another tensor":
                 end.eos_token_id = text[25:26].clone()
+            elif length == 20 and place == "other memory":
+                point_elsewhere(end.eos_token_id, int(text[25]))
             elif length == 20:
                 end.eos_token_id.fill_(int(text[25]))
 
