@@ -120,21 +120,22 @@ cdef bint _lies_somewhere(object tensor):
 
 
 cdef class Snapshot:
-    """What dictionaries and lists hold, where tensors lie and how often they were written to, at one moment.
+    """What objects are, what they, dictionaries and lists hold, where tensors lie and how often they were written to, at
+    one moment.
 
     Entries are compared by identity, numbers and strings by value; what an entry's own attributes are is not looked at.
 
     Args:
-        dicts, lists, tensors: to look at. Writes that PyTorch does not count, as those into tensors of inference mode, are
-            not seen.
+        owners, dicts, lists, tensors: to look at. Writes that PyTorch does not count, as those into tensors of inference
+            mode, are not seen.
     """
 
-    cdef list _dicts, _lists, _counted, _placed
-    cdef list _held, _versions, _places
+    cdef list _owners, _dicts, _lists, _counted, _placed
+    cdef list _kinds, _held, _versions, _places
     cdef Py_ssize_t[::1] _sizes
 
-    def __init__(self, list dicts, list lists, list tensors):
-        self._dicts, self._lists = dicts, lists
+    def __init__(self, list owners, list dicts, list lists, list tensors):
+        self._owners, self._dicts, self._lists = owners, [*map(vars, owners), *dicts], lists
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._placed = [tensor for tensor in tensors if _lies_somewhere(tensor)]
         self._take()
@@ -156,7 +157,7 @@ cdef class Snapshot:
                 held.append(<object>value)
         for other in self._lists:
             held.extend(other)
-        self._held = held
+        self._kinds, self._held = [*map(type, self._owners)], held
         # Of dictionaries and lists, and one number so that there are some.
         self._sizes = array("q", [*map(len, self._dicts), *map(len, self._lists), 0])
         self._versions = [tensor._version for tensor in self._counted]
@@ -170,6 +171,9 @@ cdef class Snapshot:
         cdef PyObject* one
         cdef Py_ssize_t place, size, at = 0, i, dicts = len(self._dicts)
         cdef list held = self._held
+        for i in range(len(self._owners)):
+            if type(<object>PyList_GET_ITEM(self._owners, i)) is not self._kinds[i]:
+                return False
         for i in range(dicts):
             one = PyList_GET_ITEM(self._dicts, i)
             size = PyDict_Size(<object>one)

@@ -186,7 +186,7 @@ class TokenSelector:
         """What the processors are set to, to be compared with what they are set to later."""
         held = [vars(processor) for processor in self.processors]
         tensors = [x for one in held for x in one.values() if isinstance(x, torch.Tensor)]
-        return Snapshot(held, [self.processors], tensors)
+        return Snapshot([*self.processors], [], [self.processors], tensors)
 
     def process(self, rows: Sequence[RowText], logits: torch.Tensor) -> torch.Tensor:
         """Processed scores [rows, vocab_size] of rows that may have got unequally far.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -26,6 +26,23 @@ from .transformers_private import GRADIENT_HOOKS, Hook, hooks_of
 
 # What every module keeps of itself.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
+
+# Of PyTorch, by which operators compute.
+_SETTINGS = (
+    *("is_inference_mode_enabled", "is_grad_enabled", "get_default_dtype"),
+    *("are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
+    *(f"backends.{name}" for name in ("fp32_precision", "cudnn.allow_tf32", "cudnn.deterministic")),
+    *(f"backends.mkldnn.{name}" for name in ("enabled", "deterministic")),
+    *(f"backends.cudnn.{name}.fp32_precision" for name in ("conv", "rnn")),
+    *(f"backends.cuda.{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn")),
+    *(
+        f"backends.cuda.matmul.{name}"
+        for name in (
+            *("fp32_precision", "allow_tf32", "allow_fp16_accumulation"),
+            *(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+        )
+    ),
+)
 
 
 def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
@@ -87,6 +104,20 @@ def autocast_dtypes() -> tuple[torch.dtype, ...]:
     """In what operators compute where autocast changes that."""
     enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))
     return tuple(map(torch.get_autocast_dtype, enabled))
+
+
+def torch_setting(name: str) -> Any:
+    """Of PyTorch; some raise where others have set the same thing by another name."""
+    try:
+        found = attrgetter(name)(torch)
+        return found() if callable(found) else found
+    except (AttributeError, RuntimeError) as error:
+        return type(error)
+
+
+def torch_settings() -> tuple[Any, ...]:
+    """What operators take from the running thread and the process."""
+    return *map(torch_setting, _SETTINGS), autocast_dtypes()
 
 
 @lru_cache(1 << 12)

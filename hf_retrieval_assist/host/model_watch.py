@@ -15,6 +15,7 @@ from ..structures.lookups import Lookups, Snapshot
 from ..system import changes
 from ..system.modules import modules_of
 from .lookups import configurations_of
+from .model_state import torch_settings
 from .plain_step import why_exchanged
 
 
@@ -23,7 +24,7 @@ class ModelWatch:
 
     What modules, their parameters, buffers, hooks and attributes are, what lists and dictionaries
     among these hold, the configuration, where tensors lie and writes that PyTorch counts, what the
-    forward looks up, and what the loop asks of the model.
+    forward looks up, what operators take from PyTorch, and what the loop asks of the model.
 
     Args:
         model: to look at.
@@ -31,20 +32,22 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module, lookups: Lookups) -> None:
-        self._model, self._lookups, self._said = model, lookups, changes.said()
+        self._model, self._lookups = model, lookups
+        modules = [*modules_of(model)]
         dicts: list[dict[str, Any]] = [vars(config) for config in configurations_of(model)]
         lists: list[list[Any]] = []
         tensors: list[torch.Tensor] = []
-        for module in modules_of(model):
-            dicts.append(vars(module))
+        for module in modules:
             for value in vars(module).values():
                 _gather(value, dicts, lists, tensors)
-        self._snapshot = Snapshot(dicts, lists, [*{id(x): x for x in tensors}.values()])
+        each = {id(x): x for x in tensors}
+        self._snapshot = Snapshot(modules, dicts, lists, [*each.values()])
+        self._said, self._settings = changes.said(), torch_settings()
 
     def look(self) -> None:
         """Take the model as it is now for what the last forward has left."""
-        self._said = changes.said()
         self._snapshot.take()
+        self._said, self._settings = changes.said(), torch_settings()
 
     @property
     def changed(self) -> bool:
@@ -52,6 +55,7 @@ class ModelWatch:
         return (
             self._said != changes.said()
             or not self._snapshot.is_same()
+            or self._settings != torch_settings()
             or self._lookups.changed() is not None
             or why_exchanged(self._model) is not None
         )

@@ -87,7 +87,8 @@ TABLE = (
         "plain, where code or hooks of the caller's run",
     ),
     Looked(
-        "modules, parameters, buffers, hooks, attributes and the configuration of the model",
+        "modules and their classes, parameters, buffers, hooks, attributes and the configuration "
+        "of the model; autocast and other modes of PyTorch",
         "read by every forward; repeated forwards compare them when a call begins; all calls "
         "behind each token where code of the caller's runs (memory by its address, writes as "
         "PyTorch counts them)",

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Mapping
 from enum import Enum
 from functools import partial
-from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from ..host.callers_hooks import is_callers
 from ..host.hook_state import LIBRARIES, PACKAGE, written_in
-from ..host.model_state import own_names
+from ..host.model_state import own_names, torch_settings
 from ..host.transformers_private import global_hooks, hooks_of, own_calls
 from ..system.modules import modules_of
 
@@ -41,21 +40,6 @@ _MOST = 1 << 15
 # Where modules keep the numbers of hooks that are called with keywords, or after failures too.
 _WAYS = [f"_forward_{which}" for which in ("hooks_with_kwargs", "pre_hooks_with_kwargs")]
 _WAYS += ["_forward_hooks_always_called"]
-
-_SETTINGS = (
-    *("is_inference_mode_enabled", "is_grad_enabled", "get_default_dtype"),
-    *("are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
-    *(f"backends.{name}" for name in ("fp32_precision", "cudnn.allow_tf32", "cudnn.deterministic")),
-    *(f"backends.cudnn.{name}.fp32_precision" for name in ("conv", "rnn")),
-    *(f"backends.cuda.{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn")),
-    *(
-        f"backends.cuda.matmul.{name}"
-        for name in (
-            *("fp32_precision", "allow_tf32", "allow_fp16_accumulation"),
-            *(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
-        )
-    ),
-)
 
 
 def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
@@ -85,23 +69,13 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
     reader, modules = _Reader(), modules_of(model)
     try:
-        settings = [*map(torch_setting, _SETTINGS)]
-        for part in (*modules, {*map(type, modules)}, passed, settings):
+        for part in (*modules, {*map(type, modules)}, passed, torch_settings()):
             reader.read(part)
     except Exception:  # whatever an object raises that is looked into, or what nests too deeply:
         return None  # nobody can tell whether it stays as it is
     # A number, since many objects that are kept would make Python look for garbage among all; and
     # the references, of which an object has one while it lives, and an ended one equals no other.
     return hash(reader.written.getvalue()), *reader.objects
-
-
-def torch_setting(name: str) -> Any:
-    """Of PyTorch; some raise where others have set the same thing by another name."""
-    try:
-        found = attrgetter(name)(torch)
-        return found() if callable(found) else found
-    except (AttributeError, RuntimeError) as error:
-        return type(error)
 
 
 class _Reader(pickle.Pickler):

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..host.callers_hooks import HookWatch
-from ..host.model_state import Attributes, autocast_dtypes, restored
+from ..host.model_state import Attributes, autocast_dtypes, restored, torch_setting
 from ..host.positions import named_lengths
 from ..host.told import Moving
 from ..host.transformers_private import forward_parameters, input_device, kwargs_after
@@ -34,7 +34,6 @@ from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
 from .kv_cache import SlotCache
 from .reach import find_reach
-from .recorded_state import torch_setting
 from .replay import SHORTAGES
 from .tiers import Service, Tier, cache_for
 from .traces import Traces

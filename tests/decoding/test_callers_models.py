@@ -30,6 +30,19 @@ def point_elsewhere(model, on):
     weight.data = weight.data * (3.0 if on else 1 / 3.0)
 
 
+class Mirrored(modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).flip(-1)
+
+
+def change_class(model, on):
+    model.model.norm.__class__ = Mirrored if on else modeling_llama.LlamaRMSNorm
+
+
+def change_dtype(model, on):
+    torch.set_autocast_enabled("cpu", on)
+
+
 def leave_out(model, on):
     model.model.layers[1].mlp.down_proj = model.model.layers[0].mlp.down_proj if on else model.kept
 
