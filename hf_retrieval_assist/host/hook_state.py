@@ -8,7 +8,6 @@ names, its object's attributes and what was bound to it; not in iterators or oth
 from __future__ import annotations
 
 import dis
-import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from functools import lru_cache, partial
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from .told import place_of, reference_to
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = frozenset(
@@ -47,13 +48,14 @@ class Identity:
     It holds the object only where that cannot be referred to weakly.
     """
 
-    __slots__ = ("_address", "_of")
+    __slots__ = ("_address", "_of", "_place")
 
     def __init__(self, thing: Any):
         self._address = id(thing)
+        self._place = place_of(thing) if issubclass(type(thing), torch.Tensor) else None
         self._of: Any
         try:
-            self._of = weakref.ref(thing)
+            self._of = reference_to(thing)
         except TypeError:
             self._of = lambda: thing
 
@@ -62,7 +64,12 @@ class Identity:
 
     def __eq__(self, other: object) -> bool:
         thing = self._of()
-        return isinstance(other, Identity) and thing is not None and thing is other._of()
+        return (
+            isinstance(other, Identity)
+            and thing is not None
+            and thing is other._of()
+            and self._place == other._place
+        )
 
 
 def written_in(function: Any) -> str:

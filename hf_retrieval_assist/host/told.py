@@ -70,8 +70,8 @@ class Teller:
     Attributes:
         values: that were met and are no plain ones; they keep their addresses until all is told.
         numbers: what stands for these, by their addresses.
-        objects: weak references to those that are told by which they are, or these themselves
-            where they have none and refer to nothing.
+        objects: references to those that are told by which they are, or these themselves where they
+            have none and refer to nothing.
     """
 
     def __init__(self, moving: Moving | None = None) -> None:
@@ -104,7 +104,7 @@ class Teller:
     def _refer(self, value: Any) -> bool:
         """Tell an object by which it is; whether that can be."""
         try:
-            self.objects.append(weakref.ref(value))
+            self.objects.append(reference_to(value))
         except TypeError:
             if gc.is_tracked(value):
                 return False
@@ -119,7 +119,7 @@ def _parts(value: Any, moving: Moving) -> tuple[Sequence[Any], bool]:
     if members is not None:
         return members, False
     if issubclass(kind, torch.Tensor):
-        return [version_of(value)], True
+        return [version_of(value), place_of(value)], True
     if kind is MethodType:
         return (value.__func__, value.__self__), False
     if issubclass(kind, partial):
@@ -152,6 +152,31 @@ def members_of(value: Any) -> list[Any] | None:
         if issubclass(kind, base):
             return [*base.__iter__(value)]
     return None
+
+
+def reference_to(value: Any) -> weakref.ref[Any]:
+    """A weak reference, of a tensor that to its memory.
+
+    PyTorch refuses to exchange what tensors stand for, as `module.to` does with quantised ones,
+    while anything refers to them weakly.
+
+    Raises:
+        TypeError: nothing can refer to it weakly.
+    """
+    if issubclass(type(value), torch.Tensor):
+        try:
+            return weakref.ref(value.untyped_storage())
+        except Exception:  # whatever its kind raises, as sparse ones do
+            pass
+    return weakref.ref(value)
+
+
+def place_of(tensor: torch.Tensor) -> int | None:
+    """What tells a tensor from others of its memory; None where its kind has none."""
+    try:
+        return hash((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype))
+    except Exception:  # whatever its kind raises
+        return None
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

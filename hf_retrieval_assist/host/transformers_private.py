@@ -43,6 +43,12 @@ def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
     return _parameters_of(type(module).forward)
 
 
+def takes_positions(model: Any) -> bool:
+    """Whether `generate` hands positions to a model: it asks the instance's forward, which may be a
+    caller's own that takes anything."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 def cache_name(module: Any) -> str | None:
     """The keyword for the cache in a module's forward; None: it takes none."""
     return next((name for name in CACHE_NAMES if name in forward_parameters(module)), None)

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from ..host.callers_hooks import is_callers
 from ..host.hook_state import LIBRARIES, PACKAGE, written_in
 from ..host.model_state import own_names, torch_settings
+from ..host.told import reference_to
 from ..host.transformers_private import global_hooks, hooks_of, own_calls
 from ..system.modules import modules_of
 
@@ -118,7 +119,7 @@ class _Reader(pickle.Pickler):
         self._seen[id(value)] = len(self._kept)
         self._kept.append(value)
         if issubclass(type(value), (torch.Tensor, type, Enum)):
-            self.objects.append(weakref.ref(value))
+            self.objects.append(reference_to(value))
             return id(value), _tensor(value) if isinstance(value, torch.Tensor) else None
         if isinstance(value, nn.Module):
             return _module(value)
@@ -138,7 +139,7 @@ class _Reader(pickle.Pickler):
         """Which one it is, and its attributes where they may be changed from outside."""
         held, library = getattr(thing, "__dict__", None), written_in(thing) in LIBRARIES
         try:
-            self.objects.append(weakref.ref(thing))
+            self.objects.append(reference_to(thing))
         except TypeError:
             if held is None and not library:
                 raise pickle.PicklingError from None

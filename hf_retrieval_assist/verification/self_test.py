@@ -27,7 +27,7 @@ from ..host.callers_hooks import HookWatch
 from ..host.model_state import Attributes, autocast_dtypes, restored, torch_setting
 from ..host.positions import named_lengths
 from ..host.told import Moving
-from ..host.transformers_private import forward_parameters, input_device, kwargs_after
+from ..host.transformers_private import input_device, kwargs_after, takes_positions
 from ..kernels.recording import same_bits
 from ..row_text import RowText
 from ..token_tree import TokenTree
@@ -263,7 +263,7 @@ class _Probe:
         }
         if not self.model.config.is_encoder_decoder:
             kwargs["attention_mask"] = self.mask
-            if "position_ids" in forward_parameters(self.model):
+            if takes_positions(self.model):
                 kwargs["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)
         inputs = self.model.prepare_inputs_for_generation(
             self.prompt, is_first_iteration=True, **kwargs

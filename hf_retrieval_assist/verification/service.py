@@ -22,13 +22,13 @@ from ..host.transformers_private import (
     CACHE,
     attention_of,
     cache_name,
-    forward_parameters,
     input_device,
     is_compiled,
     is_pipeline,
     is_stateful,
     keeps_no_activations,
     takes_dynamic_cache,
+    takes_positions,
     why_no_mask,
     why_plain_in_pipeline,
 )
@@ -338,7 +338,7 @@ def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
 def _why_no_tree(model: Any, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if "position_ids" not in forward_parameters(model):
+    if not takes_positions(model):
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False):
         return "alibi counts distances in cache slots"

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     StoppingCriteria,
 )
@@ -110,6 +111,18 @@ def test_a_method_of_an_instance_that_the_loop_asks():
     assert "nobody knows what its prepare_inputs_for_generation" in last.reason
     prepare(model, False)
     assert agree(model, dict).tier == "tree"
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, GPT2LMHeadModel])
+def test_an_instances_forward_that_takes_anything(model_class, inputs):
+    """`generate` hands it no positions, so it computes its own."""
+    model = build(model_class)
+    own = model.forward
+    model.forward = lambda *args, **options: own(*args, **options)
+    last = agree(model, dict, inputs=inputs)
+    assert last.tier == "chain"
+    assert last.accepted > 0
 
 
 @pytest.mark.parametrize("way", ASKED)

@@ -313,3 +313,25 @@ def test_a_list_of_a_callers_stays_the_same_list():
     run(model, assistant=SamAssistant())
     assert model.model.norm.log is log
     assert model.model.norm.table["a"] is log
+
+
+def test_parameters_can_be_exchanged_after_assisted_calls():
+    """As `module.to` does with quantised ones; PyTorch refuses it where anything refers to them
+    weakly."""
+    model = build(LlamaForCausalLM)
+    assistant = knowing(run(model), budget=6)
+    for _ in range(6):  # until forwards are repeated
+        run(model, assistant=assistant)
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 1.5))
+    assert torch.equal(run(model, assistant=assistant), run(model))
+    assert assistant.stats.last.tier == "tree"
+
+
+@pytest.mark.parametrize("place", [slice(3), slice(3, 6)])
+def test_tensors_of_one_memory_are_told_apart(place):
+    model, steering = build(LlamaForCausalLM), torch.arange(8.0)
+    model.model.layers[0].held = [steering[:3]]
+    before = model_settings(model)
+    model.model.layers[0].held[0] = steering[place]
+    assert (model_settings(model) == before) == (place == slice(3))

@@ -1,7 +1,7 @@
 """Models whose forward depends on how many tokens it is fed, and verdicts that follow the model."""
 
 import threading
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -181,6 +181,7 @@ def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
     model = build(LlamaForCausalLM)
     forward = model.forward
 
+    @wraps(forward)
     def wrapped(*args, **kwargs):
         with torch.autocast("cpu", torch.bfloat16):
             return forward(*args, **kwargs)
