@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..structures.lookups import Lookups
 from ..system.locks import Lock
 from .recording import thread
 from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
@@ -61,8 +62,9 @@ class _Form:
 
 _lock = Lock()
 _forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
-_forwards: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""Of each class that a known norm has: its own `forward`, and the one that takes its place."""
+_forwards: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any], Lookups]] = {}
+"""Of each class that a known norm has: its own `forward`, the one that takes its place, and what
+names in its own led to when it was learned."""
 
 
 def learn_norms(model: nn.Module) -> None:
@@ -76,19 +78,20 @@ def learn_norms(model: nn.Module) -> None:
             _forms[module] = form
             kind = type(module)
             if kind not in _forwards:
-                _forwards[kind] = kind.forward, _fused_forward(kind)
+                _forwards[kind] = kind.forward, _fused_forward(kind), _names_in(kind.forward)
 
 
 def put() -> None:
-    """Exchange the `forward` of known classes; one that somebody else has replaced stays."""
-    for kind, (plain, fused) in tuple(_forwards.items()):
-        if kind.forward is plain:
+    """Exchange the `forward` of known classes; one that somebody else has replaced stays, and one
+    whose operators somebody has."""
+    for kind, (plain, fused, names) in tuple(_forwards.items()):
+        if kind.forward is plain and names.changed() is None:
             kind.forward = fused
 
 
 def take_back() -> None:
     """Undo `put`."""
-    for kind, (plain, fused) in tuple(_forwards.items()):
+    for kind, (plain, fused, _) in tuple(_forwards.items()):
         if kind.forward is fused:
             kind.forward = plain
 
@@ -114,6 +117,15 @@ def _fused_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
     forward.stands_for = plain  # type: ignore[attr-defined]
     return forward
+
+
+def _names_in(forward: Callable[..., Any]) -> Lookups:
+    """What a forward looks up: globals of its module, functions of PyTorch, methods of tensors."""
+    found, code = Lookups(), getattr(forward, "__code__", None)
+    for name in () if code is None else code.co_names:
+        for space in (forward.__globals__, vars(torch), torch.Tensor):
+            found.add(space, name)
+    return found
 
 
 def _may_be_norm(module: nn.Module) -> bool:

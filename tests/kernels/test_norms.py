@@ -150,6 +150,23 @@ def test_outside_of_scopes_classes_are_as_they_were(monkeypatch):
     assert LlamaRMSNorm.forward is replaced
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch, "rsqrt"), (torch.Tensor, "mean"), (torch.Tensor, "pow")]
+)
+def test_operators_that_somebody_has_exchanged_are_asked(owner, name, monkeypatch):
+    module, own = LlamaRMSNorm(8), getattr(owner, name)
+    learn_norms(module)
+    x = torch.randn(1, 8)
+    monkeypatch.setattr(owner, name, lambda *args, **options: 2 * own(*args, **options))
+    with torch.no_grad():
+        expected = module(x)
+    same_within_a_scope(module, x)
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert not torch.equal(module(x), expected)
+    same_within_a_scope(module, x)
+
+
 def test_compiled_models_are_served_as_they_are(fused):
     model = build(LlamaForCausalLM)
     learn_norms(model)
