@@ -95,6 +95,8 @@ CHANGES = (
     scale,
     write,
     point_elsewhere,
+    change_class,
+    change_dtype,
     leave_out,
     exchange_layer,
     hook,
