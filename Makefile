@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 build: $(VENV)/.installed
 
 demo: build
-	$(BIN)/python -m hf_retrieval_assist.cli demo $(DEMO)
+	$(BIN)/python -m hf_retrieval_assist.tools.cli demo $(DEMO)
 
 test: build
 	$(BIN)/python -m pytest -m "not slow and not demo" -n 2
@@ -57,23 +57,25 @@ test-threads: build
 
 # The kernels' arm64 code, emulated. Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static.
 test-arm: build
-	KERNEL_CC=aarch64-linux-gnu-gcc KERNEL_RUN=qemu-aarch64-static $(BIN)/python -m pytest -q tests/kernels/test_kernels_in_c.py
+	KERNEL_CC=aarch64-linux-gnu-gcc KERNEL_RUN=qemu-aarch64-static $(BIN)/python -m pytest -q tests/engines/cpu/test_kernels_in_c.py
 
 # What touches transformers again under its other supported versions. Their environments see the
 # packages of the first one, torch among them, and hold only what differs.
-MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
-	draft_models/test_fallbacks.py test_candidate_generator.py test_continuous_batching.py test_hook.py) \
-	$(addprefix --ignore=tests/decoding/,test_copies.py test_many_calls.py test_output_layer.py)
+MATRIX_TESTS := $(addprefix tests/,cache decoding host verification draft_models/test_draft_model.py \
+	draft_models/test_fallbacks.py test_candidate_generator.py test_hook.py \
+	$(addprefix engines/,cpu/test_repeated_forward.py cuda/test_fixed_verifier.py cuda/test_fixed_width.py) \
+	extensions/serving/test_continuous_batching.py) --ignore=tests/decoding/test_many_calls.py
 # The same tests with whatever version of transformers is there.
 test-contract: build
 	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
 
 # What depends on rounding, by PyTorch's code for each kind of CPU that this one can stand for, by each
 # of the kernels' paths, and by one and two threads: hours.
-ROUNDING_TESTS := $(addprefix tests/,kernels decoding verification draft_models host \
-	test_assistants.py test_candidate_generator.py test_continuous_batching.py test_presets.py) \
-	--ignore=tests/verification/test_architectures.py --ignore=tests/kernels/test_kernels_in_c.py
-PATHS := from hf_retrieval_assist.kernels.skinny import PATHS; print(*PATHS)
+ROUNDING_TESTS := $(addprefix tests/,cache decoding verification draft_models engines host \
+	extensions/heads extensions/serving extensions/translation \
+	test_assistants.py test_candidate_generator.py test_presets.py) \
+	--ignore=tests/verification/test_architectures.py --ignore=tests/engines/cpu/test_kernels_in_c.py
+PATHS := from hf_retrieval_assist.engines.cpu.skinny import PATHS; print(*PATHS)
 test-capabilities: build
 	for path in $$($(BIN)/python -c '$(PATHS)'); do for capability in default avx2 own; do for threads in 1 2; do \
 		echo "PyTorch's code: $$capability, kernels: $$path, threads: $$threads"; \
@@ -131,7 +133,7 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-structured: .venv-structured/.installed
-	.venv-structured/bin/python -m pytest -q tests/structured tests/benchmarks/test_structured.py "tests/test_examples.py::test_notebook[structured]"
+	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py "tests/test_examples.py::test_notebook[structured]"
 
 # Triton's kernels, interpreted on the CPU and compiled for cards that are not here. 700 MB, minutes.
 .venv-triton/.installed: $(VENV)/.installed
@@ -140,8 +142,8 @@ test-structured: .venv-structured/.installed
 	touch $@
 
 test-triton: .venv-triton/.installed
-	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q tests/kernels/test_triton_attention.py tests/decoding/test_triton_calls.py
-	.venv-triton/bin/python -m pytest -q tests/kernels/test_triton_compiles.py
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q tests/engines/cuda/test_triton_attention.py tests/engines/cuda/test_triton_calls.py
+	.venv-triton/bin/python -m pytest -q tests/engines/cuda/test_triton_compiles.py
 
 # Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
 # operator. 40 MB, a minute.
@@ -160,7 +162,7 @@ test-deepspeed: .venv-deepspeed/.installed
 	touch $@
 
 test-ray: .venv-ray/.installed
-	.venv-ray/bin/python -m pytest -q tests/corpus/test_cluster.py
+	.venv-ray/bin/python -m pytest -q tests/extensions/ray/test_cluster.py
 
 # vLLM for CPUs with the proposer, on the demo model, beside its own proposers. It pins packages of
 # its own, so its environment sees none of ours: 3.4 GB, ten minutes. What is removed again does not
@@ -174,7 +176,7 @@ test-ray: .venv-ray/.installed
 
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m benchmarks.vllm_engine --model "$$($(BIN)/python -c \
-		'from hf_retrieval_assist.demo_model import converted_model; print(converted_model())')"
+		'from hf_retrieval_assist.tools.demo_model import converted_model; print(converted_model())')"
 
 # What RESULTS.md shows was written with OUT=benchmarks/results.
 OUT ?= benchmarks/out
@@ -221,4 +223,4 @@ wheel: build
 	bash wheels/check.sh $(BIN)/python build/wheel-environment
 
 clean:
-	rm -rf build dist *.egg-info hf_retrieval_assist/*/*.so
+	rm -rf build dist *.egg-info hf_retrieval_assist/*/*.so hf_retrieval_assist/*/*/*.so

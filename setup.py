@@ -36,7 +36,7 @@ def compile_args() -> list[str]:
 
 def package_of(source: Path) -> str:
     """Where an extension is imported from: kernels on their own, all else is a structure."""
-    return "kernels" if source.parent.name == "kernels" else "structures"
+    return "engines.cpu" if source.parent.name == "kernels" else "structures"
 
 
 def headers_of(source: Path) -> list[str]:

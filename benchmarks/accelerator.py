@@ -28,8 +28,8 @@ from transformers import CompileConfig
 
 from hf_retrieval_assist import Assistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
-from hf_retrieval_assist.planning.cost_store import CostModels
-from hf_retrieval_assist.token_tree import Forest
+from hf_retrieval_assist.policy.cost_store import CostModels
+from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
 from .forced import forcing

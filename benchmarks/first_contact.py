@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_retrieval_assist import SuffixAssistant
-from hf_retrieval_assist.verification.workspace import WORKSPACES
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 
 from .accelerator import Setting, prompts_of, software
 from .forced import forcing

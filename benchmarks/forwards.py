@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels.reroute import reroute
 
 from .inputs import load, model_name
 from .llama_engine import LlamaCpp

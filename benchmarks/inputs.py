@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_retrieval_assist.demo_model import MODELS, load_demo_model, prompt_inputs
+from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model, prompt_inputs
 
 PROMPTS = Path(__file__).parent / "prompts"
 UNTUNED = PROMPTS / "untuned"

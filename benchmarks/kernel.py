@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from hf_retrieval_assist.engines.cpu import screen as screen_module
+from hf_retrieval_assist.engines.cpu.attention import plain_attention
+from hf_retrieval_assist.engines.cpu.linear import transposed_linear
+from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
+from hf_retrieval_assist.engines.cpu.reroute import reroute
+from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
+from hf_retrieval_assist.engines.cpu.skinny import kernel_attention, kernel_linear, skinny_linear
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels import screen as screen_module
-from hf_retrieval_assist.kernels.attention import plain_attention
-from hf_retrieval_assist.kernels.linear import transposed_linear
-from hf_retrieval_assist.kernels.quantized import QuantizedWeight
-from hf_retrieval_assist.kernels.reroute import reroute
-from hf_retrieval_assist.kernels.screen import Sampling, Screen, Screened
-from hf_retrieval_assist.kernels.skinny import kernel_attention, kernel_linear, skinny_linear
 
 from .inputs import load, model_name, read_prompts
 from .report import Report, Table

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from hf_retrieval_assist import SamAssistant, reroute
-from hf_retrieval_assist.demo_model import MODELS, demo_model, load_demo_model, packed_weights
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.policy.cost_store import CostModels
+from hf_retrieval_assist.tools.demo_model import MODELS, demo_model, load_demo_model, packed_weights
 
 from .baselines import LOOKUP_NGRAM, LOOKUP_TOKENS
 from .inputs import PROMPTS, Prompt, first_of_each, read_prompts

@@ -27,8 +27,8 @@ import torch
 from transformers import set_seed
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
-from hf_retrieval_assist.kernels.tuning import tuning_file
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.engines.cpu.tuning import tuning_file
+from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .inputs import (
     PROMPTS,

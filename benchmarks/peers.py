@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
-from hf_retrieval_assist.demo.comparison import TASKS
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
-from hf_retrieval_assist.token_tree import Float32Array
+from hf_retrieval_assist.tools.demo.comparison import TASKS
+from hf_retrieval_assist.types.token_tree import Float32Array
 
 from .inputs import UNTUNED, Prompt, load, model_name, read_prompts
 from .methods import Method, assisted, prompt_lookup

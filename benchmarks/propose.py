@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hf_retrieval_assist.vllm.proposer import Proposer
+from hf_retrieval_assist.extensions.vllm.proposer import Proposer
 
 from .report import Report
 from .traces import Trace, read_traces

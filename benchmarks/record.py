@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, set_seed
 
-from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 from .inputs import read_prompts
 from .traces import SHIPPED, Ids, Trace, write_npz

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant, reroute
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .forced import forcing
 from .methods import Method, Run, assisted, baselines, draft_model, run_method, wait

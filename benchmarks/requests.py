@@ -15,7 +15,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .inputs import UNTUNED, load, model_name, read_prompts
 from .report import Report

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.verification.kv_cache import SlotLayer
+from hf_retrieval_assist.cache.kv_cache import SlotLayer
 
 from .inputs import load
 from .kernel import real_text

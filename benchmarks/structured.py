@@ -19,7 +19,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, SamAssistant, simulate
-from hf_retrieval_assist.demo_model import prompt_inputs
+from hf_retrieval_assist.tools.demo_model import prompt_inputs
 
 from .inputs import dtype_name, load
 from .methods import Method, Run, assisted, baselines, run_method, tokens_per_forward

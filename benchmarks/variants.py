@@ -19,7 +19,7 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.base import DraftSession
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
-from hf_retrieval_assist.drafting.policy import union
+from hf_retrieval_assist.policy.policy import union
 
 from .baselines import prompt_lookup
 from .traces import Ids, Trace

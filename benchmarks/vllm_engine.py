@@ -31,7 +31,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix": {"method": "suffix"},
-    "ours": {"model": "hf_retrieval_assist.vllm.Proposer"},
+    "ours": {"model": "hf_retrieval_assist.extensions.vllm.Proposer"},
 }
 ROUNDS = {"first": "one by one", "again": "one by one, again", "batch": "at once"}
 ENVIRONMENT = {
@@ -122,7 +122,7 @@ def _versions() -> dict[str, str]:
 def _timed_calls() -> list[tuple[float, int, bool]]:
     """Filled while the engine runs: of each call of our proposer the seconds, the requests, and
     whether it was the first for any of them, whose prompt is indexed then."""
-    from hf_retrieval_assist.vllm import Proposer
+    from hf_retrieval_assist.extensions.vllm import Proposer
 
     calls: list[tuple[float, int, bool]] = []
     propose = Proposer.propose

@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 
 from hf_retrieval_assist import CostModels
-from hf_retrieval_assist.demo.comparison import TASKS, WARM_UP, Run, Task, compare, verdict
-from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.record.palette import colours
-from hf_retrieval_assist.record.pieces import readable
+from hf_retrieval_assist.extensions.record.palette import colours
+from hf_retrieval_assist.extensions.record.pieces import readable
+from hf_retrieval_assist.tools.demo.comparison import TASKS, WARM_UP, Run, Task, compare, verdict
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 _COLUMNS = 54  # characters of a line of text
 _LINES = 17

@@ -6,7 +6,7 @@ Answers repeat what the conversation already holds, so later turns are drafted b
 from transformers import TextStreamer
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 QUESTIONS = (
     "List the planets of the solar system in order, one per line.",

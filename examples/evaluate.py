@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 CAPITALS = {
     "France": "Paris",

@@ -21,7 +21,7 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_retrieval_assist import RolloutAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 PROMPTS = (
     "The days of the week are",

@@ -26,7 +26,7 @@ class Writer:
 
     def __init__(self, memory: str, new_tokens: int) -> None:
         from hf_retrieval_assist import OutputMemory, SuffixAssistant
-        from hf_retrieval_assist.demo_model import load_demo_model
+        from hf_retrieval_assist.tools.demo_model import load_demo_model
 
         self.model, self.tokenizer = load_demo_model()
         self.memory = OutputMemory(**{"url" if "://" in memory else "path": memory})

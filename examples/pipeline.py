@@ -3,7 +3,7 @@
 from transformers import pipeline
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 model, tokenizer = load_demo_model()
 write = pipeline("text-generation", model=model, tokenizer=tokenizer)

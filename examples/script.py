@@ -1,7 +1,7 @@
 """The smallest use: import an assistant, pass it to `generate`."""
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 model, tokenizer = load_demo_model()  # or any AutoModelForCausalLM and its tokenizer
 assistant = SamAssistant()

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from .candidate_generator import RetrievalCandidateGenerator as RetrievalCandidateGenerator
     from .corpus.datastore import Datastore as Datastore
     from .draft_models.draft_model import EarlyExit as EarlyExit
-    from .draft_models.eagle import EagleHead as EagleHead
-    from .draft_models.quantized_self import QuantizedSelf as QuantizedSelf
     from .drafters.base import Drafter as Drafter
     from .drafters.base import DraftSession as DraftSession
+    from .engines.cpu.quantized_self import QuantizedSelf as QuantizedSelf
+    from .engines.cpu.reroute import reroute as reroute
+    from .extensions.heads.eagle import EagleHead as EagleHead
+    from .extensions.record.record import Record as Record
     from .hook import install as install
     from .hook import uninstall as uninstall
-    from .kernels.reroute import reroute as reroute
     from .memory.output_memory import OutputMemory as OutputMemory
-    from .planning.cost_store import CostModels as CostModels
+    from .policy.cost_store import CostModels as CostModels
     from .presets import RestAssistant as RestAssistant
     from .presets import RolloutAssistant as RolloutAssistant
     from .presets import SamAssistant as SamAssistant
     from .presets import SequoiaAssistant as SequoiaAssistant
     from .presets import SuffixAssistant as SuffixAssistant
-    from .record.record import Record as Record
     from .simulation import SimulationReport as SimulationReport
     from .simulation import simulate as simulate
-    from .suggestion import suggest as suggest
-    from .token_tree import TokenTree as TokenTree
+    from .tools.suggestion import suggest as suggest
+    from .types.token_tree import TokenTree as TokenTree
 
 require_compiled()
 
@@ -50,18 +50,18 @@ _NAMES = {
     "candidate_generator": "RetrievalCandidateGenerator",
     "corpus.datastore": "Datastore",
     "draft_models.draft_model": "EarlyExit",
-    "draft_models.eagle": "EagleHead",
-    "draft_models.quantized_self": "QuantizedSelf",
+    "extensions.heads.eagle": "EagleHead",
+    "engines.cpu.quantized_self": "QuantizedSelf",
     "drafters.base": "DraftSession Drafter",
     "hook": "install uninstall",
-    "kernels.reroute": "reroute",
+    "engines.cpu.reroute": "reroute",
     "memory.output_memory": "OutputMemory",
-    "planning.cost_store": "CostModels",
+    "policy.cost_store": "CostModels",
     "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
-    "record.record": "Record",
+    "extensions.record.record": "Record",
     "simulation": "SimulationReport simulate",
-    "suggestion": "suggest",
-    "token_tree": "TokenTree",
+    "tools.suggestion": "suggest",
+    "types.token_tree": "TokenTree",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from .attachment import attached
 from .decoding.decode import decode
 from .drafters.expected import Expected, Text
-from .drafting.policy import DraftingPolicy
-from .stats import CallStats
+from .policy.policy import DraftingPolicy
+from .policy.stats import CallStats
 from .system import changes
 
 if TYPE_CHECKING:
-    from .record import CallRecord, Record, Step
+    from .extensions.record import CallRecord, Record, Step
 
 
 class _OfUsers(type):
@@ -39,10 +39,11 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             preset's paper. A number: that many.
         max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
-            fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
+            fastest method for few rows; see
+            :class:`~hf_retrieval_assist.engines.cpu.reroute.reroute`.
         graphs: repeat verification forwards from recordings: on a CUDA device as a graph, see
-            :mod:`~hf_retrieval_assist.verification.fixed_verifier`; on a CPU without the model's
-            Python, see :mod:`~hf_retrieval_assist.verification.repeated_forward`. "fused": graphs
+            :mod:`~hf_retrieval_assist.engines.cuda.fixed_verifier`; on a CPU without the model's
+            Python, see :mod:`~hf_retrieval_assist.engines.cpu.repeated_forward`. "fused": graphs
             whose norms and rotary embeddings are compiled, each to one kernel.
         fixed_width: on an accelerator, tokens per row that every forward behind the prompt's feeds:
             1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
@@ -170,7 +171,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             tokenizer: to show tokens as text.
             on_step: called with every finished step, while the call goes on.
         """
-        from .record import Record
+        from .extensions.record import Record
 
         record = Record(tokenizer, on_step)
         with self._lock:
@@ -187,7 +188,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             records = list(self.records)
         if not records:
             return None
-        from .record import CallRecord
+        from .extensions.record import CallRecord
 
         listeners = [record.on_step for record in records if record.on_step is not None]
         observed = CallRecord(prompts, call, self.drafters, listeners)
@@ -197,6 +198,6 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
 
     def _repr_html_(self) -> str:
         """Drafters and figures, for notebooks."""
-        from .record.html import assistant_html
+        from .extensions.record.html import assistant_html
 
         return assistant_html(self)

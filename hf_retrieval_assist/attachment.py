@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import GenerationMixin
 
-from .drafting.policy import DraftingPolicy
+from .policy.policy import DraftingPolicy
 from .system.arguments import kind_of
 from .system.log import get_logger
 from .system.reloads import is_of

@@ -15,7 +15,7 @@ from transformers.generation import CandidateGenerator
 
 from .assistants import Assistant
 from .drafters.base import Target
-from .token_tree import Limits
+from .types.token_tree import Limits
 
 
 class RetrievalCandidateGenerator(CandidateGenerator):

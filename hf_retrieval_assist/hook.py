@@ -21,11 +21,11 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from .assistants import Assistant
 from .attachment import attached_to
 from .decoding.call import refused_mode
-from .drafting.policy import DraftingPolicy
 from .host.plain_step import has_own_loop
 from .host.private_names import why_plain
 from .host.transformers_private import given_cache, shards_need_company
-from .stats import CallStats
+from .policy.policy import DraftingPolicy
+from .policy.stats import CallStats
 from .system.arguments import kind_of
 from .system.log import get_logger
 from .system.reloads import LOADED, is_of
@@ -142,7 +142,7 @@ def _naming(assistant: Any) -> Iterator[None]:
 
 def _serve_manager(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any:
     # Only here: who batches nothing does without the module.
-    from .continuous_batching import draft_for, objection
+    from .extensions.serving.continuous_batching import draft_for, objection
 
     assistant, asked = _chosen(model, _of_manager.get() if named is _UNNAMED else named)
     if assistant is not None and (why := _why_stale(assistant) or objection(assistant)) is not None:

@@ -23,8 +23,8 @@ from .drafters.suffix import SuffixDrafter
 from .memory.output_memory import OutputMemory
 from .papers.sam_decoding import SamDecoding
 from .papers.suffix_decoding import ALGORITHM_1, SuffixDecoding
-from .planning.cost_store import CostModels
-from .planning.planner import Budget
+from .policy.cost_store import CostModels
+from .policy.planner import Budget
 from .system.arguments import kind_of
 
 # The longest draft from a corpus where the planner says how much of it pays.

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .drafters.base import Target
-from .drafting.policy import AssistantSession, DraftingPolicy
-from .planning.account import Account
-from .planning.cost_model import CostModel
-from .planning.cost_store import CostKey
-from .planning.cost_views import PackedCost
+from .policy.account import Account
+from .policy.cost_model import CostModel
+from .policy.cost_store import CostKey
+from .policy.cost_views import PackedCost
+from .policy.policy import AssistantSession, DraftingPolicy
 from .system.arguments import require_at_least
-from .token_tree import Ids, Limits, TokenTree, checked_ids
+from .types.token_tree import Ids, Limits, TokenTree, checked_ids
 
 
 @dataclass

@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist.kernels import skinny
-from hf_retrieval_assist.verification import repeated_forward
+from hf_retrieval_assist.engines.cpu import repeated_forward, skinny
 from tests.support.lossless import build
 
 # PyTorch's code for older CPUs is not made for what oneDNN chooses on this one.

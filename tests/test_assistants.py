@@ -19,9 +19,9 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
-from hf_retrieval_assist.drafting.policy import union
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.stats import CallStats, Stats
+from hf_retrieval_assist.policy.policy import union
+from hf_retrieval_assist.policy.stats import CallStats, Stats
 from tests.support.rounding import near
 from tests.support.threads import in_threads
 from tests.support.trees import paths

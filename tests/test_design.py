@@ -3,6 +3,7 @@ how near is near enough."""
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,13 +39,13 @@ def test_every_folder_is_described():
 
 # What stands for each stage of a step. Ranks agree round the plan.
 STAGES = {
-    "propose": ("drafting/policy.py", "propose"),
-    "plan": ("planning/planner.py", "plan"),
+    "propose": ("policy/policy.py", "propose"),
+    "plan": ("policy/planner.py", "plan"),
     "forward": ("verification/verifiers.py", "forward"),
     "walk": ("decoding/walk.py", "__call__"),
     "keep": ("verification/verifiers.py", "keep"),
-    "learn": ("drafting/policy.py", "commit"),
-    "observe": ("planning/cost_model.py", "observe"),
+    "learn": ("policy/policy.py", "commit"),
+    "observe": ("policy/cost_model.py", "observe"),
 }
 
 
@@ -103,22 +104,32 @@ assert assistant.stats.last.tier == "tree", assistant.stats.last
 
 
 # What may be absent all at once: features that nothing else needs.
-FEATURES = ("grammars", "record", "serving", "vllm", "demo", "demo_model.py", "cli")
-FEATURES += ("continuous_batching.py", "simulation.py", "suggestion.py")
-FEATURES += ("draft_models/eagle*.py", "draft_models/mtp*.py", "draft_models/dflash.py")
-FEATURES += ("draft_models/layers_follower.py",)
-FEATURES += ("memory/log.py", "memory/redis_server.py", "memory/stream.py")
+FEATURES = (
+    "extensions/structured/*_matcher.py",
+    "extensions/record",
+    "extensions/serving",
+    "extensions/vllm",
+)
+FEATURES += (
+    "extensions/vllm",
+    "extensions/redis",
+    "extensions/ray",
+    "tools",
+    "simulation.py",
+    "memory/log.py",
+)
+FEATURES += ("extensions/heads/eagle*.py", "extensions/heads/mtp*.py", "extensions/heads/dflash.py")
+FEATURES += ("extensions/heads/layers_follower.py",)
 
 
 def test_the_rest_works_where_single_features_are_absent(tmp_path):
-    assert not [name for name in FEATURES if not [*PACKAGE.glob(name)]]
-    absent = {path for name in FEATURES for path in PACKAGE.glob(name)}
-    parts = PACKAGE / "draft_models", PACKAGE / "memory"
-    for path in [*PACKAGE.iterdir(), *(file for part in parts for file in part.iterdir())]:
-        if path not in {*absent, *parts} and path.name != "__pycache__":
-            link = tmp_path / path.relative_to(PACKAGE.parent)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path)
+    copy = tmp_path / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FEATURES:
+        absent = [*copy.glob(name)]
+        assert absent, name
+        for path in absent:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, check=True)
 

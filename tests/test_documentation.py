@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_retrieval_assist import demo_model
+from hf_retrieval_assist.tools import demo_model
 
 from .support.byte_model import small_model
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hf_retrieval_assist
-from hf_retrieval_assist import SamAssistant, demo_model
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.tools import demo_model
 
 from .support.byte_model import small_model
 

@@ -9,8 +9,8 @@ import torch
 
 from hf_retrieval_assist import EagleHead, OutputMemory
 from hf_retrieval_assist.corpus.readers import Skipped, read_texts
-from hf_retrieval_assist.kernels.tuning import Tuning
-from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+from hf_retrieval_assist.engines.cpu.tuning import Tuning
+from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
 from tests.support.memories import check_memory
 
 from .support.damage import damaged

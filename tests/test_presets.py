@@ -18,8 +18,8 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
-from hf_retrieval_assist.drafting.policy import DraftingPolicy
 from hf_retrieval_assist.host.fingerprint import fingerprint
+from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.presets import Options, fallback_drafters
 from tests.support.memories import check_memory
 

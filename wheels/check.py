@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_retrieval_assist
 from hf_retrieval_assist import SuffixAssistant
-from hf_retrieval_assist.kernels import skinny
+from hf_retrieval_assist.engines.cpu import skinny
 from hf_retrieval_assist.structures import suffix_array, suffix_automaton, suffix_tree
 
 

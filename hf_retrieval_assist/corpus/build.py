@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..system.arguments import kind_of, whole_number
 from ..system.versions import of_extra
-from ..token_tree import Ids, Int32Array, checked_ids
+from ..types.token_tree import Ids, Int32Array, checked_ids
 from .format import (
     MAX_BYTES,
     MAX_VOCAB,

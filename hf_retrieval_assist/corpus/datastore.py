@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_array import SuffixArray
-from ..token_tree import Ids
+from ..types.token_tree import Ids
 from .build import BuildOptions, build_shards, publish, staging_directory
 from .format import (
     MANIFEST,
@@ -139,8 +139,9 @@ class Datastore:
             workers: shards that are sorted at the same time.
             progress: show a progress bar.
             overwrite: replace a datastore that is already there.
-            executor: where shards are sorted, such as a :class:`~.cluster.RayExecutor`, whose
-                machines must all see `path`; None: threads of this process.
+            executor: where shards are sorted, such as a
+                :class:`~..extensions.ray.cluster.RayExecutor`, whose machines must all see `path`;
+                None: threads of this process.
 
         Raises:
             FileExistsError: `path` exists and is not to be overwritten, or is not a datastore.

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from ..system.arguments import encodable
 from ..system.files import read_json_lines
 from ..system.versions import of_extra
-from ..token_tree import Ids, checked_ids
+from ..types.token_tree import Ids, checked_ids
 from .build import require_documents
 from .datastore import Datastore
 from .format import MANIFEST

@@ -16,24 +16,24 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
+from ..cache.kv_cache import stands_for
 from ..drafters.base import Graphs, Target
+from ..engines.cuda.fixed_memory import stays_in_place
+from ..engines.cuda.workspace import WORKSPACES
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
 from ..host.plain_step import Rules, is_known_streamer
 from ..host.ranks import Ranks
-from ..planning.cost_store import CostKey, size_bucket
-from ..planning.planner import Planner
-from ..row_text import RowText, strip_padding
+from ..policy.cost_store import CostKey, size_bucket
+from ..policy.planner import Planner
 from ..system.lazy import cached_property
 from ..system.log import get_logger
 from ..system.reloads import LOADED
-from ..token_tree import Int32Array
-from ..verification.fixed_memory import stays_in_place
-from ..verification.kv_cache import stands_for
+from ..types.row_text import RowText, strip_padding
+from ..types.token_tree import Int32Array
 from ..verification.service import PER_TOKEN, Demand, choose_service
 from ..verification.tiers import Service, Tier
-from ..verification.workspace import WORKSPACES
 from .selection import ROWWISE
 from .stopping import Stopping
 

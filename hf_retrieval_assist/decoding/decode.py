@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..drafting.policy import DraftingPolicy
+from ..engines.cpu.reroute import all_scopes_left
 from ..host.callers_hooks import left_out
 from ..host.ranks import Ranks
 from ..host.transformers_private import compilations
-from ..kernels.reroute import all_scopes_left
-from ..planning.account import Account
-from ..stats import PHASES, CallStats
-from ..token_tree import Int32Array
+from ..policy.account import Account
+from ..policy.policy import DraftingPolicy
+from ..policy.stats import PHASES, CallStats
+from ..types.token_tree import Int32Array
 from ..verification.service import learn_moving
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
@@ -26,7 +26,7 @@ from .loop import Generation
 from .plainly import decode_at_rest, decode_plainly
 
 if TYPE_CHECKING:
-    from ..record import CallRecord
+    from ..extensions.record import CallRecord
 
 
 @all_scopes_left()

@@ -19,10 +19,10 @@ import torch
 
 from ..drafters.base import Foresight
 from ..host.plain_step import choosers_exchanged
-from ..kernels.exponential import exponential, is_fast
-from ..kernels.largest import greatest, largest
-from ..row_text import RowText
 from ..system.locks import DRAWS
+from ..types.row_text import RowText
+from ..verification.largest import greatest, largest
+from .exponential import exponential, is_fast
 from .selection import TokenSelector
 
 # Of noise that is kept; what is beyond is drawn again from the generator's state, of 5 KB.

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..drafting.policy import DraftingPolicy
+from ..engines.cpu.copies import Copies
+from ..engines.cpu.linear import MAX_ROWS
+from ..engines.cpu.reroute import reroute
+from ..engines.cuda.fixed_verifier import ForwardOptions
 from ..host import transformers_private as private
 from ..host.callers_hooks import CacheShownError, HookWatch
 from ..host.feature_taps import FeatureTaps
 from ..host.lookups import ForwardLookups
-from ..kernels.linear import MAX_ROWS
-from ..kernels.reroute import reroute
-from ..stats import CallStats, Stopwatch
+from ..policy.policy import DraftingPolicy
+from ..policy.stats import CallStats, Stopwatch
 from ..system.log import get_logger
-from ..token_tree import TokenTree
+from ..types.token_tree import TokenTree
 from ..verification.chain_verifier import StepVerifier
-from ..verification.fixed_verifier import ForwardOptions
 from ..verification.service import PER_TOKEN
 from ..verification.tiers import Service, slot_cache
 from ..verification.verified import Verified
 from ..verification.verifiers import Verifier
 from .call import Call
-from .copies import Copies
 from .walk import Walk
 
 logger = get_logger(__name__)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..drafters.feedback import RowFeedback, row_feedbacks
-from ..drafting.policy import AssistantSession, DraftingPolicy
 from ..host import transformers_private as private
 from ..host.model_watch import ModelWatch
 from ..host.ranks import Ranks
-from ..planning.account import Drafting
-from ..row_text import Path, RowText
-from ..stats import CallStats, Stopwatch
-from ..token_tree import Forest, TokenTree
+from ..policy.account import Drafting
+from ..policy.policy import AssistantSession, DraftingPolicy
+from ..policy.stats import CallStats, Stopwatch
+from ..types.row_text import Path, RowText
+from ..types.token_tree import Forest, TokenTree
 from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service
 from ..verification.verified import Verified
@@ -31,7 +31,7 @@ from .pricing import Pricing
 from .walk import Drawn, Walk
 
 if TYPE_CHECKING:
-    from ..record import CallRecord
+    from ..extensions.record import CallRecord
 
 
 class Generation:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
-from ..drafting.policy import DraftingPolicy
+from ..cache.kv_cache import go_back, has_slots
+from ..engines.cpu.reroute import reroute
 from ..host import transformers_private
-from ..kernels.reroute import reroute
-from ..planning.account import Account
-from ..stats import CallStats
+from ..policy.account import Account
+from ..policy.policy import DraftingPolicy
+from ..policy.stats import CallStats
 from ..system.log import get_logger
-from ..verification.kv_cache import go_back, has_slots
 from .call import Call
 
 if TYPE_CHECKING:
-    from ..record import CallRecord
+    from ..extensions.record import CallRecord
 
 logger = get_logger(__name__)
 

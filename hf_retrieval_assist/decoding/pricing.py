@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..drafting.policy import DraftingPolicy
-from ..planning.account import Drafting
-from ..planning.cost_model import CostModel
-from ..planning.cost_store import size_bucket
-from ..planning.cost_views import PackedCost, stepped
+from ..policy.account import Drafting
+from ..policy.cost_model import CostModel
+from ..policy.cost_store import size_bucket
+from ..policy.cost_views import PackedCost, stepped
+from ..policy.policy import DraftingPolicy
 from ..verification.verified import Verified
 from ..verification.verifiers import Verifier
 from .call import Call

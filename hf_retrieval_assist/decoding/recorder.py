@@ -14,10 +14,10 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
+from ..cache.kv_cache import SlotCache
+from ..cache.slot_layers import SlotLayer
 from ..host.transformers_private import CACHE
-from ..row_text import RowText
-from ..verification.kv_cache import SlotCache
-from ..verification.slot_layers import SlotLayer
+from ..types.row_text import RowText
 from ..verification.verified import Verified
 
 

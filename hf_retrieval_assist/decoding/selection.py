@@ -12,11 +12,11 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
+from ..engines.cpu.screen import Sampling
 from ..host.plain_step import Rules, choosers_exchanged
-from ..kernels.largest import greatest
-from ..kernels.screen import Sampling
-from ..row_text import RowText, shown
 from ..structures.lookups import Snapshot
+from ..types.row_text import RowText, shown
+from ..verification.largest import greatest
 
 Draw = Callable[[torch.Tensor], list[int]]
 

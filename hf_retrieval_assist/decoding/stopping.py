@@ -11,7 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..host.plain_step import Rules
-from ..row_text import RowText, shown
+from ..types.row_text import RowText, shown
 
 # A criterion that is answered from the host, or others that are asked together.
 _Part: TypeAlias = StoppingCriteria | StoppingCriteriaList

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..drafters.base import ChildDraw
+from ..engines.cpu.screen import Screened
+from ..engines.cuda.node_choices import NodeChoices
 from ..host.model_watch import ModelWatch
 from ..host.plain_step import STREAMS_FIRST
-from ..kernels.screen import Screened
-from ..row_text import Path, RowText
-from ..token_tree import TokenTree
+from ..types.row_text import Path, RowText
+from ..types.token_tree import TokenTree
 from ..verification.verified import Verified
 from .call import Call
 from .dice import Dice, quotient_tokens
-from .node_choices import NodeChoices
 from .recorder import OutputRecorder
 from .selection import TokenSelector
 
@@ -81,7 +81,7 @@ class Walk:
         the text besides.
 
         Args:
-            width: see :class:`~.node_choices.NodeChoices`.
+            width: see :class:`~..engines.cuda.node_choices.NodeChoices`.
         """
         if not (self.select.greedy or not self.select.blind or self._needs_logits):
             self._ahead = NodeChoices(self.rows, self.select, self.dice, width)

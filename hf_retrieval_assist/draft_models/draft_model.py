@@ -17,22 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
+from ..engines.cuda.fixed_memory import can_stay, stays_in_place
+from ..engines.cuda.recorded_drafts import RecordedDrafts
+from ..extensions.translation.translation import DraftTranslation, TranslatedText, found
 from ..host.first_layers import first_layers
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, TokenTree
-from ..verification.fixed_memory import can_stay, stays_in_place
+from ..types.token_tree import Float32Array, Forest, TokenTree
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import Fed
 from .growth import Choice, Level
-from .recorded import RecordedDrafts
 from .rows import DraftCache, Group, RowSession, fed_texts, fills_of, groups, parts, proposed
 from .sequoia import PRIORS, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
-from .translation import DraftTranslation, TranslatedText, found
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
@@ -59,7 +59,7 @@ class DraftModelDrafter(Drafter):
             temperature, and records what residual verification needs.
         assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
             model's folder if not given and the vocabularies differ in size. Drafts then go by
-            way of the text; see :mod:`~hf_retrieval_assist.draft_models.translation`.
+            way of the text; see :mod:`~hf_retrieval_assist.extensions.translation.translation`.
         target_tokenizer: the target's, likewise.
 
     Raises:

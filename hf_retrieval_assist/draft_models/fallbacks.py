@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..drafters.token_recycling import TokenRecyclingDrafter
+from ..engines.cpu.quantized_self import QuantizedSelf
+from ..extensions.heads.features import is_dflash
 from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
-from .features import is_dflash
-from .quantized_self import QuantizedSelf
 
 if TYPE_CHECKING:
-    from .eagle import EagleHead
+    from ..extensions.heads.eagle import EagleHead
 
 Source: TypeAlias = Union[
     Literal["token_recycling", "mtp", "quantized_self"], Drafter, "EagleHead", PreTrainedModel
@@ -56,11 +56,11 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
         # By what the model is configured to be fed.
         if not is_dflash(fallback):
             return DraftModelDrafter(fallback)
-        from .dflash import DFlashDrafter
+        from ..extensions.heads.dflash import DFlashDrafter
 
         return DFlashDrafter(fallback)
     if isinstance(fallback, nn.Module):
-        from .eagle import EagleDrafter, EagleHead
+        from ..extensions.heads.eagle import EagleDrafter, EagleHead
 
         if isinstance(fallback, EagleHead):
             return EagleDrafter(fallback)
@@ -68,7 +68,7 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
         case "token_recycling":
             return TokenRecyclingDrafter(last_logits=not paper)
         case "mtp":
-            from .mtp import MtpDrafter
+            from ..extensions.heads.mtp import MtpDrafter
 
             return MtpDrafter()
         case "quantized_self":

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.largest import largest, most_probable
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, Forest, Int32Array
+from ..types.token_tree import Float32Array, Forest, Int32Array
+from ..verification.largest import largest, most_probable
 from ..verification.tree_attention import Fed
 
 # Evidence: how likely the drafting model holds the token after its parent, its place among the

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 
+from ..cache.kv_cache import SLOT_LAYERS, SlotCache
+from ..cache.slot_layers import SlotLayer
 from ..drafters.base import BatchSession
-from ..token_tree import Forest, TokenTree
-from ..verification.kv_cache import SLOT_LAYERS, SlotCache
-from ..verification.slot_layers import SlotLayer
+from ..engines.cuda.workspace import Workspace
+from ..types.token_tree import Forest, TokenTree
 from ..verification.tree_attention import Fed, LayerMask, Rules, TreeAttention, table_of
-from ..verification.workspace import Workspace
 
 
 def fed_texts(fills: Tensor, width: int) -> Fed:

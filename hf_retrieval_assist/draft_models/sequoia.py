@@ -19,11 +19,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..drafters.base import Float64Array, Foresight
-from ..planning.running_mean import toward
 from ..structures import draft_tree
 from ..system.lazy import cached_property
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Int32Array, TokenTree, ancestor_mask
+from ..system.running_mean import toward
+from ..types.token_tree import Float32Array, Int32Array, TokenTree, ancestor_mask
 from .growth import Choice, Chosen, Level, Run, likeliest, paths_to
 from .residual import draw_children
 

@@ -20,7 +20,7 @@ from ..structures.draft_tree import path_products
 from ..structures.suffix_array import classes_by_count
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, Ids, Int32Array, TokenTree, checked_documents
+from ..types.token_tree import Float32Array, Ids, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 
 # Evidence of a chain: tokens matched and depth, up to these numbers, and whether the match has one

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from ..host.fingerprint import fingerprint
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..types.token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.verified import TopLogits
 
 if TYPE_CHECKING:
     # It takes transformers with it, which other engines draft without.
+    from ..extensions.structured.forms import Forms
     from ..verification.own_forwards import OwnForwards
-    from .forms import Forms
 
 Float64Array = NDArray[np.float64]
 Graphs = bool | Literal["fused"]

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..extensions.structured.forms import Forms, schema_forms, tool_forms
 from ..structures.suffix_automaton import SuffixAutomaton
 from ..system.arguments import encodable
-from ..token_tree import Int32Array, checked_ids
-from .forms import Forms, schema_forms, tool_forms
+from ..types.token_tree import Int32Array, checked_ids
 
 Text: TypeAlias = "str | Sequence[int] | NDArray[np.integer]"
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ..host.feature_taps import FeatureTaps
-from ..row_text import Path, RowText
-from ..token_tree import Int32Array, TokenTree
+from ..types.row_text import Path, RowText
+from ..types.token_tree import Int32Array, TokenTree
 from ..verification.verified import TopLogits, Verified
 from .base import Feedback, FeedbackNeeds
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..corpus.datastore import Datastore
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, TokenTree
+from ..types.token_tree import Float32Array, TokenTree
 from .automaton import MatchSession, counted_tree
 from .base import Drafter, Target
 

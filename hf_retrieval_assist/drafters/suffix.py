@@ -24,7 +24,7 @@ from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Mixer, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
+from ..types.token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
 from .base import BatchSession, Drafter, Feedback, Target
 
 _FREQUENCIES = 10  # classes of scored drafts

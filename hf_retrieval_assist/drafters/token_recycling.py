@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..structures import successors
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ..types.token_tree import Float32Array, Forest, Int32Array, TokenTree
 from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Target
 
 # Parents and ranks, int32 [n]: node "rank r below p" stands for the r-th likeliest successor of p's

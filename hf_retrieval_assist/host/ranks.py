@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..token_tree import Forest, TokenTree
+from ..types.token_tree import Forest, TokenTree
 from . import transformers_private
 
 # What ranks say when they meet; the sum tells whether all said the same.

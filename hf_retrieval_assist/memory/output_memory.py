@@ -442,8 +442,8 @@ def _shared_outputs(
     if path is not None and url is not None:
         raise ValueError("path: expected none beside url, got both")
     if url is not None:
-        from .redis_server import RedisServer
-        from .stream import OutputStream
+        from ..extensions.redis.redis_server import RedisServer
+        from ..extensions.redis.stream import OutputStream
 
         return OutputStream(RedisServer(url), keep_bytes)
     if path is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_tree import SuffixTree
-from ..token_tree import checked_ids
+from ..types.token_tree import checked_ids
 
 # Between a model's fingerprint and a prompt's name, which no fingerprint contains.
 GROUP_MARK = "/"

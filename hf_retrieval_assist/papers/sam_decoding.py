@@ -10,9 +10,9 @@ from ..corpus.datastore import Datastore
 from ..drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from ..drafters.base import Drafter, DraftSession
 from ..drafters.rest import RestDrafter
-from ..drafting.policy import union
+from ..policy.policy import union
 from ..system.arguments import require_at_least
-from ..token_tree import Ids, TokenTree
+from ..types.token_tree import Ids, TokenTree
 
 # Corpus continuations rarer than this cost more to look at than they bring.
 _LEAST_PROB = 0.01

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..drafters.base import DraftSession
-from ..drafting.policy import union
-from ..token_tree import TokenTree
+from ..policy.policy import union
+from ..types.token_tree import TokenTree
 
 # Arguments of a `SuffixDrafter` that drafts by Algorithm 1.
 ALGORITHM_1 = {"alpha": 4.0, "min_prob": 0.02, "scored": True}

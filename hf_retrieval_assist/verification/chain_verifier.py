@@ -1,7 +1,7 @@
 """How one forward checks a chain of each row, for models without usable positions or masks.
 
 All rows advance by what the slowest one accepted; what faster rows know already stays pending.
-Slots forget by themselves; what layers keep besides, :mod:`.states` takes back.
+Slots forget by themselves; what layers keep besides, :mod:`..cache.states` takes back.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..cache.states import States
 from ..host.transformers_private import kwargs_after
-from ..row_text import RowText
-from ..token_tree import TokenTree
-from .states import States
+from ..types.row_text import RowText
+from ..types.token_tree import TokenTree
 from .verified import Verified
 from .verifiers import Verifier
 

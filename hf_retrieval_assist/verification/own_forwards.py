@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..row_text import RowText
+from ..types.row_text import RowText
 from .tree_attention import Fed
 from .verifiers import TreeVerifier, Verifier
 

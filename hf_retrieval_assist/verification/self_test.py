@@ -23,18 +23,18 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..cache.kv_cache import SlotCache
+from ..engines.cpu.recording import same_bits
+from ..engines.cuda.fixed_verifier import ForwardOptions
+from ..engines.cuda.replay import SHORTAGES
 from ..host.callers_hooks import HookWatch
 from ..host.model_state import Attributes, autocast_dtypes, restored, torch_setting
 from ..host.positions import named_lengths
 from ..host.told import Moving
 from ..host.transformers_private import input_device, kwargs_after, takes_positions
-from ..kernels.recording import same_bits
-from ..row_text import RowText
-from ..token_tree import TokenTree
-from .fixed_verifier import ForwardOptions
-from .kv_cache import SlotCache
+from ..types.row_text import RowText
+from ..types.token_tree import TokenTree
 from .reach import find_reach
-from .replay import SHORTAGES
 from .tiers import Service, Tier, cache_for
 from .traces import Traces
 

@@ -11,6 +11,12 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
+from ..cache.kv_cache import SLOT_LAYERS
+from ..engines.cpu.norms import learn_norms
+from ..engines.cpu.scopes import is_exchangeable
+from ..engines.cuda.fixed_attention import has_triton
+from ..engines.cuda.fixed_memory import stays_in_place
+from ..engines.cuda.replay import SHORTAGES
 from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
 from ..host.lookups import lookups_of
 from ..host.model_state import Attributes, has_changing_hooks, model_settings
@@ -32,16 +38,10 @@ from ..host.transformers_private import (
     why_no_mask,
     why_plain_in_pipeline,
 )
-from ..kernels.fixed_attention import has_triton
-from ..kernels.norms import learn_norms
-from ..kernels.scopes import is_exchangeable
 from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.modules import modules_of
-from .fixed_memory import stays_in_place
-from .kv_cache import SLOT_LAYERS
-from .replay import SHORTAGES
 from .self_test import examined
 from .tiers import Service, Tier, has_padding
 from .tree_attention import layer_masks, single_mask

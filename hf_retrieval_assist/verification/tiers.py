@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from ..cache.kv_cache import SlotCache
+from ..cache.slot_layers import SlotLayer
+from ..cache.states import SavedStates, States
+from ..engines.cuda.fixed_attention import AttentionBy
+from ..engines.cuda.fixed_memory import can_stay
+from ..engines.cuda.fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
+from ..engines.cuda.workspace import WORKSPACES
 from ..host.lookups import ForwardLookups
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
-from ..kernels.fixed_attention import AttentionBy
 from .chain_verifier import ChainVerifier
-from .fixed_memory import can_stay
-from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
-from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
-from .slot_layers import SlotLayer
-from .states import SavedStates, States
 from .tree_attention import LayerMask, Rules, TreeAttention
 from .verifiers import TreeVerifier, Verifier
-from .workspace import WORKSPACES
 
 
 class Tier(StrEnum):

@@ -27,12 +27,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..engines.cpu.recording import memory_of
 from ..host.callers_hooks import has_callers_hooks
 from ..host.lookups import lookups_of
 from ..host.model_state import own_names
 from ..host.told import Teller
 from ..host.transformers_private import hooks_of
-from ..kernels.recording import memory_of
 from ..system.modules import modules_of
 from .reach import has_ropes
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from ..cache.slot_layers import RowSlots
 from ..structures import draft_tree
 from ..system.lazy import cached_property
-from ..token_tree import TokenTree
-from .slot_layers import RowSlots
+from ..types.token_tree import TokenTree
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..kernels.largest import greatest, largest
-from ..kernels.screen import Screened
+from ..engines.cpu.screen import Screened
+from .largest import greatest, largest
 
 # Logits looked at together, so that a long prompt needs no large temporaries.
 _CHUNK_CELLS = 1 << 25

@@ -15,21 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..cache.kv_cache import SlotCache
+from ..engines.cpu.packed_attention import PackedAttention, spans_of
+from ..engines.cpu.repeated_forward import RepeatedForward, can_repeat
+from ..engines.cpu.scopes import Attention, attending
 from ..host.lookups import ForwardLookups
-from ..host.transformers_private import (
-    CACHE_NAMES,
-    attention_of,
-    forward_parameters,
-    input_device,
-)
-from ..kernels.packed_attention import PackedAttention, spans_of
-from ..kernels.scopes import Attention, attending
-from ..row_text import RowText
+from ..host.transformers_private import CACHE_NAMES, attention_of, forward_parameters, input_device
 from ..system.lazy import cached_property
-from ..token_tree import Limits, TokenTree
-from .kv_cache import SlotCache
+from ..types.row_text import RowText
+from ..types.token_tree import Limits, TokenTree
 from .reach import UNLIMITED
-from .repeated_forward import RepeatedForward, can_repeat
 from .tree_attention import Fed, FedTokens, TreeAttention
 from .verified import Verified
 

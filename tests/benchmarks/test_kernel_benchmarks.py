@@ -8,7 +8,7 @@ from transformers import Gemma3ForCausalLM
 
 from benchmarks import kernel, overhead, step
 from benchmarks.report import Report
-from hf_retrieval_assist.kernels.reroute import reroute
+from hf_retrieval_assist.engines.cpu.reroute import reroute
 from tests.support.benchmarks import quick, silent
 from tests.support.lossless import build
 from tests.support.rounding import near, within

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from hf_retrieval_assist.verification import fixed_verifier
+from hf_retrieval_assist.engines.cuda import fixed_verifier
 from tests.support.callers import ASKED, TEXT, Each, agree
 from tests.support.lossless import INPUTS, build, run
 from tests.support.op_recorder import serve_in_place

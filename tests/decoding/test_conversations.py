@@ -31,9 +31,9 @@ from hf_retrieval_assist import (
     SamAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.engines.cpu import weight_copies
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels import weight_copies
-from hf_retrieval_assist.planning.account import Account
+from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build, rope_model, run
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.watching import Interrupt, interrupted_forward

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList, StoppingCriteria
 from hf_retrieval_assist.decoding import dice as module
 from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.row_text import RowText
+from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 from tests.support.tiny_models import VOCAB

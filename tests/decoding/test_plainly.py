@@ -9,9 +9,9 @@ import transformers
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, attach
 from hf_retrieval_assist.decoding.call import cost_key
-from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
-from hf_retrieval_assist.planning.account import Account
+from hf_retrieval_assist.policy.account import Account
+from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
 from tests.support.watching import Interrupt, Spectator, calls_of, interrupted_forward
 from tests.support.wrapped_models import RUNTIMES

@@ -10,7 +10,7 @@ from transformers.generation import logits_process, stopping_criteria
 from hf_retrieval_assist.decoding.selection import ROWWISE, TokenSelector
 from hf_retrieval_assist.decoding.stopping import Stopping
 from hf_retrieval_assist.host.plain_step import Rules
-from hf_retrieval_assist.row_text import Path, RowText
+from hf_retrieval_assist.types.row_text import Path, RowText
 
 ROWS, LENGTH, VOCAB = 3, 9, 67
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)) % 9 + 3

@@ -8,7 +8,7 @@ import transformers
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.lossless import PROMPT, build, run, same
 from tests.support.oracle_drafter import OracleDrafter, oracle_assistant
 

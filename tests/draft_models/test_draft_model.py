@@ -12,7 +12,7 @@ from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.sequoia import PRIORS, classes_by_rank
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import PHRASE, PROMPT, build, run, same
 from tests.support.oracle_drafter import agreeing
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist import Assistant, EagleHead, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.draft_models import dflash, draft_model, layers_follower
-from hf_retrieval_assist.draft_models.eagle import EagleDrafter
+from hf_retrieval_assist.draft_models import draft_model
+from hf_retrieval_assist.extensions.heads import dflash, layers_follower
+from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case, outputs
 from tests.support.feature_following import assert_same

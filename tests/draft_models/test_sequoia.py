@@ -12,7 +12,7 @@ from hf_retrieval_assist.draft_models.sequoia import (
     ShapeChooser,
     TreeShape,
 )
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support import trees
 from tests.support.rounding import near
 

@@ -10,7 +10,7 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.memories import check_memory
 from tests.support.rounding import near
 from tests.support.scripted import Scripted

@@ -19,7 +19,7 @@ from hf_retrieval_assist.drafters.token_recycling import (
 )
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.structures import draft_tree, successors
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run, same
 from tests.support.threads import in_threads

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_retrieval_assist import demo_model
+from hf_retrieval_assist.tools import demo_model
 
 from .small_world import small_world
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant, reroute
-from hf_retrieval_assist.kernels import library_weights
+from hf_retrieval_assist.engines.cpu import library_weights
 from tests.support.lossless import PROMPT, build, equal, knowing, run, same
 
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_retrieval_assist.draft_models.eagle_format import default_boundaries
+from hf_retrieval_assist.extensions.heads.eagle_format import default_boundaries
 from hf_retrieval_assist.host.feature_taps import FeatureTaps, find_blocks
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.lossless import build

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_retrieval_assist.memory import stream
+from hf_retrieval_assist.extensions.redis import stream
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from hf_retrieval_assist import (
     SuffixAssistant,
     simulate,
 )
-from hf_retrieval_assist.memory import log, redis_server
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.extensions.redis import redis_server
+from hf_retrieval_assist.memory import log
+from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.memories import check_memory, count, full_disk
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync

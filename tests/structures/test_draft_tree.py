@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures import draft_tree
-from hf_retrieval_assist.token_tree import Forest, TokenTree
+from hf_retrieval_assist.types.token_tree import Forest, TokenTree
 from tests.support.rounding import near
 from tests.support.trees import paths, trees
 

@@ -19,7 +19,7 @@ from hf_retrieval_assist.structures.suffix_tree import (
     Text,
     extend_texts,
 )
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.rounding import near
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures import successors
-from hf_retrieval_assist.token_tree import Forest
+from hf_retrieval_assist.types.token_tree import Forest
 
 ROWS, KINDS = 5, 7
 EDGES = np.array([0.02, 0.1, 0.2, 0.5, 0.85, 0.97], np.float32)

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from hf_retrieval_assist.verification import fixed_memory
-from hf_retrieval_assist.verification.workspace import WORKSPACES
+from hf_retrieval_assist.engines.cuda import fixed_memory
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 
 from .watching import of_library
 

@@ -5,7 +5,7 @@ import random
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 
 from .scripted import Scripted
 

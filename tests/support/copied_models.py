@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 import transformers
 
-from hf_retrieval_assist.kernels import compact
-from hf_retrieval_assist.kernels.screen import Screened
-from hf_retrieval_assist.kernels.skinny import skinny_linear
+from hf_retrieval_assist.engines.cpu import compact
+from hf_retrieval_assist.engines.cpu.screen import Screened
+from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 
 from .lossless import build
 

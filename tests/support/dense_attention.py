@@ -11,7 +11,7 @@ from hf_retrieval_assist.verification import service
 
 
 class DenseAttention:
-    """Stands for :class:`hf_retrieval_assist.kernels.triton_attention.TritonAttention`.
+    """Stands for :class:`hf_retrieval_assist.engines.cuda.triton_attention.TritonAttention`.
 
     Attributes:
         widths: of the queries that it was given.
@@ -51,7 +51,7 @@ def install(monkeypatch):
     """Let it compute attention; returns the widths that it will be given."""
     monkeypatch.setattr(service, "has_triton", lambda device: True)
     module = SimpleNamespace(TritonAttention=DenseAttention)
-    monkeypatch.setitem(sys.modules, "hf_retrieval_assist.kernels.triton_attention", module)
+    monkeypatch.setitem(sys.modules, "hf_retrieval_assist.engines.cuda.triton_attention", module)
     DenseAttention.widths.clear()
     return DenseAttention.widths
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from hf_retrieval_assist.draft_models.features import FeatureDrafter
 from hf_retrieval_assist.drafters.base import Feedback
+from hf_retrieval_assist.extensions.heads.features import FeatureDrafter
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 
 from .tiny_models import VOCAB

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hf_retrieval_assist.planning.cost_model import CostModel
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.policy.cost_model import CostModel
+from hf_retrieval_assist.policy.cost_store import CostModels
 
 CURVES = {
     "flat": lambda n: 0.02,

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist.draft_models.mtp import loadable, mtp_layers
+from hf_retrieval_assist.extensions.heads.mtp import loadable, mtp_layers
 
 from .tiny_models import randomise, tiny_config, tiny_model
 

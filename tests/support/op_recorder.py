@@ -9,10 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
-from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory
-from hf_retrieval_assist.verification.workspace import WORKSPACES
+from hf_retrieval_assist.engines.cuda import fixed_memory, fixed_verifier, replay
+from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
+from hf_retrieval_assist.types.token_tree import TokenTree
+from hf_retrieval_assist.verification import service
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
 from .lossless import run
@@ -35,7 +36,7 @@ class _Tape(TorchDispatchMode):
 
 
 def record(compute):
-    """Records as :class:`hf_retrieval_assist.verification.replay.CudaGraphs` does.
+    """Records as :class:`hf_retrieval_assist.engines.cuda.replay.CudaGraphs` does.
 
     Repeating runs no Python of the model, on the memory that the recording used.
     """

@@ -9,7 +9,7 @@ import torch
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 
 
 class OracleDrafter(Drafter):

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_retrieval_assist.kernels import attention, linear
-from hf_retrieval_assist.kernels.attention import AttentionTuning
-from hf_retrieval_assist.kernels.quantized import QuantizedWeight
-from hf_retrieval_assist.kernels.reroute import reroute
-from hf_retrieval_assist.kernels.skinny import (
+from hf_retrieval_assist.engines.cpu import attention, linear
+from hf_retrieval_assist.engines.cpu.attention import AttentionTuning
+from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
+from hf_retrieval_assist.engines.cpu.reroute import reroute
+from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
     int8_linear,
     pack_int8,

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_retrieval_assist.kernels.fixed_attention import Seen
+from hf_retrieval_assist.engines.cuda.fixed_attention import Seen
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -51,7 +51,7 @@ class Case:
         """[batch, heads, queries, depth] of the first nodes, all or `width`, less the very first
         ones, which were fed before."""
         # Needs Triton.
-        from hf_retrieval_assist.kernels.triton_attention import tree_attention
+        from hf_retrieval_assist.engines.cuda.triton_attention import tree_attention
 
         width = width or self.width
         queries = slice(skipped, width)

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import TokenTree
 
 
 @st.composite

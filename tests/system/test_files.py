@@ -6,11 +6,12 @@ from contextlib import suppress
 import pytest
 import torch
 
-from hf_retrieval_assist import SamAssistant, cli, demo_model
-from hf_retrieval_assist.kernels import attention, tuning
-from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.engines.cpu import attention, tuning
+from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import read_json_lines, read_kept, replacing
+from hf_retrieval_assist.tools import cli, demo_model
 from tests.support.lossless import run
 
 

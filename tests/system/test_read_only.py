@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
-from hf_retrieval_assist.kernels.tuning import Tuning
-from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+from hf_retrieval_assist.engines.cpu.tuning import Tuning
+from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
 from hf_retrieval_assist.system.files import user_cache_directory
 from tests.support.lossless import run
 from tests.support.memories import logged

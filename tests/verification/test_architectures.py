@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
-from hf_retrieval_assist.verification.kv_cache import SlotCache
-from hf_retrieval_assist.verification.slot_layers import HybridSlotLayer, IndexedSlotLayer
-from hf_retrieval_assist.verification.workspace import WORKSPACES
+from hf_retrieval_assist.cache.kv_cache import SlotCache
+from hf_retrieval_assist.cache.slot_layers import HybridSlotLayer, IndexedSlotLayer
+from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from tests.support import architectures as classes
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing

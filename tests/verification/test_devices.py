@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist.decoding.node_choices import NodeChoices
+from hf_retrieval_assist.engines.cuda import packed_buffer, replay
+from hf_retrieval_assist.engines.cuda import workspace as module
+from hf_retrieval_assist.engines.cuda.arena import Arena, Shape
+from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
+from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.engines.cuda.node_choices import NodeChoices
+from hf_retrieval_assist.engines.cuda.packed_buffer import PackedBuffer
+from hf_retrieval_assist.engines.cuda.replay import Replay, Shown
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES, Workspace, Workspaces
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import packed_buffer, replay
-from hf_retrieval_assist.verification import workspace as module
-from hf_retrieval_assist.verification.arena import Arena, Shape
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory
-from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
-from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
-from hf_retrieval_assist.verification.replay import Replay, Shown
 from hf_retrieval_assist.verification.tree_attention import LayerMask
-from hf_retrieval_assist.verification.workspace import WORKSPACES, Workspace, Workspaces
 from tests.support.cuda_rules import Cuda
 from tests.support.lossless import build, padded
 from tests.support.op_recorder import serve_in_place

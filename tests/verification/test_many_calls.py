@@ -7,15 +7,15 @@ import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 
 from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist.cache.blocks import Block
+from hf_retrieval_assist.cache.slot_layers import SlotLayer
 from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.engines.cuda.arena import Arena, capacity_bucket
+from hf_retrieval_assist.engines.cuda.fixed_verifier import WIDTHS
+from hf_retrieval_assist.engines.cuda.packed_buffer import PackedBuffer
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.arena import Arena, capacity_bucket
-from hf_retrieval_assist.verification.blocks import Block
-from hf_retrieval_assist.verification.fixed_verifier import WIDTHS
-from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
-from hf_retrieval_assist.verification.slot_layers import SlotLayer
-from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.lossless import build, run
 from tests.support.op_recorder import few_tokens, idle, serve_in_place
 from tests.support.tiny_models import VOCAB

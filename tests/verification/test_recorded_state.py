@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen3MoeForCausal
 from transformers.utils.import_utils import enable_tf32
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.verification.recorded_state import recorded_state, why_unrecorded
-from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.int8_weight import rounded
 from tests.support.lossless import build, run, same
 from tests.support.op_recorder import serve_in_place

@@ -4,16 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist.verification.arena import Shape
-from hf_retrieval_assist.verification.fixed_masks import FixedMasks
-from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
-from hf_retrieval_assist.verification.slot_layers import RowSlots
-from hf_retrieval_assist.verification.tree_attention import (
-    Fed,
-    FedTokens,
-    LayerMask,
-    TreeAttention,
-)
+from hf_retrieval_assist.cache.slot_layers import RowSlots
+from hf_retrieval_assist.engines.cuda.arena import Shape
+from hf_retrieval_assist.engines.cuda.fixed_masks import FixedMasks
+from hf_retrieval_assist.engines.cuda.packed_buffer import PackedBuffer
+from hf_retrieval_assist.verification.tree_attention import Fed, FedTokens, LayerMask, TreeAttention
 from tests.support.trees import random_tree
 
 CPU = torch.device("cpu")

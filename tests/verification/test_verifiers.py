@@ -6,14 +6,14 @@ import torch
 from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, reroute
+from hf_retrieval_assist.cache.kv_cache import SlotCache
+from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS
+from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
+from hf_retrieval_assist.engines.cpu.scopes import attending
+from hf_retrieval_assist.engines.cuda.fixed_verifier import ForwardOptions
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels.linear import MAX_ROWS
-from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
-from hf_retrieval_assist.kernels.scopes import attending
-from hf_retrieval_assist.row_text import RowText
-from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification.fixed_verifier import ForwardOptions
-from hf_retrieval_assist.verification.kv_cache import SlotCache
+from hf_retrieval_assist.types.row_text import RowText
+from hf_retrieval_assist.types.token_tree import TokenTree
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask

@@ -1,0 +1,101 @@
+"""Float32 weights whose values are all bfloat16's, read as bfloat16: half of the bytes.
+
+Most checkpoints are bfloat16. Loaded in float32, half of each weight is zeros, and a forward of few
+rows is a read of the weights. The kernels widen what they read to float32 and multiply as always,
+so that products have the bits that the weights in memory give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...system.modules import modules_of
+from .linear import is_kernel
+from .skinny import routed_linear, skinny_linear
+from .weight_copies import Kept, WeightCopies, packable
+
+__all__ = ["COMPACT", "CompactProduct", "CompactWeight", "compactable"]
+
+# More rows spend more on widening than they save on reading.
+MOST_ROWS = 8
+
+# Elements that are copied and compared at a time, within the caches.
+PART = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class CompactWeight:
+    """A float32 matrix in bfloat16.
+
+    Attributes:
+        values: bfloat16 [outputs, depth]; None where the matrix has other values.
+    """
+
+    values: torch.Tensor | None
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> CompactWeight:
+        """A matrix as bfloat16, if that loses nothing."""
+        weight = weight.detach()
+        values = torch.empty_like(weight, dtype=torch.bfloat16)
+        rows = max(1, PART // weight.shape[1])
+        for part, copy in zip(weight.split(rows), values.split(rows), strict=True):
+            if not torch.equal(copy.copy_(part).float(), part):
+                return cls(None)
+        return cls(values)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes, in bytes."""
+        return 0 if self.values is None else self.values.nbytes
+
+    def is_of(self, rows: torch.Tensor, first: int) -> bool:
+        """Whether rows of a weight from `first` on are those that were packed."""
+        values = self.values
+        return values is None or torch.equal(values[first : first + len(rows)].float(), rows)
+
+
+COMPACT = WeightCopies(CompactWeight.pack, lambda weight: 2 * weight.numel())
+"""Of all models in this process."""
+
+
+def compactable(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of a model's linear layers that may have a copy: float32, multiplied by the
+    kernel, and the greatest has bfloat16's values as far as its first row tells."""
+    found = {
+        id(weight): weight for weight in map(packable, modules_of(model)) if weight is not None
+    }
+    weights = [weight for weight in found.values() if weight.dtype == torch.float32]
+    greatest = max(weights, key=torch.Tensor.numel, default=None)
+    if greatest is None or CompactWeight.pack(greatest[:1]).values is None:
+        return []
+    return [weight for weight in weights if is_kernel(weight)]
+
+
+@dataclass(frozen=True)
+class CompactProduct:
+    """Multiplies in a weight's place, by its copy while that stands for it.
+
+    Attributes:
+        sampled: look at an element of each row each time.
+    """
+
+    weight: torch.Tensor
+    kept: Kept[CompactWeight]
+    sampled: bool
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        values = self.kept.copy.values
+        few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+        if (
+            values is None
+            or not few
+            or x.dtype != torch.float32
+            or torch.is_autocast_enabled("cpu")
+            or not self.kept.stands_for(self.weight, self.sampled)
+        ):
+            return routed_linear(x, self.weight, bias)
+        return skinny_linear(x, values, bias)

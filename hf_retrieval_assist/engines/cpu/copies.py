@@ -1,0 +1,239 @@
+"""Smaller copies of a model's weights within a call.
+
+Half of a small model's weights, and more, are those of its output layer. Where a call needs of its
+logits no more than which token they choose, they are computed from eight bits, and those that may
+matter exactly; see :mod:`~.screen`. Float32 layers whose values are bfloat16's are read as
+such; see :mod:`~.compact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...host.callers_hooks import has_callers_hooks
+from ...host.transformers_private import global_hooks, hooks_of
+from ...system.memory import may_take
+from ...types.row_text import RowText
+from ...types.token_tree import TokenTree
+from ...verification.verified import Verified
+from ...verification.verifiers import TreeVerifier, Verifier
+from ..cuda.fixed_verifier import FixedVerifier
+from .compact import COMPACT, CompactProduct, compactable
+from .linear import MAX_ROWS, StandIn, is_kernel
+from .quantized import WEIGHTS
+from .reroute import standing_in
+from .screen import Screen, Screened
+from .skinny import routed_linear
+from .weight_copies import WeightCopies, packable
+
+# Forwards that cost as much by being computed in full as packing costs, on whatever machine: both
+# go with the weight's bytes.
+PATIENCE = 24
+
+# Bytes of each token's weights that a copy has to save where tokens are drawn: a draw passes over
+# the bounds of all logits some twenty times, in the time that reading as much takes.
+LEAST_SAVED = 1000
+
+
+@dataclass
+class _Part:
+    """Weights of a model that are read by copies of one kind, now or once that has paid.
+
+    Attributes:
+        kept: the copy of each; None: it has none yet.
+        serves: whether they are read in this call.
+    """
+
+    copies: WeightCopies[Any]
+    weights: list[torch.Tensor] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    serves: bool = False
+
+    @property
+    def missing_bytes(self) -> int:
+        pairs = zip(self.weights, self.kept, strict=True)
+        return sum(self.copies.size_of(weight) for weight, kept in pairs if kept is None)
+
+    def take(self, weights: list[torch.Tensor], limit: int | None, beside: int = 0) -> None:
+        """Have copies of these weights, if there is memory for them."""
+        self.weights, self.kept = weights, [self.copies.find(weight) for weight in weights]
+        if not may_take(self.missing_bytes, limit, beside):
+            self.leave()
+
+    def leave(self) -> None:
+        """Read the weights themselves for the rest of the call."""
+        self.weights, self.kept, self.serves = [], [], False
+
+    def pack(self) -> None:
+        pairs = zip(self.weights, self.kept, strict=True)
+        self.kept = [kept or self.copies.of(weight) for weight, kept in pairs]
+        self.serves = True
+
+    def is_due(self) -> bool:
+        """Count an unscreened forward; true once packing would have paid for itself."""
+        if self.serves or not self.weights:
+            return False
+        return self.copies.count_use(self.weights[0]) >= PATIENCE
+
+
+class Copies:
+    """What stands for a model's layers in forwards of a call; without :meth:`take` nothing does.
+
+    A model may do more with what its output layer returns. So the prompt's forward is watched: only
+    where its logits are the layer's own, untouched, are later forwards screened; and each of them
+    is looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._output, self._compact = _Part(WEIGHTS), _Part(COMPACT)
+        self._sampled = False  # whether hooks may write to weights while forwards run
+        self._screen: Screen | None = None
+        self._products: dict[int, StandIn] = {}
+        # Of the last forward: what its rows looked like, and what the output layer returned.
+        self._screened: Screened | None = None
+        self._returned: torch.Tensor | None = None
+        self._state: Any = None
+
+    @classmethod
+    def of(cls, model: Any, screens: bool, draws: bool, extra_memory: int | None) -> Copies:
+        """Those that there is memory for.
+
+        Args:
+            model: whose layers.
+            screens: whether the call needs of its logits no more than which token they choose.
+            draws: whether tokens are drawn from all others.
+            extra_memory: bytes that copies may take; None: as the machine has them.
+        """
+        copies = cls()
+        copies._sampled = has_callers_hooks(model)
+        output = _output_weight(model) if screens else None
+        if output is not None and draws and _saved_bytes(output) < LEAST_SAVED:
+            output = None
+        if output is not None:
+            copies._output.take([output], extra_memory)
+        beside = sum(map(WEIGHTS.size_of, copies._output.weights))
+        copies._compact.take(compactable(model), extra_memory, beside)
+        return copies
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Scope of a forward in which copies are read, and the output layer is watched."""
+        self._screened = self._returned = None
+        others = dict(self._products)
+        if self._output.weights and not torch.is_autocast_enabled("cpu"):
+            others[id(self._output.weights[0])] = self._logits
+        return standing_in(others) if others else nullcontext()
+
+    def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
+        """Read copies in forwards to come, those that there are and the prompt's forward has shown
+        nothing against."""
+        if isinstance(verifier, FixedVerifier):  # recorded or compiled
+            self._compact.leave()
+        if not (type(verifier) is TreeVerifier and self._are_own(logits)):
+            self._output.leave()
+        self._pack(verifier, [part for part in self._parts if part.weights and all(part.kept)])
+
+    def pack_due(self, verifier: Verifier) -> None:
+        """Make the copies that have become worth it; to be called once for each forward."""
+        self._pack(verifier, [part for part in self._parts if part.is_due()])
+
+    def forward(
+        self, verifier: Verifier, rows: Sequence[RowText], trees: Sequence[TokenTree]
+    ) -> Verified:
+        """The verifier's forward, with copies in the place of layers."""
+        with self.watching():
+            verified = verifier.forward(rows, trees)
+        if not self._output.weights:
+            return verified
+        screened = self._screened
+        if self._are_own(verified.outputs.logits):
+            verified.screened = screened
+            return verified
+        # The model makes something else of its logits, this time.
+        self._output.leave()
+        self._name_manner(verifier)
+        if screened is None:
+            return verified
+        assert isinstance(verifier, TreeVerifier)
+        verifier.forget()
+        return self.forward(verifier, rows, trees)
+
+    @property
+    def _parts(self) -> tuple[_Part, _Part]:
+        return self._output, self._compact
+
+    def _pack(self, verifier: Verifier, parts: list[_Part]) -> None:
+        for part in parts:
+            part.pack()
+        if self._output in parts:
+            self._screen = Screen(self._output.weights[0], self._output.kept[0].copy)
+        if self._compact in parts:
+            self._products = {
+                id(weight): CompactProduct(weight, kept, self._sampled)
+                for weight, kept in zip(self._compact.weights, self._compact.kept, strict=True)
+                if kept.copy.values is not None
+            }
+            if not self._products:  # the values of all weights need float32
+                self._compact.leave()
+        if parts:
+            self._name_manner(verifier)
+
+    def _name_manner(self, verifier: Verifier) -> None:
+        """Say what is read in forwards to come, which then have a time of their own."""
+        names = zip(("screened", "compact"), self._parts, strict=True)
+        verifier.reads = " ".join(name for name, part in names if part.serves)
+
+    def _logits(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Stands for the output layer."""
+        weight, kept = self._output.weights[0], self._output.kept[0]
+        rows = x.numel() // x.shape[-1]
+        if (
+            self._screen is None
+            or rows > MAX_ROWS
+            or x.dtype != weight.dtype
+            or not kept.stands_for(weight, self._sampled)
+        ):
+            returned = routed_linear(x, weight, bias)
+        else:
+            self._screened = self._screen.look(x.reshape(rows, -1))
+            near = self._screened.near
+            # The screen goes on from what the model does not see.
+            near = near.clone() if near.dtype == x.dtype else near.to(x.dtype)
+            returned = near.view(*x.shape[:-1], -1)
+        self._returned = returned
+        if not returned.is_inference():
+            self._state = returned._version
+        else:  # whose writes are not counted; the prompt's forward shows them
+            self._state = returned.clone() if self._screen is None else None
+        return returned
+
+    def _are_own(self, logits: torch.Tensor) -> bool:
+        """Whether the logits of a forward are what the output layer has returned, untouched."""
+        own, self._returned = self._returned, None
+        if own is None or own.data_ptr() != logits.data_ptr() or own.shape != logits.shape:
+            return False
+        if own.is_inference():
+            return self._state is None or torch.equal(own, self._state)
+        return bool(own._version == self._state)
+
+
+def _saved_bytes(weight: torch.Tensor) -> int:
+    """What a copy in eight bits saves to read of each row."""
+    return weight.shape[1] * (weight.element_size() - 1)
+
+
+def _output_weight(model: Any) -> torch.Tensor | None:
+    """That of a model's output layer; None where its products are not known, or hooks see them
+    before a token is chosen."""
+    layer = model.get_output_embeddings()
+    weight: torch.Tensor | None = None if layer is None else packable(layer)
+    if weight is None or layer.bias is not None or "forward" in vars(model):
+        return None
+    if hooks_of(layer) or hooks_of(model) or global_hooks():
+        return None
+    # Only the kernel gives a row of half precision the same bits whatever stands beside it.
+    return weight if weight.dtype == torch.float32 or is_kernel(weight) else None

@@ -1,0 +1,123 @@
+"""Attention of rows that stand behind one another in one row of tokens, each over its own slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...system.lazy import cached_property
+from .scopes import Attention
+
+
+@dataclass(frozen=True)
+class PackedSpan:
+    """Where some neighbouring rows lie in a packed forward.
+
+    Attributes:
+        row: the first of them in the cache.
+        widths: tokens of each.
+        begin: the first of their tokens among all that are fed.
+        slots: that the longest of them has in use, these tokens included.
+    """
+
+    row: int
+    widths: Sequence[int]
+    begin: int
+    slots: int
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(self.widths)
+
+    @cached_property
+    def filled(self) -> torch.Tensor | None:
+        """int64 [rows * width]: the tokens of every row, the last one again where it has fewer than
+        the widest; None: no row has."""
+        widths = np.array(self.widths)
+        if widths.min() == widths.max():
+            return None
+        ends = np.cumsum(widths)[:, None]
+        places = np.minimum((ends - widths[:, None]) + np.arange(widths.max()), ends - 1)
+        return torch.from_numpy(places.ravel())
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """int64 [tokens]: where they stand among those of `filled`."""
+        widths = np.array(self.widths)
+        return torch.from_numpy(np.flatnonzero(np.arange(widths.max()) < widths[:, None]))
+
+    def rows(self, packed: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, width, ...] of these rows' tokens in [1, heads, tokens, ...]."""
+        own = packed[0, :, self.begin : self.begin + self.tokens]
+        if self.filled is not None:
+            own = own[:, self.filled.to(own.device)]
+        return own.unflatten(1, (len(self.widths), -1)).transpose(0, 1)
+
+    def behind_one_another(self, out: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, ...] of [rows, width, ...]."""
+        flat = out.flatten(0, 1)
+        return (flat if self.filled is None else flat[self.real.to(flat.device)])[None]
+
+
+def spans_of(rows: Sequence[int], widths: Sequence[int], slots: Sequence[int]) -> list[PackedSpan]:
+    """The spans of rows of the cache, ascending, that are fed so many tokens and then have so many
+    slots in use.
+
+    A row joins the span of its neighbour where there is no more filler than tokens then: its keys
+    are read once for any number of its tokens, and every call takes time too.
+    """
+    starts, tokens, widest = [0], widths[0], widths[0]
+    for i in range(1, len(rows)):
+        tokens, widest = tokens + widths[i], max(widest, widths[i])
+        neighbours = rows[i] == rows[i - 1] + 1
+        if not neighbours or (i + 1 - starts[-1]) * widest > 2 * tokens:
+            starts.append(i)
+            tokens = widest = widths[i]
+    begins = [0, *accumulate(widths)]
+    return [
+        PackedSpan(rows[first], widths[first:stop], begins[first], max(slots[first:stop]))
+        for first, stop in pairwise([*starts, len(rows)])
+    ]
+
+
+class PackedAttention:
+    """What computes attention in a packed forward: span by span, by the function in whose place it
+    stands, so that a row costs what it feeds and what it has kept.
+
+    Args:
+        spans: of all rows that are fed.
+        extent: slots that layers show which show all; others leave out some of the first.
+    """
+
+    def __init__(self, spans: Sequence[PackedSpan], extent: int):
+        self.spans = spans
+        self.extent = extent
+
+    def __call__(
+        self,
+        plain: Attention,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, tokens, heads, width] for queries [1, heads, tokens, depth], keys and values
+        [batch, shared heads, slots, depth] and a mask [1, 1, tokens, slots]."""
+        first = self.extent - key.shape[2]
+        parts = []
+        for span in self.spans:
+            slots = span.slots - first
+            own = slice(span.row, span.row + len(span.widths)), slice(None), slice(slots)
+            mask = attention_mask
+            if mask is not None:
+                mask = span.rows(mask[..., :slots])
+            out, _ = plain(module, span.rows(query), key[own], value[own], mask, **options)
+            parts.append(span.behind_one_another(out))
+        return torch.cat(parts, dim=1), None

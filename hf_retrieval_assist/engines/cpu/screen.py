@@ -1,0 +1,315 @@
+"""The greatest of many logits, exactly, from a quarter of the bytes.
+
+An output layer's weights are read in eight bits. What rounding has left out of a row of weights is
+a vector of known norm, so that a logit lies within that norm times the norm of x of its
+approximation (Cauchy-Schwarz). Only tokens whose upper bound reaches the greatest lower bound can
+win; their logits alone are computed in full, by the kernel that would have computed them all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ...verification.largest import largest
+from .quantized import QuantizedWeight
+from .skinny import skinny_linear
+
+__all__ = ["Sampling", "Screen", "Screened"]
+
+# A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
+# or underflow on the way; it is computed in full.
+MOST_NORM = 2.0**60
+LEAST_NORM = 1e-20
+LEAST_MARGIN = 1e-30
+
+# With more candidates than this share of all tokens, the whole layer is computed.
+MOST_CANDIDATES = 1 / 16
+
+# Two scores closer than this, as logarithms, may change places when probabilities are rounded. A
+# probability that is less than the greatest by so much may be rounded to zero.
+CERTAIN_LEAD = 1e-4
+CERTAIN_DEPTH = 80.0
+
+# So many tokens that top-p or min-p removes are drawn before all logits are asked for; and of so
+# many of the likeliest logits are computed where bounds of theirs do not tell what is removed.
+MOST_DRAWS = 8
+HEAD = 256
+
+_Bounds: TypeAlias = tuple[torch.Tensor, float, torch.Tensor]
+
+
+class Sampling(NamedTuple):
+    """What a token is drawn from: softmax(logits / temperature), of which transformers' top-p and
+    then its min-p keep the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+PLAIN = Sampling()
+
+
+class Screen:
+    """Finds which token an output layer without bias would choose, from its weights in eight bits.
+
+    Results are those of :func:`skinny_linear` over all tokens, to the bit; the weights must be what
+    was packed (see :class:`WeightCopies`).
+
+    Args:
+        weight: [tokens, depth], float32, bfloat16 or float16, dense on the CPU.
+        packed: the same in eight bits.
+
+    Raises:
+        ValueError: the two have not the same shape.
+    """
+
+    def __init__(self, weight: torch.Tensor, packed: QuantizedWeight) -> None:
+        if weight.shape != packed.shape:
+            raise ValueError(f"packed: expected {list(weight.shape)}, got {list(packed.shape)}")
+        self.weight = weight.detach()
+        self.packed = packed
+        # Of a row of x of norm 1.
+        self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
+
+    def look(self, x: torch.Tensor) -> Screened:
+        """What eight bits tell of rows of x, [n, depth] of the weight's dtype."""
+        return Screened(self, x)
+
+
+class Screened:
+    """Rows of x before an output layer; of each, the logits that matter can be asked for.
+
+    Attributes:
+        near: float32 [n, tokens], approximate logits; what is not known to be finite is 0.
+    """
+
+    def __init__(self, screen: Screen, x: torch.Tensor) -> None:
+        self._screen = screen
+        self._x = x
+        self.near = screen.packed(x.float())
+        if len(screen.unknown):
+            self.near[:, screen.unknown] = 0.0
+        # Rounded up.
+        self._norms = (x.double().norm(dim=1) * (1 + 2.0**-20)).tolist()
+
+    def whole(self, row: int) -> torch.Tensor:
+        """All logits of a row, [tokens] of x's dtype."""
+        return skinny_linear(self._x[row], self._screen.weight)
+
+    def logits(
+        self, row: int, also: torch.Tensor | None = None, count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that may be among the greatest of a row.
+
+        Args:
+            also: int64 [m], tokens whose logits somebody is going to change: they are among those
+                returned, and the others are those that may be the greatest without them.
+            count: how many of the greatest, equals of the last one included.
+
+        Returns:
+            token ids in ascending order, int64, and their logits in x's dtype.
+        """
+        screen, near, norm = self._screen, self.near[row], self._norms[row]
+        count += len(screen.unknown)
+        lacking = 0 if also is None else len(also)
+        if not LEAST_NORM < norm < MOST_NORM or count + lacking >= len(near):
+            return torch.arange(len(near)), self.whole(row)
+        others = near
+        if lacking:
+            others = near.clone()
+            others[also] = -math.inf
+        norm *= 1 + 2.0**-20
+        lower = torch.sub(others, screen.bounds, alpha=norm)
+        reached = lower.amax() if count == 1 else largest(lower[None], count)[0].min()
+        least = _rounded_down(reached - LEAST_MARGIN, self._x.dtype) - LEAST_MARGIN
+        upper = torch.add(others, screen.bounds, alpha=norm)
+        # torch takes three times as long to find so few.
+        ids = torch.from_numpy(np.flatnonzero(upper.numpy() >= least))
+        if lacking or len(screen.unknown):
+            more = [screen.unknown] if also is None else [screen.unknown, also]
+            ids = torch.cat([ids, *more]).unique()
+        return self._some(row, ids)
+
+    def _some(self, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(ids) > MOST_CANDIDATES * self.near.shape[1]:
+            return torch.arange(self.near.shape[1]), self.whole(row)
+        return ids, skinny_linear(self._x[row], self._screen.weight[ids])
+
+    def argmax(self, row: int) -> int:
+        """The first token of the greatest logit of a row.
+
+        As `torch.argmax` of all logits would, it takes a NaN for the greatest.
+        """
+        ids, logits = self.logits(row)
+        return int(ids[logits.argmax()])
+
+    def draw(self, row: int, noise: torch.Tensor, sampling: Sampling = PLAIN) -> int | None:
+        """The token of the greatest p / noise, with p the probabilities of those that are kept.
+
+        So `torch.multinomial` draws one token where `noise` is what it takes from the generator.
+
+        Args:
+            noise: float32 [tokens], positive, of the exponential distribution.
+            sampling: its temperature is positive.
+
+        Returns:
+            None where all logits are needed, or rounding could decide between two tokens.
+
+        Raises:
+            ValueError: the temperature is not positive.
+        """
+        if not sampling.temperature > 0:
+            raise ValueError(f"temperature: expected a positive number, got {sampling.temperature}")
+        screen, norm = self._screen, self._norms[row]
+        if not LEAST_NORM < norm < MOST_NORM or len(screen.unknown):
+            return None
+        near, norm = self.near[row], norm * (1 + 2.0**-20)
+        # One that may overflow leaves no probability what it would be without.
+        if not float(near.abs().amax()) + screen.most_bound * norm < torch.finfo(self._x.dtype).max:
+            return None
+        margins = screen.bounds * norm + LEAST_MARGIN
+        return _Draw(self._x[row], screen.weight, near, margins, sampling).token(noise)
+
+
+class _Draw:
+    """One draw from a row.
+
+    Args:
+        x, weight: the row, and what it is multiplied by.
+        near, margins: float32 [tokens], approximate logits, and how far from them the true ones
+            may be.
+
+    Attributes:
+        low, high: float32 [tokens], bounds of the logits as plain decoding divides them by the
+            temperature; equal where they have been computed.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        near: torch.Tensor,
+        margins: torch.Tensor,
+        sampling: Sampling,
+    ) -> None:
+        self._x, self._weight, self._sampling = x, weight, sampling
+        # Min-p keeps what is no further below the greatest.
+        self._floor = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        # Rounding of the logit to its dtype, then of the lines below.
+        spread = (margins + near.abs() * torch.finfo(x.dtype).eps) / sampling.temperature
+        middle = near / sampling.temperature
+        spread = spread * (1 + 2.0**-20) + middle.abs() * 2.0**-20
+        self.low, self.high = middle - spread, middle + spread
+
+    def token(self, noise: torch.Tensor) -> int | None:
+        """See :meth:`Screened.draw`."""
+        gains = noise.log().neg_()
+        slack = gains.abs() * 2.0**-19
+        least, most = self.low + gains - slack, self.high + gains + slack
+        if self._floor > -math.inf:
+            removed = self.high < self.low.amax() + self._floor - CERTAIN_LEAD
+            least[removed] = most[removed] = -math.inf
+        for _ in range(MOST_DRAWS):
+            ids = (most >= least.amax()).nonzero()[:, 0]
+            if not 0 < len(ids) <= MOST_CANDIDATES * len(gains):
+                return None
+            first = self._first(ids, gains)
+            kept = None if first is None else self._keeps(first)
+            if first is None or kept is None:
+                return None
+            if kept:
+                return first
+            least[first] = most[first] = -math.inf
+        return None
+
+    def _compute(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits divided by the temperature, float32, which are known from now on."""
+        logits = skinny_linear(self._x, self._weight[ids]).float() / self._sampling.temperature
+        self.low[ids] = self.high[ids] = logits
+        return logits
+
+    def _first(self, ids: torch.Tensor, gains: torch.Tensor) -> int | None:
+        """Which of the tokens has the greatest score; None where rounding could decide."""
+        logits = self._compute(ids)
+        best = (logits.double() + gains[ids].double()).topk(min(2, len(ids)))
+        first = int(best.indices[0])
+        lead = float(best.values[0] - best.values[-1]) if len(ids) > 1 else math.inf
+        # No token's logit is further below the greatest, whose score is no greater.
+        depth = float(gains[ids[first]] - gains.amin())
+        known = lead > CERTAIN_LEAD and depth < CERTAIN_DEPTH and bool(logits[first].isfinite())
+        return int(ids[first]) if known else None
+
+    def _keeps(self, token: int) -> bool | None:
+        """Whether top-p and min-p keep a token of known logit; None: it is not certain."""
+        if self._sampling.top_p >= 1 and self._sampling.min_p <= 0:
+            return True
+        logit = float(self.low[token])
+        kept = self._is_likely(logit)
+        if kept is None:
+            self._compute(self.high.topk(min(HEAD, len(self.high) // 16)).indices)
+            kept = self._is_likely(logit)
+        return kept
+
+    def _is_likely(self, logit: float) -> bool | None:
+        """Whether top-p and min-p keep a token of this logit, as far as bounds tell."""
+        if int((self.high >= logit).sum()) == 1:
+            return True  # the greatest
+        kept = self._in_nucleus(logit) if self._sampling.top_p < 1 else True
+        if kept is False or logit - float(self.low.amax()) < self._floor - CERTAIN_LEAD:
+            return False
+        return kept if logit - float(self.high.amax()) > self._floor + CERTAIN_LEAD else None
+
+    def _in_nucleus(self, logit: float) -> bool | None:
+        """Whether a token of this logit and all that are less likely have together more than
+        1 - top_p, as far as bounds tell."""
+        shift = float(self.high.amax())
+        least, most = (self.low - shift).exp_(), (self.high - shift).exp_()
+        # That sums of softmax, and of what is up to a token, are rounded in whatever order.
+        rounding = len(least) * 2.0**-23 + CERTAIN_LEAD
+        own, left_out = math.exp(logit - shift), 1 - self._sampling.top_p
+        below = self.high < logit
+        share = _share(least * below, most * ~below, own)
+        if share * (1 - rounding) > left_out:
+            return True
+        below = self.low <= logit
+        if _share(most * below, least * ~below, 0.0) * (1 + rounding) <= left_out:
+            return False
+        return None
+
+
+def _share(part: torch.Tensor, rest: torch.Tensor, moved: float) -> float:
+    """What a part is of both, once so much has moved to it from the rest."""
+    inner, total = float(part.sum()) + moved, float(part.sum()) + float(rest.sum())
+    return inner / total if total > 0 else math.nan
+
+
+_known_bounds: WeakKeyDictionary[QuantizedWeight, _Bounds] = WeakKeyDictionary()
+
+
+def _bounds_of(packed: QuantizedWeight) -> _Bounds:
+    """How far logits may lie from their approximations, float32 [tokens], for x of norm 1; the
+    greatest of these; int64 [m], the tokens of which nothing is known, whose bounds are 0."""
+    known = _known_bounds.get(packed)
+    if known is not None:
+        return known
+    # What rounding x to 14 bits adds to an approximation, and summing in float32 to both.
+    rounding = 1.01 * math.sqrt(packed.depth) / 16382 + (2 * packed.depth + 64) * 2.0**-24
+    bounds = packed.left_out + rounding * (packed.norms + packed.left_out)
+    unfit = ~(packed.norms < MOST_NORM)
+    bounds = (bounds * (1 + 2.0**-20)).masked_fill_(unfit, 0.0)
+    most = float(bounds.max()) if len(bounds) else 0.0
+    known = _known_bounds[packed] = bounds, most, unfit.nonzero()[:, 0]
+    return known
+
+
+def _rounded_down(value: torch.Tensor, dtype: torch.dtype) -> float:
+    """A number that no number that rounds to less than the rounded value reaches."""
+    info = torch.finfo(dtype)
+    rounded = min(value.to(dtype).item(), info.max)
+    return rounded - abs(rounded) * info.eps - info.smallest_normal

@@ -1,0 +1,265 @@
+"""Verification of token trees in memory that stays where it is: a step is one launch.
+
+The host fills one small buffer and sends it, the device moves the last step's accepted paths,
+builds positions and masks, runs the model, and leaves each node's best token (and its largest
+logits, where a drafter learns from them) in a small buffer that is copied back. Widths are buckets,
+and keys and values lie in buffers of fixed capacity that the model always sees whole, so that one
+recording serves every step of a width; see :mod:`.replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...host.callers_hooks import has_callers_hooks
+from ...host.feature_taps import FeatureTaps
+from ...host.transformers_private import attention_of, why_no_mask
+from ...types.row_text import RowText
+from ...types.token_tree import TokenTree
+from ...verification.tree_attention import Fed, FedTokens, Int64Array
+from ...verification.verified import TopLogits, Verified
+from ...verification.verifiers import TreeVerifier
+from .arena import Shape
+from .fixed_attention import AttentionBy
+from .fixed_memory import FixedMemory
+from .replay import Shown
+from .workspace import Step
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Tokens fed per row; what is wider is fed as it is."""
+
+Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], list[int] | None]
+"""Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
+the call chooses behind each row's root and its nodes, row by row, all on the device. Returns where
+each row begins there; None where it cannot say."""
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a call wants of its forwards.
+
+    Attributes:
+        taps: the hidden states that drafters learn from; entered round every forward.
+        top_k: how many of every node's largest logits they learn from.
+        capacity: slots that the call will need, as far as that is known.
+        keeps_cache: whether the cache outlives the call.
+        most_tokens: see :class:`~...verification.verifiers.Verifier`.
+        recorded: whether forwards in memory that stays in place may be repeated from a recording.
+        fused: whether such a recording runs small kernels as one.
+        repeats: whether others may be, those of our kernels on a CPU.
+        choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
+            behind the forward and no part of a recording, which so serves calls of all settings.
+        fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
+            filled up to the next width, of trees.
+    """
+
+    taps: FeatureTaps | None = None
+    top_k: int = 0
+    capacity: int = 0
+    keeps_cache: bool = True
+    most_tokens: int | None = None
+    recorded: bool = False
+    fused: bool = False
+    repeats: bool = False
+    choose: Choose | None = None
+    fixed_width: int | None = None
+
+
+class FixedVerified(Verified):
+    """What a forward left in the buffer that is brought to the host."""
+
+    def __init__(self, shown: Shown, step: Step, typical: bool, chosen: list[int] | None):
+        super().__init__(shown.logits, [0] * len(shown.logits), None)
+        self.typical = typical
+        self._results, self._largest = step.results, step.largest
+        # Where each row begins in what was chosen.
+        self._chosen = chosen
+
+    def wait(self) -> None:
+        self._results.wait()
+
+    @property
+    def is_sound(self) -> bool:
+        self.wait()
+        return not bool(self._results.host["sound"].isnan())
+
+    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        self.wait()
+        best: list[int] = self._results.host["best"][rows, nodes].tolist()
+        return best
+
+    def chosen(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
+        if self._chosen is None:
+            return None
+        self.wait()
+        places = [self._chosen[row] + node for row, node in zip(rows, nodes, strict=True)]
+        chosen: list[int] = self._results.host["chosen"][places].tolist()
+        return chosen
+
+    def top(self, row: int, nodes: int) -> TopLogits:
+        if not self._largest:
+            return super().top(row, nodes)
+        self.wait()
+        first = self.roots[row]
+        logits, ids = self._largest
+        return TopLogits(logits, np.arange(first, first + 1 + nodes), ids)
+
+
+class FixedVerifier(TreeVerifier):
+    """Verifies one token tree per row; see the module's docstring.
+
+    Args:
+        options: what the call wants.
+        by: what computes attention.
+
+    Attributes:
+        summarises: whether the results of a forward are brought to the host.
+    """
+
+    summarises = True
+
+    def __init__(
+        self, *args: Any, options: ForwardOptions, by: AttentionBy = "mask", **kwargs: Any
+    ):
+        super().__init__(*args, **kwargs)
+        self.options = options
+        self.taps = options.taps or FeatureTaps(self.model, [])
+        self.widths = WIDTHS if options.fixed_width is None else (options.fixed_width,)
+        self._by_kernels = by != "mask"
+        if self._by_kernels:
+            self.attention_by = by
+        # The model's own test shows whether it reads its masks; what hooks read no test shows.
+        looks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
+        self._tells_masks = looks or not self._by_kernels
+        # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
+        self.chains = options.fixed_width is not None
+        self._first = self.next_position.cpu().numpy()
+        room, layers = self.widths[-1], self.cache.slot_layers
+        shape = Shape(
+            batch=len(self.prompt_ids),
+            capacity=options.capacity + room,
+            rules=self.attention.rules,
+            dtype=self.attention.dtype,
+            device=self.device,
+            positions=self._first.shape[:-2],
+            top_k=options.top_k,
+            taps=self.taps.layers,
+            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            attention_by=by,
+            exact=options.fixed_width is not None,
+            fused=options.recorded and options.fused,
+            window=max((layer.window or 0 for layer in layers if layer.forgets), default=None),
+        )
+        self.memory = FixedMemory(
+            *(self.model, [self.cache], shape, self.kwargs),
+            recorded=options.recorded,
+            room=room,
+            prompt_mask=self.attention.prompt_mask,
+            reserved=self.cache.reserved,
+        )
+        self.cache.reserved = None
+        # The model prepares its inputs once, to see whether it passes them on as they are.
+        masks = self.memory.workspace.masks.empty(1)
+        arguments = {"attention_mask": masks, "position_ids": self.next_position}
+        ids = self.prompt_ids[:, -1:].to(self.device)
+        self._prepared(ids, 1, self._token_types(1) | arguments)
+
+    @property
+    def manner(self) -> str:
+        manner = "recorded" if self.memory.records else "in place"
+        return manner if self.options.choose is None else f"{manner} choosing"
+
+    def _feed(
+        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+    ) -> Verified:
+        fed = 1 + max(map(len, trees))
+        width = self._bucket(fed)
+        self.memory.reserve(width)
+        step = self.memory.workspace.step(width, width)
+        tokens = FedTokens.of(roots, trees, self.cache.slots.lengths, width=width)
+        lines = Fed(tokens.depths, tokens.depths, tokens.sees, np.arange(width))
+        self._send(step, tokens.token_ids, lines)
+        repeats = self._repeats
+        # Where nothing repeats them, all forwards are alike.
+        typical = step.used and (step.decided or not repeats)
+        shown = self._run_step(step) if repeats else self._compute(step)
+        choose, chosen = self.options.choose, None
+        if choose is not None:
+            chosen = choose(shown.logits, trees, step.results.device["chosen"])
+        step.results.fetch()
+        step.used = True
+        return FixedVerified(shown, step, typical, chosen)
+
+    def _send(self, step: Step, token_ids: Int64Array, fed: Fed) -> None:
+        """Tell the device of the tokens of all rows, and move what the last step kept."""
+        # Catching up, forwards follow one another without a look at their results.
+        step.inputs.wait()
+        host = step.inputs.host
+        kept = np.array(self.cache.slots.lengths)[:, None]
+        host["token_ids"].numpy()[:] = token_ids
+        host["slots"].numpy()[:] = kept + fed.offsets
+        progress = np.asarray(self.processed)[:, None]
+        host["positions"].numpy()[:] = self._first + progress + fed.depths
+        workspace = self.memory.workspace
+        workspace.masks.write(host, fed, kept, workspace.arena.first)
+        moved = self.memory.moves.shape[2]
+        host["moves"].numpy()[:, :, :moved] = self.memory.moves
+        step.inputs.send()
+        self.memory.move(step.inputs.device["moves"][:, :, :moved])
+
+    def _run_step(self, step: Step) -> Shown:
+        shown = self.memory.run(step, lambda: self._compute(step))
+        self.feeding = True
+        self.taps.show(shown.features)
+        return shown
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether forwards are recorded, and read nothing that belongs to this call only."""
+        if self._steady is None or not self.memory.records:
+            return False
+        others = (*self._steady.values(), *self._token_types(1).values())
+        return not any(isinstance(value, torch.Tensor) for value in others)
+
+    def _compute(self, step: Step) -> Shown:
+        inputs, masks = step.inputs.device, self.memory.workspace.masks
+        slots = self.cache.slots
+        slots.places = self.memory.workspace.rows, inputs["slots"]
+        slots.near = inputs["slots"] - inputs["begin"] if "begin" in inputs else None
+        width = inputs["token_ids"].shape[1]
+        told = masks.build(inputs) if self._tells_masks else masks.empty(width)
+        scope: Any = nullcontext()
+        if self._by_kernels:
+            from .triton_attention import TritonAttention  # needs Triton
+
+            name = attention_of(self.model.config)
+            scope = self._attending(TritonAttention(masks.seen(inputs, told), name))
+        arguments = {"position_ids": inputs["positions"], "attention_mask": told}
+        with scope:
+            outputs = self._run(inputs["token_ids"], width, arguments)
+        if self.summarises:
+            step.summarise(outputs.logits)
+        return Shown(outputs.logits, self.taps.shown())
+
+    def finish(self, tokens: int) -> None:
+        self.memory.leave()
+        self.repeated, self.recordings = self.memory.repeated, self.memory.recordings
+        super().finish(tokens)
+        if self.options.keeps_cache:
+            self._move_out()
+        self.memory.give_back()
+
+    def abandon(self) -> None:
+        self.memory.leave()
+        super().abandon()
+        self._move_out()
+
+    def _move_out(self) -> None:
+        for layer in self.cache.slot_layers:
+            layer.move_out()

@@ -1,0 +1,307 @@
+"""The memory in which a model's forwards are repeated, kept from one call to the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from ...system.locks import Lock
+from ...verification import recorded_state
+from . import replay
+from .arena import Arena, Shape
+from .fixed_masks import FixedMasks
+from .fused import fusing
+from .packed_buffer import Field, PackedBuffer, runs_behind
+from .replay import Record, Replay, Shown
+
+# Slots by which one step moves an accepted path in the copy that all of its inputs share.
+MOST_MOVED = 64
+
+# Workspaces of a model that wait for calls.
+_MOST_IDLE = 3
+_MOST_IDLE_BYTES = 1 << 30
+
+# Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
+_LOGITS_OF = (64, 256)
+
+_HALF_PRECISION_TOLERANCE = 0.2
+_TOLERANCE = 1e-3
+
+
+class Repeated(Replay):
+    """A computation on inputs of one shape, computed or repeated.
+
+    Args:
+        fields: of what the host tells the device.
+        shape: of the memory that it runs in.
+        record: what records it; None: nothing does.
+
+    Attributes:
+        inputs: the fields.
+        key: by which its workspace knows it.
+    """
+
+    key: Hashable = None
+
+    def __init__(self, fields: Mapping[str, Field], shape: Shape, record: Record | None) -> None:
+        self.inputs = PackedBuffer(fields, shape.device)
+        exact = shape.dtype in (torch.float32, torch.float64)
+        super().__init__(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
+
+
+class LogitsPlace:
+    """Where the recordings of one batch leave their logits, whatever their width."""
+
+    def __init__(self) -> None:
+        self._held: torch.Tensor | None = None
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The place of logits [batch, width, vocab_size]."""
+        batch, width, size = logits.shape
+        if self._held is None or self._held.shape[1] < width:
+            room = next((room for room in _LOGITS_OF if room >= width), width)
+            self._held = logits.new_empty((batch, room, size))
+        return self._held.view(-1, size)[: batch * width].view(logits.shape)
+
+
+class Step(Repeated):
+    """One width of forwards: what it reads, and what it leaves.
+
+    Attributes:
+        inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
+            [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
+        results: `best` int64 [batch, width]; `sound` float32, NaN where a token's logits are;
+            `chosen` int64 [batch * width], see `ForwardOptions.choose`; where they are wanted, the
+            largest logits `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        largest: these two on the host, [batch * width, top_k]; empty where they are not
+            wanted.
+        used: whether it ran before: the first forward of a width allocates.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        record: Record | None,
+        width: int,
+        masks: Mapping[str, Field],
+        place: LogitsPlace,
+    ) -> None:
+        self.used = False
+        self._vocab_size, self._place = shape.vocab_size, place
+        batch = shape.batch
+        whole = torch.int64, (batch, width)
+        inputs: dict[str, Field] = {
+            "token_ids": whole,
+            "slots": whole,
+            "positions": (torch.int64, (*shape.positions, batch, width)),
+            "moves": (torch.int64, (2, batch, MOST_MOVED)),
+        }
+        super().__init__({**inputs, **masks}, shape, record)
+        results: dict[str, Field] = {
+            "best": whole,
+            "chosen": (torch.int64, (batch * width,)),
+            "sound": (torch.float32, ()),
+        }
+        if shape.top_k:
+            largest = batch, width, shape.top_k
+            # Some models compute the logits in float32, whatever their own dtype.
+            results |= {"top_ids": (torch.int64, largest), "top_logits": (torch.float32, largest)}
+        self.results = PackedBuffer(results, shape.device)
+        names = ("top_logits", "top_ids") if shape.top_k else ()
+        self.largest = [self.results.host[name].flatten(0, 1).numpy() for name in names]
+
+    def summarise(self, logits: torch.Tensor) -> None:
+        """Write the results of logits [batch, width, vocab_size], on the device."""
+        found = self.results.device
+        torch.argmax(logits, dim=-1, out=found["best"])
+        torch.sum(logits[..., 0], (0, 1), dtype=torch.float32, out=found["sound"])
+        if "top_ids" in found:
+            known = logits[..., : self._vocab_size]
+            largest, ids = torch.topk(known, found["top_ids"].shape[-1], dim=-1)
+            found["top_logits"].copy_(largest)
+            found["top_ids"].copy_(ids)
+
+    def place(self, shown: Shown) -> Shown:
+        return replace(shown, logits=self._place.of(shown.logits).copy_(shown.logits))
+
+
+Kind = TypeVar("Kind", bound=Repeated)
+
+
+class Workspace:
+    """The memory of one shape, and what was recorded in it.
+
+    It holds no reference to the model, which it must not outlive.
+
+    Attributes:
+        record: what records in it; None: nothing does.
+        state: what its recordings have taken for granted.
+        faults: why computations with these keys are not recorded.
+        states: [layers, batch, width], see `Shape`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        record: Record | None = None,
+        state: Any = None,
+        faults: dict[Hashable, str] | None = None,
+    ) -> None:
+        self.shape, self.record, self.state = shape, record, state
+        self.faults = {} if faults is None else faults
+        self.arena, self.masks = Arena(shape), FixedMasks(shape)
+        self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+        layers, width = shape.states
+        states = layers, shape.batch, width
+        self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
+        self._left: torch.cuda.Event | None = None
+        self._place = LogitsPlace()
+        self._steps: dict[Hashable, Repeated] = {}
+
+    def step(self, width: int, columns: int) -> Step:
+        """What feeds so many tokens, of up to `columns` behind the kept ones."""
+        # Kernels look up holes of prompts only where there are some.
+        key = width, columns, self.masks.gapless
+        fields = self.masks.fields(width, columns)
+        return self.kept(key, lambda: Step(self.shape, self.record, width, fields, self._place))
+
+    def kept(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
+        """What was made for a key."""
+        if key not in self._steps:
+            made = self._steps[key] = make()
+            made.key, made.fault = key, self.faults.get(key)
+        found: Any = self._steps[key]
+        return found
+
+    @property
+    def made(self) -> int:
+        """How many recordings there are in it."""
+        return sum(not step.new for step in self._steps.values())
+
+    def enter(self) -> None:
+        """Use it behind what was done in it by the last call, whose stream may be another one."""
+        if self._left is not None:
+            torch.cuda.current_stream(self.shape.device).wait_event(self._left)
+
+    def wait(self) -> None:
+        """Wait until all that was done in it has ended."""
+        if self._left is not None:
+            self._left.synchronize()
+
+    def leave(self) -> None:
+        """Let others use it behind what was done so far."""
+        if runs_behind(self.shape.device):
+            self._left = self._left or torch.cuda.Event()
+            self._left.record(torch.cuda.current_stream(self.shape.device))
+
+
+class Workspaces:
+    """Lends a workspace to every call; a few of each model are kept for the next calls.
+
+    What was recorded is repeated only while all that it has read is as it was: see
+    :mod:`...verification.recorded_state`.
+    """
+
+    def __init__(self) -> None:
+        self._idle: weakref.WeakKeyDictionary[Any, list[Workspace]] = weakref.WeakKeyDictionary()
+        self._faults: weakref.WeakKeyDictionary[Any, dict[Hashable, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Models of which something is recorded, whatever else cannot be.
+        self._repeating: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = Lock()
+
+    def records(self, model: Any, device: torch.device) -> bool:
+        """Whether forwards of a model are recorded, as far as that is known."""
+        refused = self.refuses(model)
+        return not refused and recorded_state.why_unrecorded(model, device) is None
+
+    def refuses(self, model: Any) -> bool:
+        """Whether nothing of a model could be recorded."""
+        return bool(self._faults.get(model)) and model not in self._repeating
+
+    def reserve(self, model: Any, batch: int, slots: int) -> Workspace | None:
+        """An idle workspace for a call whose prompt may be written into it; None: none fits.
+
+        Much memory that is too small for the call is given back, so that its own has room.
+        """
+        with self._lock:
+            idle = self._idle.get(model, [])
+            fitting = [kept for kept in idle if kept.shape.has_room(batch, slots)]
+            if fitting:
+                return _taken(idle, fitting)
+            few = (1 << 62, _MOST_IDLE_BYTES)
+            _leave(idle, [k for k in idle if k.arena.nbytes <= few[k.shape.capacity < slots]])
+        return None
+
+    def lend(
+        self, model: Any, shape: Shape, state: Any, reserved: Workspace | None = None
+    ) -> Workspace:
+        """The smallest idle workspace of a model that fits, else a new one.
+
+        Args:
+            state: that recordings take for granted; None: nothing is recorded.
+            reserved: that the call has already, and takes if it fits.
+        """
+        if reserved is not None and not (
+            reserved.shape.serves(shape) and state in (None, reserved.state)
+        ):
+            reserved = None
+        if state is None:
+            return reserved or Workspace(shape)
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            # What was recorded of a model that was changed will not be used again.
+            _leave(idle, [kept for kept in idle if kept.state == state])
+            if reserved is not None:
+                return reserved
+            if fitting := [kept for kept in idle if kept.shape.serves(shape)]:
+                return _taken(idle, fitting)
+            # Before the new one takes its memory.
+            _leave_few(idle, _MOST_IDLE - 1)
+            faults = self._faults.setdefault(model, {})
+        within = fusing(model) if shape.fused else None
+        return Workspace(shape, replay.recorder(shape.device, within), state, faults)
+
+    def give_back(self, model: Any, workspace: Workspace, spared: int = 1) -> None:
+        """Keep what was recorded for the model's next calls; a large one only if it is spared."""
+        if workspace.record is None or not workspace.made:
+            return
+        workspace.leave()
+        with self._lock:
+            self._repeating.add(model)
+            idle = self._idle.setdefault(model, [])
+            idle.append(workspace)
+            _leave_few(idle, _MOST_IDLE, spared)
+
+
+WORKSPACES = Workspaces()
+
+
+def _taken(idle: list[Workspace], fitting: list[Workspace]) -> Workspace:
+    """The smallest one that fits, for a call."""
+    found = min(fitting, key=lambda kept: kept.shape.capacity)
+    idle.remove(found)
+    found.enter()
+    return found
+
+
+def _leave_few(idle: list[Workspace], most: int, spared: int = 1) -> None:
+    """Forget the oldest; all but the last ones that are spared, where they take much memory."""
+    kept = idle[-most:]
+    while sum(one.arena.nbytes for one in kept[: len(kept) - spared]) > _MOST_IDLE_BYTES:
+        del kept[0]
+    _leave(idle, kept)
+
+
+def _leave(idle: list[Workspace], kept: list[Workspace]) -> None:
+    """Forget all others. Their memory goes back to the streams that it was allocated for, and may
+    still be in use on another one."""
+    for one in idle:
+        if one not in kept:
+            one.wait()
+    idle[:] = kept

@@ -1,0 +1,189 @@
+"""Drafts of a DFlash model: the tokens of a whole block at once, as a tree.
+
+Chen et al. 2026, DFlash: Block Diffusion for Flash Speculative Decoding, arXiv:2602.06036. One
+forward over mask tokens behind the text gives the distribution at each of the next positions, none
+of which knows what the others will hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...draft_models.growth import by_probability
+from ...draft_models.rows import DraftCache, Group, fed_texts
+from ...drafters.base import FeedbackNeeds, Target
+from ...host.transformers_private import with_cache
+from ...system.arguments import require_at_least
+from ...types.token_tree import Float32Array, TokenTree
+from ...verification.largest import largest
+from ...verification.tree_attention import Fed, LayerMask
+from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
+
+
+class DFlashDrafter(FeatureDrafter):
+    """Drafts with a block drafter for the model that is being assisted.
+
+    The tree holds the most probable paths under the product of the positions' distributions; how
+    much a probability is worth at its depth and rank is calibrated.
+
+    Args:
+        model: a DFlash model of transformers, shared by all sessions.
+        top_k: ids looked at in each position.
+        total: nodes of the tree with its root, so at most `total - 1` are proposed.
+
+    Raises:
+        ValueError: a size is out of range, or the model is no DFlash model; from `start`, it is
+            not one for this target.
+    """
+
+    name = "dflash"
+
+    def __init__(self, model: Any, top_k: int = 8, total: int = 60) -> None:
+        require_at_least(1, top_k=top_k)
+        require_at_least(2, total=total)
+        if not is_dflash(model):
+            raise ValueError(
+                f"model: expected a DFlash model, whose configuration names {DFLASH_SETTINGS}, got "
+                f"{type(model).__name__}"
+            )
+        self.model, self.top_k, self.total = model, top_k, total
+        # A layer's output is the next one's input.
+        layers = tuple(layer + 1 for layer in model.config.target_layer_ids)
+        self.needs = FeedbackNeeds(hidden_layers=layers)
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
+        model = target.require_model("DFlashDrafter")
+        target.require_width("DFlash model", self.model.config.hidden_size)
+        rows = model.get_input_embeddings().weight.shape[0]
+        if not 0 <= self.model.config.mask_token_id < rows:
+            raise ValueError(
+                f"DFlash model: expected a mask_token_id below the target's {rows} ids, got "
+                f"{self.model.config.mask_token_id}"
+            )
+        follower = BlockFollower(self.model, target, self.top_k)
+        return FeatureSession(self, follower, prompt_ids, self.total - 1)
+
+
+class BlockFollower(Follower):
+    """A block drafter behind texts.
+
+    Its cache holds what the target's hidden states gave; the block that a draft puts behind them is
+    forgotten when it is done. The newest hidden states are taken in by the draft's own forward.
+
+    Args:
+        model: shared with other sessions.
+        target: whose embeddings and output layer the model shares.
+        top_k: ids looked at in each position.
+    """
+
+    def __init__(self, model: Any, target: Target, top_k: int) -> None:
+        config = model.config
+        self.feature_width = len(config.target_layer_ids) * config.hidden_size
+        self.device, self.dtype = model.device, model.dtype
+        self._model, self._top_k = model, top_k
+        self._embeddings = target.model.get_input_embeddings()
+        self._output = target.model.get_output_embeddings()
+        self._vocab_size = target.vocab_size
+
+    def caches(self) -> list[DraftCache]:
+        config = self._model.config
+        # Its windows reach so many tokens back besides the token itself.
+        sliding = LayerMask(window=config.sliding_window and config.sliding_window + 1)
+        rules = {"full_attention": LayerMask(), "sliding_attention": sliding}
+        return [DraftCache(config, rules, self.dtype)]
+
+    def follow(self, group: Group, text: NewText) -> None:
+        self._states(group, text)
+
+    def draft(self, group: Group, asked: Sequence[FeatureSession], keep: int) -> list[TokenTree]:
+        """The `keep` most probable paths over the next block."""
+        texts = list(self.waiting(group, self.chunk)) or [self._nothing(len(group.rows))]
+        for text in texts:
+            states = self._states(group, text)
+        log_probs = self._logits(states).float().log_softmax(dim=-1)
+        best, ids = largest(log_probs, min(self._top_k, keep))
+        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        token_ids = ids.cpu().numpy().astype(np.int32)
+        return [product_tree(*row, keep) for row in zip(token_ids, best.cpu().numpy(), strict=True)]
+
+    def _nothing(self, rows: int) -> NewText:
+        none = np.empty((rows, 0), np.int64)
+        features = torch.empty((0, self.feature_width), device=self.device, dtype=self.dtype)
+        return NewText([0] * rows, features, none, none, none)
+
+    def _states(self, group: Group, text: NewText) -> Tensor:
+        """[rows, block_size − 1, hidden_size] behind the texts, whose hidden states are kept."""
+        (cache,), size = group.caches, self._model.config.block_size
+        width = text.token_ids.shape[1]
+        counts, block = torch.tensor(text.counts)[:, None], torch.arange(size)
+        column = torch.arange(width + size).expand(len(counts), -1)
+        fed = Fed(
+            offsets=torch.cat([fed_texts(width - counts, width).offsets, column[:, width:]], dim=1),
+            depths=counts + block,
+            columns=torch.cat([column[:, :width], counts + block], dim=1),
+            sees=((column < counts) | (column >= width))[:, None].expand(-1, size, -1),
+        )
+        reached = [[0 if row is None else row.reached] for row in group.rows]
+        positions = np.concatenate([text.positions, np.array(reached) + block.numpy()], axis=1)
+        output = self._model(
+            noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
+            context_hidden_states=text.features[torch.from_numpy(text.sources).to(self.device)],
+            position_ids=torch.from_numpy(positions).to(self.device),
+            attention_mask=cache.feed(fed.to(self.device)),
+            **with_cache(self._model, cache),
+        ).last_hidden_state
+        cache.keep([range(count) for count in text.counts])
+        return output[:, 1:]
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[rows, block_size − 1, vocab_size] of the target's output layer."""
+        weight = self._output.weight
+        return self._output(states.to(weight.device, weight.dtype))[..., : self._vocab_size]
+
+    def _block_embeddings(self, group: Group) -> Tensor:
+        """[rows, block_size, hidden_size]: last tokens and masks, as embedded without a norm."""
+        config, layer = self._model.config, self._embeddings
+        ids = torch.full((len(group.rows), config.block_size), config.mask_token_id)
+        ids[:, 0] = torch.tensor(
+            [0 if row is None else row.tokens[row.reached] for row in group.rows]
+        )
+        ids = ids.to(layer.weight.device)
+        return F.embedding(ids, layer.weight) if hasattr(layer, "embed_norm") else layer(ids)
+
+
+def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: int) -> TokenTree:
+    """The `keep` most probable paths when positions are independent, found best first.
+
+    Args:
+        token_ids: int32 [positions, k], the likeliest of each position, best first.
+        log_probs: float32 [positions, k], theirs.
+        keep: nodes.
+    """
+    (depths, ranks), costs = token_ids.shape, (-log_probs).tolist()
+    nodes: list[tuple[int, int, int]] = []  # parent, depth, rank
+    totals: list[float] = []
+    # Minus a path's log-probability, then its last node; what lies above it is in the tree.
+    heap = [(costs[0][0], -1, 0, 0)]
+    while heap and len(nodes) < keep:
+        cost, parent, depth, rank = heapq.heappop(heap)
+        if cost == math.inf:
+            break
+        if rank + 1 < ranks:
+            sibling = cost - costs[depth][rank] + costs[depth][rank + 1]
+            heapq.heappush(heap, (sibling, parent, depth, rank + 1))
+        if depth + 1 < depths:
+            heapq.heappush(heap, (cost + costs[depth + 1][0], len(nodes), depth + 1, 0))
+        nodes.append((parent, depth, rank))
+        totals.append(-cost)
+    parents, depth_of, rank_of = np.array(nodes, np.int32).reshape(-1, 3).T
+    classes = by_probability(log_probs[depth_of, rank_of], rank_of, depth_of + 1)
+    return TokenTree.build(token_ids[depth_of, rank_of], parents, np.exp(totals), classes)

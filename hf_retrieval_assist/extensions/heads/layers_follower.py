@@ -1,0 +1,357 @@
+"""EAGLE heads and MTP layers: they read a text's tokens beside the target's hidden states.
+
+On a CPU the layers' caches grow and each level of a tree is a forward. On an accelerator they stay
+in place, and a draft is two launches: one forward reads what is new in the texts, another one grows
+the tree, all of its levels in a row at their full width, so that nothing waits for the host before
+the candidates go back to it. Slots, positions and masks are made there from a few numbers of each
+text, and the layers' last hidden states stay there between drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...cache.states import state_of
+from ...draft_models.growth import BestFirst, Grown, GrowthLimits, Level, by_probability
+from ...draft_models.rows import DraftCache, Group, fed_texts, fills_of
+from ...engines.cuda.arena import Shape
+from ...engines.cuda.fixed_memory import FixedMemory, can_stay, stays_in_place
+from ...engines.cuda.packed_buffer import Field
+from ...engines.cuda.replay import Shown
+from ...engines.cuda.workspace import Repeated
+from ...types.token_tree import Forest, TokenTree
+from ...verification.tree_attention import Int64Array
+from .features import FeatureSession, Follower, NewText
+
+Step = TypeVar("Step", bound=Repeated)
+
+# Tokens of each text that one forward reads in memory that stays in place; more are read in parts.
+_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Layers(nn.Module):
+    """Layers that draft, each with a cache and an output of its own; the blocks of an EAGLE head
+    count as one. Drafting only reads them, so any number of threads may use them.
+
+    A layer, counted from 0, is run over n tokens of each of B texts by `forward(layer, ids, hidden,
+    positions, mask, cache)`: int64 [B, n], of the target's vocabulary; [B, n, hidden_size] at the
+    token before each, of `fuse` or of the layer before, or, below the levels that have one, of the
+    layer itself; int64 [B, n], of the tokens; additive, None where nothing is masked; and what
+    receives the new entries. It returns [B, n, hidden_size], for `logits` or the next layer.
+
+    Attributes:
+        takes_trees: whether every layer keeps one entry per token and nothing else.
+    """
+
+    takes_trees = True
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def cache(self, layer: int) -> DraftCache:
+        """An empty cache of a layer over one text."""
+        raise NotImplementedError
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [..., feature_width] to hidden inputs [..., hidden_size] of layer 0."""
+        return features
+
+    def read(
+        self,
+        k: int,
+        cache: DraftCache,
+        ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        fills: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run layer k over new tokens of texts, w of each.
+
+        Args:
+            cache: of the layer.
+            ids, positions: int64 [rows, w].
+            hidden: [rows, w, hidden_size], before each token.
+            fills: int64 [rows or 1, 1], how many of the first columns only fill a line up.
+
+        Returns:
+            [rows, w, hidden_size], the same for the next layer; and what layer k says of the last
+            token of each text, [rows, hidden_size].
+        """
+        width = ids.shape[1]
+        fed = fed_texts(fills, width)
+        output = self(k, ids, hidden, positions, cache.feed(fed), cache)
+        said = output[:, -1]
+        before = torch.zeros_like(said) if cache.last is None else cache.last
+        # The next layer reads, before each token, what this one said at the token before it.
+        begins = (fed.columns == fills)[..., None]
+        following = before[:, None].where(begins, output.roll(1, dims=1))
+        return following, said.where(fills < width, before)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., ids], from outputs [..., hidden_size] of any layer."""
+        raise NotImplementedError
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for columns of the logits; any shape."""
+        return draft_ids
+
+
+class LayersFollower(Follower):
+    """The layers behind texts, with a cache for each layer.
+
+    A layer has read every token of the text whose chain of hidden states begins at a feature: layer
+    k starts k tokens after the first. On an accelerator the layers run in memory that stays in
+    place from the first draft on that all of them have read something for.
+
+    Args:
+        layers: shared with other sessions.
+        limits: of a tree.
+        feature_width: of the target's hidden states.
+        graphs: whether forwards may be recorded where they stay in place.
+    """
+
+    def __init__(
+        self, layers: Layers, limits: GrowthLimits, feature_width: int, graphs: bool
+    ) -> None:
+        self.module, self.limits, self.graphs = layers, limits, graphs
+        self.feature_width = feature_width
+        self.device, self.dtype = layers.device, layers.dtype
+
+    def caches(self) -> list[DraftCache]:
+        return [self.module.cache(k) for k in range(len(self.module))]
+
+    def catch_up(self, group: Group) -> None:
+        if group.in_place is not None:
+            for text in self.waiting(group, _WIDTHS[-1], _WIDTHS):
+                group.in_place.follow(text)
+            return
+        super().catch_up(group)
+        if stays_in_place(self.device) and _may_stay(group, self.device):
+            group.in_place = _InPlace(self, group)
+
+    def follow(self, group: Group, text: NewText) -> None:
+        """Run all layers, given the target's hidden states before each token."""
+        ids, positions, sources = (
+            torch.from_numpy(x).to(self.device)
+            for x in (text.token_ids, text.positions + 1, text.sources)
+        )
+        hidden = self.module.fuse(text.features[sources])
+        fills = [ids.shape[1] - count for count in text.counts]
+        for k, cache in enumerate(group.caches):
+            # Layers with a convolution state read every column, so none may be filled up.
+            spare = min(fills)
+            ids, positions, hidden = (x[:, spare:] for x in (ids, positions, hidden))
+            width, fills = ids.shape[1], [fill - spare for fill in fills]
+            if not width:
+                return
+            begins = [not length for length in cache.slots.lengths]
+            if begins[0]:
+                cache.first = int(positions[0, 0])
+            fillers = fills_of(fills, self.device)
+            hidden, cache.last = self.module.read(k, cache, ids, hidden, positions, fillers)
+            cache.keep([range(width - fill) for fill in fills])
+            # There is nothing for the next layer to read before this one's first token.
+            fills = [min(width, f + begun) for f, begun in zip(fills, begins, strict=True)]
+
+    def draft(
+        self, group: Group, asked: Sequence[FeatureSession], keep: int
+    ) -> Sequence[TokenTree]:
+        self.catch_up(group)
+        if group.in_place is not None:
+            forest: Forest = group.in_place.draft()
+            return forest
+        # Texts that are too short for the further layers are drafted for without these.
+        lengths = zip(*(cache.slots.lengths for cache in group.caches), strict=True)
+        known = [sum(length > 0 for length in of_layers) for of_layers in lengths]
+        found = {k: self._grow(group, k, keep) for k in {known[row.index] for row in asked}}
+        nothing = TokenTree.empty()
+        return [found[k][row] if k in found else nothing for row, k in enumerate(known)]
+
+    def _grow(self, group: Group, known: int, keep: int) -> Forest:
+        growth = BestFirst(self.limits, keep, self.module.to_target_ids)
+        reached = [0 if row is None else row.reached for row in group.rows]
+        places = torch.tensor(reached, device=self.device)[:, None]
+        # What a draft may overwrite and `settle` does not bring back.
+        layers = [layer for cache in group.caches for layer in cache.layers]
+        kept = [] if self.module.takes_trees else [state_of(layer) for layer in layers]
+        try:
+            growth.grow(LayerNodes(self.module, group.caches, known, places).run)
+            return growth.grown().trees(by_probability)
+        finally:
+            group.settle()
+            for layer, state in zip(layers, kept, strict=False):
+                layer.__dict__.update(state)
+
+
+def _may_stay(group: Group, device: torch.device) -> bool:
+    """Whether there is something to hold in all of the memory."""
+    texts = [row.index for row in group.rows if row is not None]
+    return all(
+        can_stay(cache, device) and all(cache.slots.lengths[row] for row in texts)
+        for cache in group.caches
+    )
+
+
+class LayerNodes:
+    """The layers behind some texts and on the nodes of a level.
+
+    Args:
+        module: the layers.
+        caches: with the texts, each with what its layer said last.
+        known: how many layers have read something of the texts.
+        reached: int64 [rows, 1], positions of the last tokens' hidden states.
+    """
+
+    def __init__(
+        self, module: Layers, caches: Sequence[DraftCache], known: int, reached: Tensor
+    ) -> None:
+        self._module, self._caches, self._reached = module, caches, reached
+        # By layer [rows, f, hidden_size] at the nodes of the level above, where it has read them.
+        said: list[Any] = [cache.last for cache in caches[:known]]
+        self._above = {k: state[:, None] for k, state in enumerate(said)}
+        # Nodes that were run before each layer began to read them.
+        self._missing: dict[int, int] = {}
+
+    def run(self, level: Level | None) -> Tensor:
+        """A `Run`.
+
+        Layer `depth` gives the logits. The further layers read the nodes as well, because deeper
+        nodes attend to them there.
+        """
+        if level is None:
+            return self._logits(0)
+        last = len(self._module) - 1
+        first, below = min(level.depth, last), {}
+        positions = (self._reached + level.depth).expand_as(level.token_ids)
+        for k in range(first, last + 1):
+            # Past its own level the last layer goes on with its own output.
+            hidden = self._above.get(k - 1 if level.depth <= last else k)
+            if hidden is None:
+                # The texts are so short that the layer cannot read these nodes yet.
+                break
+            parents = level.parent_rows[..., None].expand(-1, -1, hidden.shape[2])
+            # A layer has read all levels since, or reads no more of them.
+            missing = self._missing.setdefault(k, len(level.columns) - parents.shape[1])
+            mask = self._caches[k].feed(level.fed(missing))
+            hidden = hidden.gather(1, parents)
+            below[k] = self._module(k, level.token_ids, hidden, positions, mask, self._caches[k])
+        self._above = below
+        return self._logits(first)
+
+    def _logits(self, layer: int) -> Tensor:
+        hidden = self._above[layer]
+        return self._module.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+
+
+class _Text(Repeated):
+    """How texts go on.
+
+    Attributes:
+        features: [rows, width, feature_width], the target's hidden state before each token.
+    """
+
+    features: Tensor | None = None
+
+
+class _InPlace:
+    """The layers behind the texts of a group, all of which they have begun to read."""
+
+    def __init__(self, follower: LayersFollower, group: Group) -> None:
+        self._module, self._limits = follower.module, follower.limits
+        self._caches, self._rows = group.caches, group.rows
+        states: list[Any] = [cache.last for cache in group.caches]
+        rules: Any = {str(k): cache.rules for k, cache in enumerate(group.caches)}
+        shape = Shape(
+            batch=len(group.rows),
+            capacity=0,
+            rules=rules,
+            dtype=follower.dtype,
+            device=follower.device,
+            states=(len(states), states[0].shape[1]),
+        )
+        self.memory = FixedMemory(
+            *(self._module, group.caches, shape, {}), recorded=follower.graphs, room=_WIDTHS[-1]
+        )
+        for place, said in zip(self.memory.workspace.states, states, strict=True):
+            place.copy_(said)
+
+    def _step(self, key: Any, kind: type[Step], values: Mapping[str, Int64Array]) -> Step:
+        """What is repeated for a key, its inputs sent, with where the texts' slots end."""
+        lengths = np.array([cache.slots.lengths for cache in self._caches])
+        told = {**values, "kept": lengths[..., None]}
+        fields: dict[str, Field] = {n: (torch.int64, value.shape) for n, value in told.items()}
+        memory = self.memory.workspace
+        # What the layers said last lies there too.
+        for cache, said in zip(self._caches, memory.states, strict=True):
+            cache.last = said
+        step = memory.kept(key, lambda: kind(fields, memory.shape, memory.record))
+        step.inputs.wait()
+        for name, value in told.items():
+            step.inputs.host[name].numpy()[:] = value
+        step.inputs.send()
+        return step
+
+    def _begin(self, inputs: Mapping[str, Tensor]) -> None:
+        """What follows reads and writes the memory behind what is kept of each text."""
+        for cache, kept in zip(self._caches, inputs["kept"], strict=True):
+            cache.held = self.memory.workspace, kept
+
+    def follow(self, text: NewText) -> None:
+        """Read what is new in the texts."""
+        rows, width = text.token_ids.shape
+        self.memory.reserve(width)
+        values = {
+            "token_ids": text.token_ids,
+            "positions": text.positions + 1,
+            "sources": text.sources.ravel(),
+            "fills": width - np.array(text.counts)[:, None],
+        }
+        step = self._step(width, _Text, values)
+        if step.features is None:
+            step.features = text.features.new_zeros((rows, width, text.features.shape[1]))
+        features, inputs = step.features, step.inputs.device
+        torch.index_select(text.features, 0, inputs["sources"], out=features.flatten(0, 1))
+        shown = self.memory.run(step, lambda: self._read(inputs, features))
+        # Only now: a forward that is computed again must find what it found before.
+        self.memory.workspace.states.copy_(shown.outputs)
+        for cache in self._caches:
+            cache.keep([range(count) for count in text.counts])
+
+    def _read(self, inputs: dict[str, Tensor], features: Tensor) -> Shown:
+        self._begin(inputs)
+        hidden, said = self._module.fuse(features), []
+        given = inputs["positions"], inputs["fills"]
+        for k, cache in enumerate(self._caches):
+            hidden, state = self._module.read(k, cache, inputs["token_ids"], hidden, *given)
+            said.append(state)
+        return Shown(hidden, {}, torch.stack(said))
+
+    def draft(self) -> Forest:
+        """A tree below each text, as large as the limits allow."""
+        self.memory.reserve(self._limits.depth * self._limits.width)
+        reached = np.array([[0 if row is None else row.reached] for row in self._rows])
+        step = self._step(self._limits, Repeated, {"reached": reached})
+        grown: Grown = self.memory.run(step, lambda: self._grow(step.inputs.device)).outputs
+        return grown.trees(by_probability)
+
+    def _grow(self, inputs: dict[str, Tensor]) -> Shown:
+        self._begin(inputs)
+        keep = self._limits.total - 1
+        growth = BestFirst(self._limits, keep, self._module.to_target_ids, whole=True)
+        known = len(self._caches)
+        growth.grow(LayerNodes(self._module, self._caches, known, inputs["reached"]).run)
+        # A recording may order near ties otherwise, which hardly changes the likeliest paths.
+        return Shown(growth.best, {}, growth.grown())

@@ -1,0 +1,274 @@
+"""Drafts for transformers' continuous batching: `generate_batch`, managers, `transformers serve`.
+
+Each request is a text of its own, which drafts from the prompt, from its output and from what other
+requests have finished. The account of time decides for all requests of a step together how many
+drafted tokens it carries: beside many requests, or where prompts need the room, drafts shrink to
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+
+from ...assistants import Assistant
+from ...drafters.base import Target
+from ...drafters.feedback import RowFeedback
+from ...engines.cpu.norms import learn_norms
+from ...engines.cpu.reroute import reroute
+from ...host import transformers_private
+from ...host.private_names import CONTINUOUS_BATCHING, absent
+from ...policy.account import Drafting
+from ...policy.cost_store import CostKey, size_bucket
+from ...policy.cost_views import PackedCost
+from ...policy.policy import AssistantSession
+from ...policy.stats import CallStats
+from ...system.log import get_logger
+from ...types.token_tree import Limits, TokenTree
+from ...verification.verified import TopLogits
+
+if TYPE_CHECKING:
+    from .transformers_batching import DraftedRequest
+
+logger = get_logger(__name__)
+
+
+def objection(assistant: Assistant) -> str | None:
+    """Why an assistant's drafters cannot draft here; None: they can."""
+    if assistant.hidden_layers or assistant.residual or assistant.expected.rows:
+        return (
+            "assistant: expected drafters that need no hidden states, no residual sampling and no "
+            "texts by row in continuous batching"
+        )
+    return None
+
+
+def draft_for(manager: Any, assistant: Assistant | None) -> None:
+    """Let a manager of continuous batching draft, where its release has what that takes; None: let
+    a manager that has drafted before do without."""
+    if lacking := absent(CONTINUOUS_BATCHING):
+        if assistant is not None:
+            logger.warning_once(
+                f"continuous batching without the assistant: transformers "
+                f"{transformers.__version__} lacks what it drafts with: {'; '.join(lacking)}"
+            )
+        return
+    from .transformers_batching import serve
+
+    serve(manager, None if assistant is None else RequestDrafts(assistant, manager.model))
+
+
+class RequestDrafts:
+    """The drafts of a manager's requests. A fault in drafting ends the drafts of the requests that
+    it was for, and no request.
+
+    Args:
+        assistant: where drafts come from.
+        model: that the manager generates with.
+    """
+
+    def __init__(self, assistant: Assistant, model: Any):
+        self.assistant = assistant
+        self.target = Target.of(model)
+        self._key = CostKey(
+            fingerprint=self.target.fingerprint,
+            device=str(model.device),
+            dtype=str(model.dtype),
+            attention=f"paged {transformers_private.attention_of(model.config)}",
+            batch_size=1,
+            cache_length=size_bucket(0),
+        )
+        self._texts: set[_Text] = set()
+        self._told: set[type[Exception]] = set()
+        self._drafting: Drafting | None = None
+        self._forwards = 0  # behind a prefill, and not counted for `stats` yet
+        self._rerouted = assistant.reroute and model.device.type == "cpu"
+        if self._rerouted:
+            learn_norms(model)
+
+    def check_twin(self, assistant: Assistant) -> None:
+        """ValueError for an assistant of a request that is no twin of the manager's."""
+        if assistant.drafters != self.assistant.drafters or assistant.expected.rows:
+            raise ValueError(
+                "assistant: expected a twin of the manager's own, by private() or expecting(text), "
+                f"got {assistant!r}"
+            )
+
+    def scope(self) -> reroute:
+        """In which steps are computed."""
+        return reroute(self._rerouted)
+
+    def propose(
+        self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
+    ) -> list[list[int]]:
+        """A draft of each request, of at most so many tokens, and of at most `room` together; their
+        expected tokens pay for the time they take."""
+        self._drafting = None
+        for text in self._texts:
+            text.chain = None
+        depths: dict[_Text, int] = {}
+        for state, depth in zip(requests, longest, strict=True):
+            text = self._text(state)
+            if text.session and room and depth > 0:
+                depths[text] = depth
+        if depths:
+            with self._at_the_cost_of(*depths):
+                self._propose(depths, len(requests), room)
+        chains = [state.text and state.text.chain for state in requests]
+        return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
+
+    def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
+        cost = PackedCost(self.assistant.costs.get(self._key), requests)
+        account = self.assistant.account(replace(self._key, batch_size=size_bucket(len(depths))))
+        drafting = self.assistant.begin(cost, account)
+        sessions = [text.session for text in depths if text.session]
+        try:
+            drafts = self.assistant.propose(sessions, drafting)
+        except Exception:
+            # Whose drafts failed is found out one by one; the step does without any.
+            for text, session in zip(depths, sessions, strict=True):
+                with self._at_the_cost_of(text):
+                    self.assistant.propose([session])
+            if all(text.session for text in depths):
+                raise
+            return
+        limits = Limits([*depths.values()], total=room, chains=True, packed=True)
+        planned = drafting.planner.plan(drafts, cost, limits)
+        self._drafting = drafting
+        for text, chain in zip(depths, planned, strict=True):
+            text.chain = chain
+
+    def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None:
+        """The texts of these requests have grown; `logits` [places, vocab_size] are processed."""
+        grown: list[tuple[DraftedRequest, list[int]]] = []
+        going_on = False
+        for state in fed:
+            text = self._text(state)
+            begun, new = text.counts.tokens > 0, text.new(state)
+            going_on |= begun
+            if begun:
+                text.counts.count_steps(1, len(state.draft), state.kept - 1)
+            if not new or text.session is None:
+                continue
+            if begun:
+                grown.append((state, new))
+                continue
+            shown = logits[state.place : state.place + 1] if self.assistant.needs_logits else None
+            with self._at_the_cost_of(text):
+                text.session.begin(new, shown)
+        self._forwards += going_on
+        with self._at_the_cost_of(*(state.text for state, _ in grown)):
+            self._commit(grown, logits)
+
+    def _commit(
+        self, grown: Sequence[tuple[DraftedRequest, list[int]]], logits: torch.Tensor
+    ) -> None:
+        """Learn by how much the texts have grown, and what their logits show."""
+        sessions = [state.text.session for state, _ in grown]
+        tokens = [new for _, new in grown]
+        feedbacks = [self._feedback(state, new, logits) for state, new in grown]
+        self.assistant.commit(sessions, tokens, feedbacks, self._drafting)
+        if self._drafting is None:
+            return
+        drafted = [(state, new) for state, new in grown if state.text.chain is not None]
+        sessions = [state.text.session for state, _ in drafted]
+        tokens = [new for _, new in drafted]
+        trees = [state.text.chain.prune(len(state.draft)) for state, _ in drafted]
+        self.assistant.end(self._drafting, sessions, trees, tokens, 1 + sum(map(len, trees)))
+
+    def _feedback(
+        self, state: DraftedRequest, new: Sequence[int], logits: torch.Tensor
+    ) -> RowFeedback | None:
+        """What a step showed of a text that has got these tokens by it."""
+        if not self.assistant.needs_feedback or len(new) != state.kept:
+            return None
+        text = state.generated_tokens
+        before = text[-1 - len(new)] if len(text) > len(new) else state.initial_tokens[-1]
+        places = np.arange(state.place, state.place + 1 + len(state.draft))
+        return RowFeedback(
+            token_ids=np.array([before, *state.draft], np.int32),
+            accepted=np.arange(len(new), dtype=np.int32),
+            logits=logits[places] if self.assistant.needs_all_logits else None,
+            top=TopLogits(logits, places),
+        )
+
+    def keep(self, requests: Sequence[DraftedRequest]) -> None:
+        """Finish the texts of all other requests, from which later ones draft."""
+        kept = {state.text for state in requests}
+        for text in self._texts - kept:
+            with self._at_the_cost_of():
+                text.close()
+            text.counts.forwards, self._forwards = self._forwards, 0
+            self.assistant.count(text.counts)
+        self._texts &= kept
+
+    def time(self, tokens: int, seconds: float) -> None:
+        """A step that fed nothing but these tokens of decoding requests took so long."""
+        with self._at_the_cost_of():
+            self.assistant.costs.get(self._key).observe(tokens, seconds)
+
+    def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
+        """A step failed with drafts of these requests; with none, by the kernels."""
+        self._rerouted &= bool(requests)
+        with self._at_the_cost_of(*map(self._text, requests)):
+            raise error
+
+    @contextmanager
+    def _at_the_cost_of(self, *texts: _Text) -> Iterator[None]:
+        """A scope in which a fault ends the drafts of these texts."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) not in self._told:
+                self._told.add(type(error))
+                logger.warning("requests go on without drafts", exc_info=error)
+            for text in texts:
+                with suppress(Exception):
+                    text.close()
+
+    def _text(self, state: DraftedRequest) -> _Text:
+        if state.text is None:
+            text = state.text = _Text(len(state.initial_tokens))
+            self._texts.add(text)
+            assistant = state.assistant or self.assistant
+            with self._at_the_cost_of(text):
+                text.session = assistant.start(self.target.known(state.initial_tokens), self.target)
+        return state.text
+
+
+@dataclass(eq=False)
+class _Text:
+    """A request's text.
+
+    Attributes:
+        known: tokens that have been looked at.
+        session: what drafts for it; None: nothing does.
+        chain: that was drafted for a step; None: nothing was to be.
+        counts: of its steps.
+    """
+
+    known: int
+    session: AssistantSession | None = None
+    chain: TokenTree | None = None
+    counts: CallStats = field(default_factory=partial(CallStats, "continuous batching", calls=1))
+
+    def new(self, state: DraftedRequest) -> list[int]:
+        """The tokens that it has got since it was last looked at."""
+        new = state.generated_tokens[self.known - len(state.initial_tokens) :]
+        self.known += len(new)
+        self.counts.tokens += len(new)
+        return new
+
+    def close(self) -> None:
+        """Nothing drafts for it from now on."""
+        session, self.session = self.session, None
+        if session is not None:
+            self.counts.count_expected(session.expected.accepted, session.expected.rejected)
+            session.close()

@@ -1,0 +1,317 @@
+"""What drafting brings and takes, in seconds: one account for each model and kind of call.
+
+Three questions. How many nodes to verify: the account's planner says so, from t(n) and from how
+much of what drafts promised came true. Which drafters to ask: each has an entry of its own, and one
+whose drafts do not pay for their time is left alone, while the others go on. Whether to draft for a
+call at all: where no drafter pays, and transformers' own loop was timed to be faster, that decodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..system.running_mean import toward
+from .cost_model import CostModel
+from .planner import Planner
+
+# Of a drafter, in plain steps. What it may lose before it has brought anything is little, because a
+# first prompt may hold nothing to retrieve; a costly one is known only after some drafts.
+_CREDIT, _COSTLY_CREDIT = 0.75, 4.0
+_BAD_LUCK = 16  # asks that may bring nothing, of a drafter that has gained
+_SHARES = (1 / 32, 1 / 64, 1 / 128, 1 / 256)  # of the time that passes, lent for asking again
+_PRICE_MEMORY = 0.2
+_GAIN_MEMORY = 0.1
+_PAYS = 0.03  # of a plain step, that an ask gains
+_TERM = 32  # asks over which the price of getting ready is spread
+_OPEN = 0.5  # share of next tokens, above which the others' drafts leave a step open
+
+# Of all drafts, before any was verified: half is believed.
+_FIRST_PROMISED, _FIRST_ACCEPTED = 2.0, 1.0  # tokens
+
+# Of calls.
+_COLD = 2  # calls that measure the model, choose kernels and record forwards
+_FEWEST = 16  # tokens per row that a timing takes
+_PACE_MEMORY = 0.1
+_DOUBTFUL = 0.85  # of what the cost model expects of a plain step: above that, plain is tried
+_MARGIN = 0.97  # of the drafted pace: below that, plain is faster
+_GROWTH = 4  # of a rest that the next timing confirms
+_LOST = 0.05  # share of plain's time that calls with drafts between rests may lose
+_MOST_FIRST = 16  # calls of a rest that nothing has confirmed
+_MOST_RESTS = 32  # calls
+_MOST_PATIENCE = 64  # calls
+_LOOK_AGAIN = 16  # plain calls, after which the slower kernels are tried again
+
+
+class _Entry:
+    """A drafter's part of the account, in plain steps.
+
+    Accepted tokens that nobody before it had drafted save time, less its share of the wider
+    forward; drafting and learning take time. The drafter is asked as long as its credit covers what
+    the next ask is expected to lose: always, where asks gain. Where they lose, the credit runs out,
+    and then a share of the time that passes is lent for asking again, since texts change; each
+    fruitless ask halves the share. So a drafter never loses more than its first credit and that
+    share of the time, and none is left alone for good.
+    """
+
+    def __init__(self, credit: float) -> None:
+        self._credit = credit
+        self._asks = 0
+        self._price = 0.0  # of an ask, lately
+        self._gained = 0.0  # by an ask, lately
+        self._owed = 0.0  # for getting ready
+        self._fruitless = 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether it gains time, lately."""
+        return self._gained - self._price > _PAYS
+
+    @property
+    def _loss(self) -> float:
+        """What the next ask is expected to lose."""
+        return self._price - self._gained
+
+    def asks(self) -> bool:
+        """Whether to ask the drafter in this step. If not, some of the step is lent."""
+        if self._loss <= self._credit:
+            return True
+        share = _SHARES[self._fruitless]
+        paid = min(self._owed, share)
+        self._owed -= paid
+        self._credit += share - paid
+        return False
+
+    def learn(self, gained: float, spent: float, owed: float = 0.0) -> None:
+        """Count an ask.
+
+        Args:
+            gained: net of the wider forward.
+            spent: on drafting and learning.
+            owed: for getting ready, from which later asks gain too.
+        """
+        self._owed += owed
+        instalment = self._owed / _TERM
+        self._owed -= instalment
+        spent += instalment
+        self._asks += 1
+        self._price = toward(self._price, spent, _PRICE_MEMORY)
+        self._gained += max(1 / self._asks, _GAIN_MEMORY) * (gained - self._gained)
+        # Bounded, so that neither a stall of the machine nor past success counts for long.
+        most = _BAD_LUCK * self._price
+        self._credit = min(max(self._credit + gained - spent, -most), max(most, _CREDIT))
+        if gained > spent:
+            self._fruitless = 0
+        elif self._loss > self._credit:
+            self._fruitless = min(self._fruitless + 1, len(_SHARES) - 1)
+
+
+@dataclass
+class Use:
+    """What one step asked of a drafter.
+
+    Attributes:
+        entry: that decided it; None without an account.
+        seconds: of drafting and learning.
+        owed: seconds of getting ready: reading a prompt, or what came while it was left alone.
+        promised: tokens per row that its drafts are expected to bring besides the others'.
+    """
+
+    entry: _Entry | None = None
+    seconds: float = 0.0
+    owed: float = 0.0
+    promised: float = 0.0
+
+
+@dataclass
+class Drafting:
+    """One step: what it may cost, whom it asks, and what that took.
+
+    Attributes:
+        price: t(n) for one row; None where only tokens are counted.
+        planner: says how many nodes are verified.
+        account: says who drafts; None: everybody does.
+        uses: by the number of the drafter that was asked.
+    """
+
+    price: CostModel | None
+    planner: Planner
+    account: Account | None = None
+    uses: dict[int, Use] = field(default_factory=dict)
+
+    def width(self, tokens: int) -> int:
+        """Tokens per row of a forward that fed so many in each row, or in all packed rows."""
+        return tokens if self.price is None else self.price.share(tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the account has asked nobody."""
+        return self.account is not None and not self.uses
+
+    def asked(self, number: int) -> bool:
+        """Whether a drafter has drafted, and so learns in this step what came."""
+        return self.account is None or number in self.uses
+
+    def asks(self, number: int, missed: float = 1.0) -> bool:
+        """Whether to ask a drafter, where those before it leave open a share `missed` of the next
+        tokens; to be called once for each that could draft."""
+        if self.account is None:
+            self.uses[number] = Use()
+            return True
+        with self.account.lock:
+            entry = self.account.entry(number, missed > _OPEN)
+            if entry.asks():
+                self.uses[number] = Use(entry)
+        return number in self.uses
+
+    def end(self, width: int, accepted: Sequence[float]) -> None:
+        """Enter the step in the account.
+
+        Args:
+            width: tokens per row that were verified.
+            accepted: by drafter, tokens per row that none before it had drafted.
+        """
+        if self.account is None or self.price is None:
+            return
+        seconds = self.price.curve(width)
+        plain = float(seconds[0])
+        wider = float(seconds[-1]) / plain - 1
+        promised = sum(use.promised for use in self.uses.values())
+        with self.account.lock:
+            for number, use in self.uses.items():
+                assert use.entry is not None
+                share = use.promised / promised if promised else 0.0
+                gained = max(0.0, accepted[number] - share * wider)
+                use.entry.learn(gained, use.seconds / plain, use.owed / plain)
+
+
+class Account:
+    """What drafting for forwards of one model and kind brings and takes. Safe to share.
+
+    Args:
+        planner: says how many nodes; its own.
+        costly: of each drafter, whether it is.
+    """
+
+    def __init__(self, planner: Planner, costly: Sequence[bool]) -> None:
+        self.planner = planner
+        planner.learn(_FIRST_PROMISED, _FIRST_ACCEPTED)
+        self.lock = planner.lock
+        self._entries = [{True: _Entry(_CREDIT)} for _ in costly]
+        for number in np.flatnonzero(costly):
+            # It may pay where the others leave a step open, and only there.
+            self._entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
+        self._drafted = _Pace()
+        self._plain = {True: _Pace(), False: _Pace()}  # by whether rerouted
+        self._calls = self._plain_calls = 0
+        self._rests = 0  # calls to be decoded plainly
+        self._streak = 0  # calls of the last rest
+        self._patience = 1  # drafted calls before plain is tried
+        self._waited = 0
+
+    def entry(self, number: int, leaves_open: bool) -> _Entry:
+        """Of a drafter; of a costly one by whether those before it leave a step open."""
+        entries = self._entries[number]
+        return entries.get(leaves_open, entries[True])
+
+    def pays(self, number: int) -> bool:
+        """Whether a drafter gains time, lately."""
+        return any(entry.pays for entry in self._entries[number].values())
+
+    def rests(self) -> bool:
+        """Whether to decode the next call plainly; to be called once for each."""
+        with self.lock:
+            if self._rests == 0:
+                return False
+            self._rests -= 1
+            return True
+
+    def reroutes(self) -> bool:
+        """Whether kernels for few rows are to serve the next plain call, where both may."""
+        rerouted, own = self._plain[True].seconds, self._plain[False].seconds
+        looks_again = self._plain_calls % _LOOK_AGAIN == _LOOK_AGAIN - 1
+        return not rerouted or (bool(own) and (rerouted < own) != looks_again)
+
+    def count_plain(self, seconds: float, tokens: int, rerouted: bool) -> None:
+        """Count a call of so many tokens per row that was decoded plainly."""
+        with self.lock:
+            self._plain_calls += 1
+            self._plain[rerouted].observe(seconds, tokens)
+            if not (self._rests or self._streak):
+                self._rest_if_faster()
+
+    def count_drafted(
+        self, seconds: float, tokens: int, plain_step: float | None, recorded: bool = True
+    ) -> None:
+        """Count a call that was drafted for.
+
+        Where no drafter pays and calls get on no faster than plain steps should, one call is
+        decoded by transformers' loop and timed. If that was faster, more of them follow, as many as
+        make up for one with drafts, and 4 times as many after each that brings nothing either.
+
+        Args:
+            seconds: from the first token to the last.
+            tokens: between them, of the longest row.
+            plain_step: seconds that a plain step is expected to take; None: nobody knows.
+            recorded: whether forwards were recorded in it, or may have been.
+        """
+        with self.lock:
+            self._calls += 1
+            if self._calls > (_COLD if recorded else 1):
+                self._drafted.observe(seconds, tokens)
+                self._choose_rests(plain_step)
+
+    def _choose_rests(self, plain_step: float | None) -> None:
+        if any(map(self.pays, range(len(self._entries)))):
+            self._streak = 0
+            return
+        if self._rest_if_faster():
+            return
+        self._streak = 0
+        self._waited += 1
+        if plain_step is None:
+            return
+        if self._waited >= self._patience and self._pace > _DOUBTFUL * plain_step:
+            self._waited, self._rests = 0, 1
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+
+    @property
+    def _pace(self) -> float:
+        """With drafts: the mean knows of gains in few calls of many, the last call of gains that
+        begin."""
+        return min(self._drafted.seconds, self._drafted.last)
+
+    def _rest_if_faster(self) -> bool:
+        """Leave calls to transformers' loop if that was timed to be faster; whether it was."""
+        known = [found.seconds for found in self._plain.values() if found.seconds]
+        plain, pace = min(known, default=math.inf), self._pace
+        if plain >= _MARGIN * pace:
+            return False
+        enough = min(math.ceil((pace / plain - 1) / _LOST), _MOST_FIRST)
+        self._streak = min(max(_GROWTH * self._streak, enough), _MOST_RESTS)
+        self._rests = self._streak
+        return True
+
+
+class _Pace:
+    """Seconds per token, 0 while nothing is known; short calls are taken together.
+
+    Attributes:
+        seconds: the mean.
+        last: the newest timing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.last = 0.0
+        self._lacking = (0.0, 0)
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        seconds, tokens = self._lacking[0] + seconds, self._lacking[1] + tokens
+        if tokens >= _FEWEST:
+            self.last = seconds / tokens
+            self.seconds = toward(self.seconds, self.last, _PACE_MEMORY)
+            seconds, tokens = 0.0, 0
+        self._lacking = seconds, tokens

@@ -1,0 +1,280 @@
+"""What an assistant did: counts and seconds, for one call and in total."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from ..system.locks import Lock
+from ..types.token_tree import TokenTree
+from .acceptance import Calibrator, Reliability
+
+PHASES = ("draft", "forward", "walk", "cache")
+
+
+class Stopwatch:
+    """Tells how long each phase took, one after another.
+
+    Args:
+        total: seconds by phase, to which laps are added.
+    """
+
+    __slots__ = "_started", "_total"
+
+    def __init__(self, total: dict[str, float]) -> None:
+        self._total = total
+        self._started = time.perf_counter()
+
+    def lap(self, phase: str) -> float:
+        """A phase has ended; the seconds since the last one did."""
+        ended = time.perf_counter()
+        seconds, self._started = ended - self._started, ended
+        self._total[phase] += seconds
+        return seconds
+
+
+@dataclass
+class CallStats:
+    """Figures of one call to `generate`, or the sum over several.
+
+    Attributes:
+        tier: how drafts were verified: tree, chain, replay or plain; "at rest" where a call was
+            decoded plainly because drafts had made calls like it slower.
+        reason: why the call was decoded plainly, or drafts ended before it did.
+        attention: what computed attention in the forwards that verified: an implementation of
+            transformers', or "triton".
+        calls: calls summed up here.
+        steps: forwards after the prefill, per row that was running.
+        forwards: the same, rows of one forward counted once.
+        repeated: of these, repeated from a recording.
+        recordings: that were made; what earlier calls have made is used again.
+        saved_forwards: that plain decoding would have needed besides.
+        tokens: generated tokens, all rows together.
+        drafted: verified nodes.
+        accepted: nodes that became tokens.
+        expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
+            over rows.
+        expected_rejected: the others of them.
+        rests: calls that were decoded plainly because drafts had made calls like them slower.
+        saved_seconds: what plain steps would have taken, at the time of one that was measured
+            while drafting, less what the steps took; negative where drafts were slower.
+        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Residual
+            sampling draws otherwise, as do rows of a batch that get on at their own pace where
+            random numbers cannot be told beforehand, from the same distributions.
+        seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
+            tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
+            the model is served and takes time in its first call, and `prefill`; between them
+            `pack` (rounding weights to eight bits, once for each model). `total` is the whole call.
+    """
+
+    tier: str = ""
+    reason: str = ""
+    attention: str = ""
+    calls: int = 0
+    steps: int = 0
+    forwards: int = 0
+    repeated: int = 0
+    recordings: int = 0
+    saved_forwards: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    expected_accepted: int = 0
+    expected_rejected: int = 0
+    rests: int = 0
+    saved_seconds: float = 0.0
+    keeps_seed: bool = True
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("test", "prefill", *PHASES, "pack", "total"), 0.0)
+    )
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """Tokens per forward after the prefill, which brings the first token; as papers count."""
+        return (self.tokens - self._from_prefill) / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of a row per forward, the prefill among them: 1 is plain decoding."""
+        made = self.steps + self._from_prefill
+        return self.tokens / made if made else 0.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """What plain steps would have taken, with all that is no step as it was: an estimate."""
+        return self.seconds["total"] + self.saved_seconds
+
+    @property
+    def nodes_per_step(self) -> float:
+        return self.drafted / self.steps if self.steps else 0.0
+
+    @property
+    def _from_prefill(self) -> int:
+        return self.tokens - self.accepted - self.steps
+
+    def count_steps(self, rows: int, drafted: int, accepted: int) -> None:
+        """Count the parts that rows had in a forward."""
+        self.steps += rows
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def count_expected(self, accepted: int, rejected: int) -> None:
+        """Count what one row brought of the texts that were expected."""
+        self.expected_accepted += accepted
+        self.expected_rejected += rejected
+
+    def count_plain(self, lengths: Sequence[int]) -> None:
+        """Count a call that was decoded plainly, whose rows were given so many tokens each: the
+        first by the prefill, every other one by a forward."""
+        self.tokens = sum(lengths)
+        self.steps = self.tokens - len(lengths)
+        self.forwards = max(lengths) - 1
+
+    def add(self, other: CallStats) -> None:
+        """Add another call's figures to these."""
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, dict):
+                for key, value in theirs.items():
+                    mine[key] = mine.get(key, 0) + value
+            elif isinstance(mine, bool):
+                setattr(self, item.name, mine and theirs)
+            elif isinstance(mine, (int, float)):
+                setattr(self, item.name, mine + theirs)
+            else:
+                setattr(self, item.name, theirs or mine)
+
+    @property
+    def summary(self) -> str:
+        """Whether the assistant helped, in a sentence."""
+        if not self.calls:
+            return "no call yet"
+        total = self.seconds["total"]
+        made = f"{self.tokens:,} tokens in {self.forwards + self.calls:,} forwards"
+        rate = f", {self.tokens / total:.1f} tokens/s" if total else ""
+        if self.tier == "plain" and not self.drafted:
+            why = f" ({self.reason})" if self.reason else ""
+            return f"not assisted{why}: {made}{rate}"
+        per_row = " a row" if self._from_prefill > self.calls else ""
+        made += f" ({self.tokens_per_forward:.2f}{per_row} a forward"
+        made += f", {self.saved_forwards:,} forwards saved)" if self.saved_forwards else ")"
+        rests = f"; {self.rests} of {self.calls} calls rested" if self.rests else ""
+        if not total or not self.saved_seconds:
+            return f"{made}{rate}{rests}"
+        ratio = self.plain_seconds / total
+        speed = f"{ratio:.2f} times as fast as plain steps"
+        return (
+            f"{'about ' if ratio >= 1 else 'only '}{speed}: {made}{rate}, {total:.2f} s where "
+            f"plain steps take about {self.plain_seconds:.2f} s{rests}"
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """The figures under the columns of `Stats`."""
+        total, forward = self.seconds["total"], self.seconds["forward"] + self.seconds["prefill"]
+        return (
+            self.tier,
+            f"{self.tokens:,}",
+            f"{self.forwards + self.calls:,}",
+            f"{self.tokens_per_forward:.2f}",
+            f"{self.nodes_per_step:.1f}",
+            f"{self.accepted:,} of {self.drafted:,}",
+            f"{total:.2f}",
+            f"{forward / total:.0%}" if total else "",
+        )
+
+    def __str__(self) -> str:
+        if not self.calls:
+            return self.summary
+        expected = self.expected_accepted + self.expected_rejected
+        came = f"; {self.expected_accepted} of {expected} expected tokens came" if expected else ""
+        phases = ("test", "prefill", *PHASES)
+        share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
+        served = [self.tier, self.attention] if self.tier else []
+        if self.repeated or self.recordings:
+            served.append(f"{self.repeated} of {self.forwards:,} forwards recorded")
+        tier = f" [{', '.join(filter(None, served))}]" if served else ""
+        spent = f" (ms: {share})" if any(self.seconds.values()) else ""
+        return f"{self.summary}{came}{tier}{spent}"
+
+
+class Stats:
+    """`assistant.stats`: the last call, the total, and how predictions held.
+
+    Args:
+        names: of the drafters.
+        calibrators: by model, one of each drafter.
+
+    Attributes:
+        sources: accepted tokens by the drafter that drafted them; one may count for several.
+    """
+
+    def __init__(self, names: Sequence[str], calibrators: Mapping[str, Sequence[Calibrator]]):
+        self.last = CallStats()
+        self.total = CallStats()
+        self.sources = dict.fromkeys(names, 0)
+        self._lock = Lock()
+        self._names = names
+        self._calibrators = calibrators
+
+    @property
+    def reliability(self) -> dict[str, Reliability]:
+        """Drafter -> predicted against observed acceptance of its nodes, for all models."""
+        models = list(self._calibrators.values())
+        return {
+            name: Reliability.total(model[number].reliability() for model in models)
+            for number, name in enumerate(self._names)
+        }
+
+    def count_sources(self, drafts: Sequence[TokenTree], accepted: Sequence[int]) -> None:
+        """Count tokens that were accepted of drafts, one of each drafter."""
+        if not accepted:
+            return
+        with self._lock:
+            for name, draft in zip(self._names, drafts, strict=False):
+                self.sources[name] += len(draft.follow(accepted))
+
+    def record(self, call: CallStats) -> None:
+        self.last = call
+        self.total.add(call)
+
+    def __repr__(self) -> str:
+        calls = self._calls()
+        if not self.total.calls:
+            return "no call yet"
+        lines = [f"{title}: {call.summary}." for title, call in calls]
+        rows = [("", *_COLUMNS), *((title, *call.cells()) for title, call in calls)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        for name, found in self.reliability.items():
+            if found.trials.sum():
+                lines.append(
+                    f"{name}: expected {found.predicted.sum():.0f} and observed "
+                    f"{found.observed.sum():.0f} acceptances of {found.trials.sum():.0f} nodes"
+                )
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        calls = self._calls()
+        said = "".join(f"<div>{title}: {html.escape(call.summary)}.</div>" for title, call in calls)
+        return said + html_table(("", *_COLUMNS), [(title, *call.cells()) for title, call in calls])
+
+    def _calls(self) -> tuple[tuple[str, CallStats], ...]:
+        return ("last call", self.last), (f"all {self.total.calls} calls", self.total)
+
+
+_COLUMNS = (
+    *("tier", "tokens", "forwards", "tokens/forward", "nodes/forward", "accepted", "seconds"),
+    "in forwards",
+)
+
+
+def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts."""
+    lines = [("th", heading), *(("td", row) for row in rows)]
+    shown = (
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines
+    )
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"

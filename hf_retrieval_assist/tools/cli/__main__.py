@@ -1,0 +1,7 @@
+"""`python -m hf_retrieval_assist.tools.cli`."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

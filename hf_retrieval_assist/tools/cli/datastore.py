@@ -1,0 +1,116 @@
+"""The commands that build, inspect and mend a corpus on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from typer import Argument, BadParameter, Option
+
+from ...corpus.datastore import Datastore
+from ...corpus.readers import Skipped, load_encoder, read_texts
+from ...extensions.ray.cluster import RayExecutor
+from ...system.arguments import byte_count
+from ...types.token_tree import Ids
+
+_STORE = Argument(..., help="the datastore's directory")
+_MEMORY = Option(
+    "4G", parser=byte_count, metavar="BYTES", help="for sorting, such as 750M; bounds a shard"
+)
+_WORKERS = Option(1, help="shards sorted at the same time")
+_QUIET = Option(False, "--quiet", help="no progress bar")
+
+
+def build(
+    path: Path = _STORE,
+    sources: list[str] = Argument(
+        ...,
+        help=".txt, .py, .md, .jsonl or .parquet files, directories of them, pipes of text, or "
+        "datasets:NAME for one on the Hub or in a local folder",
+    ),
+    tokenizer: str = Option(
+        ..., help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file"
+    ),
+    memory: int = _MEMORY,
+    workers: int = _WORKERS,
+    quiet: bool = _QUIET,
+    field: str = Option("text", help="column with the text"),
+    split: str = Option("train", help="split of a data set"),
+    vocab_size: int | None = Option(
+        None, help="rows of the model's output layer (default: from the tokenizer's folder)"
+    ),
+    skip_bad: bool = Option(
+        False, "--skip-bad", help="pass over rows and files that cannot be read"
+    ),
+    ray: str | None = Option(
+        None,
+        metavar="ADDRESS",
+        help="tokenise and sort on a Ray cluster whose machines all see these paths: auto, local, "
+        "or host:port",
+    ),
+    append: bool = Option(False, "--append", help="add to an existing datastore"),
+    overwrite: bool = Option(False, "--overwrite", help="replace an existing datastore"),
+) -> None:
+    """Index a corpus for retrieval."""
+    if append and overwrite:
+        raise BadParameter("--overwrite: expected no --append beside it")
+    encoder = load_encoder(tokenizer)
+    skipped = Skipped() if skip_bad else None
+    texts = read_texts(sources, field, split, skipped)
+    options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
+    documents: Iterable[Ids] = encoder.encode_stream(texts)
+    if ray is not None:
+        cluster = options["executor"] = RayExecutor(ray)
+        documents = cluster.encode_stream(tokenizer, texts)
+    began = time.perf_counter()
+    before = Datastore.open(path, encoder.tokenizer) if append else None
+    if before is not None:
+        store = before.append(documents, **options)
+    else:
+        size = encoder.vocab_size if vocab_size is None else vocab_size
+        names = {"tokenizer": encoder.tokenizer, "overwrite": overwrite}
+        store = Datastore.build(documents, path, vocab_size=size, **names, **options)
+    seconds = time.perf_counter() - began
+    added = store.token_count - (0 if before is None else before.token_count)
+    print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
+    if skipped and skipped.bad:
+        print(f"{skipped.bad:,} bad rows or files skipped, such as {skipped.example}")
+    _print_summary(store)
+
+
+def _print_summary(store: Datastore) -> None:
+    size, tokens = store.bytes_on_disk, store.token_count
+    for name, value in {
+        "path": store.path,
+        "vocabulary": f"{store.vocab_size:,}",
+        "tokenizer": store.manifest.tokenizer or "not recorded",
+        "documents": f"{store.document_count:,}",
+        "tokens": f"{tokens:,}",
+        "shards": len(store.manifest.shards),
+        "size": f"{size:,} bytes ({size / tokens:.2f} per token)",
+    }.items():
+        print(f"{name:<11} {value}")
+
+
+def info(path: Path = _STORE) -> None:
+    """Show what a datastore holds."""
+    _print_summary(Datastore.open(path))
+
+
+def verify(path: Path = _STORE) -> None:
+    """Check every file of a datastore."""
+    Datastore.open(path).verify()
+    print(f"{path}: all files are as they were built")
+
+
+def compact(
+    path: Path = _STORE, memory: int = _MEMORY, workers: int = _WORKERS, quiet: bool = _QUIET
+) -> None:
+    """Merge the shards of a datastore."""
+    store = Datastore.open(path)
+    _print_summary(store.compact(memory=memory, workers=workers, progress=not quiet))
+
+
+COMMANDS = (build, info, verify, compact)

@@ -1,0 +1,95 @@
+"""The demo on a terminal: both runs side by side, every token in the colour of its source."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from ...extensions.record.palette import colours, text_on
+from ...extensions.record.pieces import readable
+from ...extensions.record.steps import MODEL
+from ...policy.cost_store import CostModels
+from .comparison import Run, Task, compare, verdict
+
+RUNS = ("plain generate", "assistant=SamAssistant()")
+_FRAMES = 12  # a second, at most
+_LINES = 20  # of text, where the terminal has room for them
+
+
+def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -> None:
+    """Run the tasks and show them: on a terminal both runs of a task from one start, each at its
+    own speed, elsewhere as lines."""
+    console = Console(highlight=False)
+    for task in tasks:
+        console.print(f"{task.title}: recording both runs", style="dim")
+        runs = compare(model, tokenizer, task, costs)
+        if console.is_terminal:
+            _replay(console, task, runs)
+            continue
+        for name, run in zip(RUNS, runs, strict=True):
+            print(f"  {name:<26}{run.rate:7.1f} tokens/s  {tally(run)}")
+        print(f"  {verdict(*runs)}", flush=True)
+
+
+def tally(run: Run) -> str:
+    """ "192 tokens in 31 forwards: text 120, token recycling 41, the model 31"."""
+    counts = Counter(token.origin for token in run.tokens).most_common()
+    sources = ", ".join(f"{origin} {count}" for origin, count in counts)
+    return f"{len(run.tokens)} tokens in {run.forwards} forwards: {sources}"
+
+
+def _replay(console: Console, task: Task, runs: tuple[Run, Run]) -> None:
+    started = time.perf_counter()
+    end = max(run.seconds for run in runs)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while (now := time.perf_counter() - started) < end:
+            live.update(_frame(console, task, [run.until(now) for run in runs]), refresh=True)
+            time.sleep(1 / _FRAMES)
+    console.print(_frame(console, task, runs))
+    said = verdict(*runs)
+    console.print(f"  {said}", style="bold red" if "ANOTHER" in said else "bold green", end="")
+    console.print(f"   ({tally(runs[1])})\n", markup=False)
+
+
+def _frame(console: Console, task: Task, runs: Sequence[Run]) -> Group:
+    """Two panels, which keep their size while their texts grow."""
+    room = max(4, min(_LINES, console.height - 8))
+    panels = [
+        Panel(
+            _last_lines(console, run, room),
+            title=f"[bold]{name}[/]  {run.rate:5.1f} tokens/s",
+            title_align="left",
+            height=room + 2,
+            border_style=border,
+        )
+        for name, run, border in zip(RUNS, runs, ("dim", "green"), strict=True)
+    ]
+    title = Text(f"{task.title}, {task.new_tokens} tokens", style="bold")
+    return Group(title, Columns(panels, equal=True, expand=True, padding=0), _legend(runs[1]))
+
+
+def _last_lines(console: Console, run: Run, room: int) -> Text:
+    text, styles = Text(), _styles(run)
+    for token in run.tokens:
+        text.append(readable(token.text), style=styles.get(token.origin, ""))
+    return Text("\n").join(text.wrap(console, console.width // 2 - 4)[-room:])
+
+
+def _legend(run: Run) -> Text:
+    legend = Text("drafted from: ", style="dim")
+    for origin, style in _styles(run).items():
+        legend.append(f" {origin} ", style=f"not dim {style}").append(" ")
+    return legend.append(f" unmarked: {MODEL}", style="dim")
+
+
+def _styles(run: Run) -> dict[str, str]:
+    found = colours(dict.fromkeys(token.origin for token in run.tokens))
+    return {origin: f"{text_on(colour)} on {colour}" for origin, colour in found.items()}

@@ -1,0 +1,158 @@
+"""The exchange of transformers' `sdpa` attention function: what it serves, leaves and remembers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_retrieval_assist.engines.cpu import attention as module
+from hf_retrieval_assist.engines.cpu.attention import (
+    AttentionTuning,
+    asks_for_more,
+    plain_attention,
+)
+from hf_retrieval_assist.engines.cpu.reroute import reroute
+from hf_retrieval_assist.engines.cpu.scopes import attending
+from hf_retrieval_assist.engines.cpu.skinny import MAX_QUERIES
+from tests.support.products import kernels_serving
+from tests.support.threads import elsewhere
+
+SHARED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+Q, K, V = (torch.randn(1, heads, 5, 16) for heads in (4, 2, 2))
+MASK = torch.zeros(1, 1, 5, 5).masked_fill_(~torch.ones(5, 5).tril().bool(), -1e38)
+
+
+@pytest.fixture
+def served():
+    """The numbers of queries of the calls that the kernel computed."""
+    with kernels_serving() as queries:
+        yield queries
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain_attention
+
+
+def attend(*arguments, layer=SHARED, **options):
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, *arguments, **options)
+
+
+def check(*arguments, **options):
+    """The scope gives what transformers gives."""
+    with torch.no_grad(), reroute():
+        y, weights = attend(*arguments, **options)
+    expected, _ = attend(*arguments, **options)
+    # PyTorch rounds weights to half precision before it sums values; the kernel does not.
+    tolerance = 1e-5 if y.dtype is torch.float32 else 0.02
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    assert y.is_contiguous()
+    assert weights is None
+
+
+def test_attention_inside_is_served_and_right(served):
+    for mask in (MASK, MASK == 0):
+        check(Q, K, V, mask)
+        check(Q, K, V, mask, scaling=0.1, dropout=0.0, sliding_window=3)
+    check(Q[:, :, :1], K, V, None)
+    check(Q, K, V, None, is_causal=False)
+    check(Q[:, :2], K, V, MASK, layer=SimpleNamespace())
+    check(Q, K, V, torch.randn(1, 4, 5, 5))
+    for dtype in (torch.bfloat16, torch.float16):
+        check(*(x.to(dtype) for x in (Q, K, V, torch.zeros(1, 1, 5, 5))))
+    assert served == [5, 5, 5, 5, 1, 5, 5, 5, 5, 5]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((Q, K, V, None), {}),
+        ((Q, K, V, MASK), {"position_bias": torch.zeros(1, 4, 5, 5)}),
+        ((Q, K, V[..., :15], MASK), {}),
+        ((Q.double(), K.double(), V.double(), MASK.double()), {}),
+        ((Q.as_subclass(Subclass), K, V, MASK), {}),
+        ((*(torch.randn(1, 2, MAX_QUERIES + 1, 16) for _ in "qkv"), None), {"is_causal": False}),
+    ],
+    ids=["causal", "bias", "width", "double", "subclass", "many queries"],
+)
+def test_what_is_left_to_transformers(served, arguments, options):
+    layer = SHARED if arguments[0].shape[1] == 4 else SimpleNamespace()
+    check(*arguments, layer=layer, **options)
+    assert not served
+
+
+def test_what_would_take_much_memory_is_left_to_transformers(served, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SCORES", 2 * 5 * 5 - 1)
+    check(Q, K, V, MASK)
+    check(Q[:, :, :4], K, V, MASK[:, :, :4])
+    assert served == [4]
+
+
+def test_autograd_and_dropout_are_left_to_transformers(served):
+    query = Q.clone().requires_grad_()
+    with reroute():
+        attend(query, K, V, MASK)[0].sum().backward()
+        attend(Q, K, V, MASK, dropout=0.5)
+    assert query.grad is not None
+    assert not served
+
+
+def test_kernels_serve_whatever_scope_another_thread_is_in(served):
+    with elsewhere(attending("sdpa", set(), None)):
+        with torch.no_grad(), reroute():
+            attend(Q, K, V, MASK)
+        attend(Q, K, V, MASK)
+    assert served == [5]
+
+
+def test_a_function_that_somebody_else_put_there_stays(served):
+    def theirs(*arguments):
+        return "theirs"
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = theirs
+    try:
+        with reroute():
+            assert attend(Q, K, V, MASK) == "theirs"
+        assert attend(Q, K, V, MASK) == "theirs"
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert not served
+
+
+def test_choices_are_measured_once_and_remembered(tmp_path, monkeypatch):
+    assert module.fastest_method(Q, K, V) in {"kernel", "pytorch", None}
+    answers = iter(["pytorch", "kernel"])
+    monkeypatch.setattr(module, "fastest_method", lambda *arguments: next(answers))
+    tuning = AttentionTuning(tmp_path / "tuning.json")
+    assert not tuning.takes_kernel(Q, K, V)
+    assert not tuning.takes_kernel(Q[:, :, :1], K, V)
+    others = Q[:, :2], K, V
+    assert tuning.takes_kernel(*others)
+    again = AttentionTuning(tuning.path)
+    assert not again.takes_kernel(Q, K, V)
+    assert again.takes_kernel(*others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_kernel_serves_whatever_is_faster(dtype, monkeypatch):
+    """PyTorch would round a drafted token by the width of the draft."""
+    monkeypatch.setattr(module, "fastest_method", lambda *_: pytest.fail("measured"))
+    assert AttentionTuning().takes_kernel(Q.to(dtype), K.to(dtype), V.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"output_attentions": True},
+        {"position_bias": torch.zeros(1, 4, 5, 5)},
+        {"softcap": 30.0},
+        {"cache": object()},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_asks_for_more_than_attention_is_left_to_others(options):
+    assert asks_for_more(options, ("softcap",))
+    assert asks_for_more(options) is ("softcap" not in options)
+    assert not asks_for_more(dict.fromkeys(options), ("softcap",))

@@ -1,0 +1,252 @@
+"""Which copies of a model's weights a call reads, and that they are what the weights are."""
+
+import gc
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.engines.cpu import compact, copies, linear
+from hf_retrieval_assist.engines.cpu.compact import COMPACT
+from hf_retrieval_assist.engines.cpu.copies import Copies
+from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
+from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
+from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
+from tests.support.lossless import PROMPT, padded, run
+
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(copies, "PATIENCE", 1)
+    monkeypatch.setattr(copies, "LEAST_SAVED", 0)
+    # The machine's own choice may be another.
+    monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
+    linear.set_chooser(lambda weight: linear.kernel_linear)
+    gc.collect()  # copies of other tests' models
+    yield
+    linear.set_chooser(linear.TUNING.choose)
+
+
+@pytest.fixture
+def products():
+    """Rows of each product with a copy in bfloat16."""
+    with compact_products() as rows:
+        yield rows
+
+
+def rounded(kind=transformers.LlamaForCausalLM, **options):
+    """A float32 model whose weights are bfloat16's."""
+    model = model_of(kind, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+TYPICAL = {"do_sample": True, "top_k": 0, "typical_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", {"do_sample": True, "top_k": 20}),
+        ("LlamaForCausalLM", TYPICAL),
+        ("Gemma3ForCausalLM", {}),
+        ("Qwen3ForCausalLM", TYPICAL),
+    ],
+)
+def test_tokens_are_plain_decodings(kind, options, products):
+    model = rounded(getattr(transformers, kind))
+    plain = run(model, **options)
+    assistant = SamAssistant()
+    for _ in range(2):
+        assert torch.equal(run(model, assistant=assistant, **options), plain)
+    screened = "typical_p" not in options  # then the output layer has eight bits
+    assert bool(products) != screened
+    assert all(rows <= compact.MOST_ROWS for rows in products)
+
+
+def test_logits_have_the_same_bits(products):
+    model = rounded()
+    expected = run(model, assistant=SamAssistant(budget=4, extra_memory=0), **LOGITS)
+    assert not products
+    found = run(model, assistant=SamAssistant(budget=4), **LOGITS)
+    assert products
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_batches(products):
+    model, inputs = rounded(), padded(2)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **LOGITS}
+    plain = model.generate(**inputs, **options)
+    found = model.generate(**inputs, **options, assistant=SamAssistant())
+    assert torch.equal(found.sequences, plain.sequences)
+    assert products
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        (0, set()),
+        (HIDDEN * TOKENS, set()),  # without the scales
+        (2 * HIDDEN * TOKENS, {"screened"}),
+        (4 * HIDDEN * TOKENS, {"screened", "compact"}),
+    ],
+)
+def test_memory_is_the_users_to_give(limit, read):
+    model, known = rounded(), WEIGHTS.nbytes() + COMPACT.nbytes()
+    for options in ({}, LOGITS):
+        with watch_screens() as watch, compact_products() as products:
+            run(model, assistant=SamAssistant(extra_memory=limit), **options)
+        assert bool(watch.screened) == ("screened" in read and not options)
+        assert bool(products) == (limit >= 2 * HIDDEN * TOKENS and bool(options))
+    taken = WEIGHTS.nbytes() + COMPACT.nbytes() - known
+    assert taken <= (limit if "compact" in read else 2 * limit)
+
+
+@pytest.mark.parametrize(
+    ("kind", "screened", "compacted"),
+    [(TreeVerifier, True, True), (ChainVerifier, False, True), (FixedVerifier, False, False)],
+)
+def test_what_verifies_decides_what_is_read(kind, screened, compacted, products):
+    """Only trees are screened; what is recorded or compiled reads no copies."""
+    model = rounded(tie_word_embeddings=True)
+    WEIGHTS.of(model.lm_head.weight)
+    COMPACT.of(model.lm_head.weight)
+    other = nn.Linear(HIDDEN, TOKENS, bias=False).bfloat16().float().requires_grad_(False)
+    model.extra = other
+    COMPACT.of(other.weight)
+    found, made = Copies.of(model, True, False, None), kind.__new__(kind)
+    if kind is not FixedVerifier:  # which names its own
+        made.reads = ""
+    with torch.no_grad():
+        with found.watching():
+            logits = model(PROMPT).logits
+        found.begin(made, logits)
+        with found.watching(), watch_screens() as watch:
+            model.lm_head(torch.randn(1, HIDDEN))
+            other(torch.randn(1, HIDDEN))
+    assert bool(watch.screened) == screened
+    assert len(products) == (0 if not compacted else 1 if screened else 2)
+    if kind is not FixedVerifier:
+        assert made.reads == ("screened compact" if screened else "compact")
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_narrow_output_layer_has_no_copy_for_draws(draws, monkeypatch):
+    monkeypatch.setattr(copies, "LEAST_SAVED", 3 * HIDDEN + 1)
+    model = model_of(transformers.LlamaForCausalLM)
+    run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+    with watch_screens() as watch:
+        run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+    assert bool(watch.screened) != draws
+
+
+def test_copies_are_packed_once_they_have_paid(monkeypatch):
+    monkeypatch.setattr(copies, "PATIENCE", 10)
+    model = model_of()
+    known = WEIGHTS.nbytes()
+    run(model, assistant=SamAssistant(), max_new_tokens=9)
+    assert WEIGHTS.nbytes() == known
+    assistant = SamAssistant()
+    run(model, assistant=assistant, max_new_tokens=9)
+    packed = WEIGHTS.nbytes()
+    assert packed > known
+    assert assistant.stats.last.seconds["pack"] > 0
+    with watch_screens() as watch:
+        run(model, assistant=SamAssistant(), max_new_tokens=4)
+    assert watch.screened > 0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.0)
+    with watch_screens() as watch:  # computed in full until it has paid again
+        run(model, assistant=SamAssistant(), max_new_tokens=9)
+        assert watch.screened == 0
+        run(model, assistant=SamAssistant())
+        assert watch.screened > 0
+    gc.collect()
+    assert WEIGHTS.nbytes() == packed
+    del model
+    gc.collect()
+    assert WEIGHTS.nbytes() == known
+
+
+def test_values_that_are_no_longer_bfloat16s(products):
+    model = rounded()
+    run(model, assistant=SamAssistant(), **LOGITS)
+    assert COMPACT.nbytes() > 0
+    with torch.no_grad():
+        model.lm_head.weight[7] += 2.0**-20
+    products.clear()
+    run(model, assistant=SamAssistant(), **LOGITS)
+    assert not products
+    assert COMPACT.nbytes() == 0
+
+
+WRITES = {
+    "counted": lambda weight, row: weight[77].copy_(row),
+    "numpy": lambda weight, row: weight.detach().numpy().__setitem__(77, row.numpy()),
+}
+
+
+@pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
+@pytest.mark.parametrize("name", WRITES)
+def test_weights_that_a_hook_changes_within_a_call(name, options):
+    """Between two layers of one forward, by position, so that plain decoding is changed alike."""
+    model = rounded()
+    run(model, assistant=SamAssistant(), **options)
+    original = model.lm_head.weight.detach().clone()
+
+    def write(module, arguments, states):
+        if lengths[-1] == PROMPT.shape[1] + 4:
+            WRITES[name](model.lm_head.weight, (9 * states[0, -1]).bfloat16().float())
+
+    lengths = []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, arguments, given: lengths.append(int(given["position_ids"][0, 0])),
+        with_kwargs=True,
+    )
+    model.model.norm.register_forward_hook(write)
+    with torch.no_grad():
+        plain = run(model, **options)
+        model.lm_head.weight.data.copy_(original)
+        warm = Assistant([], budget=4)
+        run(model, assistant=warm, max_new_tokens=3, **options)
+        model.lm_head.weight.data.copy_(original)
+        with watch_screens() as watch, compact_products() as products:
+            ours = run(model, assistant=warm, **options)
+    assert watch.screened or products
+    if options:
+        plain, ours = plain.sequences, ours.sequences
+    assert torch.equal(ours, plain)
+    assert 77 in ours[0, PROMPT.shape[1] :]
+
+
+def test_hooks_of_all_modules_leave_the_output_layer_alone():
+    """They may write to weights after a product and before a token is chosen by it."""
+    model = model_of()
+    run(model, assistant=SamAssistant())
+    handle = nn.modules.module.register_module_forward_hook(lambda *arguments: None)
+    try:
+        with watch_screens() as watch:
+            run(model, assistant=SamAssistant())
+    finally:
+        handle.remove()
+    assert watch.screened == 0
+
+
+def test_tied_weights_and_new_embeddings():
+    model = rounded(tie_word_embeddings=True)
+    run(model, assistant=SamAssistant())
+    model.get_input_embeddings().weight.data[9] *= -20
+    assert torch.equal(run(model, assistant=SamAssistant()), run(model))
+    run(model, assistant=SamAssistant())
+    model.resize_token_embeddings(TOKENS + 64)
+    assert torch.equal(run(model, assistant=SamAssistant()), run(model))

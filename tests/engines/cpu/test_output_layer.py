@@ -1,0 +1,229 @@
+"""Calls whose output layer is read in eight bits: the same tokens and the same random numbers."""
+
+import itertools
+from functools import wraps
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.engines.cpu import copies
+from hf_retrieval_assist.engines.cpu.reroute import reroute
+from hf_retrieval_assist.engines.cpu.screen import Sampling, Screened
+from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.system import memory
+from tests.support.copied_models import model_of, watch_screens
+from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
+from tests.support.oracle_drafter import agreeing
+
+SAMPLED = {"do_sample": True}
+OPTIONS = {
+    "greedy": {},
+    "repetition penalty": {"repetition_penalty": 1.4},
+    "bans": {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[7], [5, 9], [4000]],
+        "suppress_tokens": [3, 80],
+        "begin_suppress_tokens": [11],
+    },
+    "bias": {"sequence_bias": {(17,): 4.0, (5, 9): -3.0, (4095,): 2.5}},
+    "length": {"min_new_tokens": 9, "eos_token_id": [5, 9, 33, 21, 60, 7, 44]},
+    "top-k": {**SAMPLED, "top_k": 30, "temperature": 0.8},
+    "top-k and more": {
+        **{**SAMPLED, "top_k": 50, "top_p": 0.8, "typical_p": 0.9, "min_p": 0.01},
+        "repetition_penalty": 1.2,
+    },
+    "temperature": {**SAMPLED, "top_k": 0, "temperature": 1.0},
+    "hot": {**SAMPLED, "top_k": 0, "temperature": 1.7},
+    "cold": {**SAMPLED, "top_k": 0, "temperature": 0.1},
+    "top-p": {**SAMPLED, "top_k": 0, "top_p": 0.9, "temperature": 0.8},
+    "min-p": {**SAMPLED, "top_k": 0, "min_p": 0.05},
+    "top-p and min-p": {**SAMPLED, "top_k": 0, "top_p": 0.95, "min_p": 0.02},
+}
+# Of which no bound is known, so that all logits are computed.
+WHOLE = {
+    "typical": {**SAMPLED, "top_k": 0, "typical_p": 0.9},
+    "scores": {"output_scores": True, "return_dict_in_generate": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def packed_at_once(monkeypatch):
+    monkeypatch.setattr(copies, "PATIENCE", 1)
+    monkeypatch.setattr(copies, "LEAST_SAVED", 0)  # for which these models are too narrow
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return model_of()
+
+
+def both(model, **options):
+    """A call that has good drafts, equal to plain's in tokens and random state."""
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
+    with watch_screens() as watch:
+        plain, ours, assistant = agreeing(model, inputs, make=knowing, **options)
+    if not isinstance(plain, torch.Tensor):
+        for found, expected in zip(ours.scores, plain.scores, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert assistant.stats.last.keeps_seed
+    assert assistant.stats.last.accepted > 0
+    return watch, assistant
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_output_is_plain(llama, name):
+    watch, assistant = both(llama, **OPTIONS[name])
+    assert watch.screened >= assistant.stats.last.steps - 1
+    # How much top-p keeps depends on all logits, whose bounds do not always tell.
+    assert watch.whole <= (watch.screened // 4 if name.startswith("top-p") else 0)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_logits_where_they_are_needed(llama, name):
+    watch, _ = both(llama, **WHOLE[name])
+    assert watch.screened == 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-k", "temperature", "top-p"])
+def test_batches(llama, name):
+    """Rows with padding that get on unequally and end early."""
+    options = {"do_sample": False, "max_new_tokens": 20} | OPTIONS[name]
+    torch.manual_seed(3)
+    free = llama.generate(**padded(4), **options)
+    options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
+    with watch_screens() as watch:
+        agreeing(llama, padded(4), seed=3, make=lambda plain: SamAssistant(budget=4), **options)
+    assert watch.screened > 0
+
+
+def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
+    model = model_of().bfloat16()
+    with mock.patch.object(copies, "is_kernel", return_value=True):
+        with reroute():
+            plain = run(model)
+        with watch_screens() as watch:
+            ours = run(model, assistant=knowing(plain))
+    assert torch.equal(ours, plain)
+    assert watch.screened > 0
+    with mock.patch.object(copies, "is_kernel", return_value=False), watch_screens() as watch:
+        run(model, assistant=SamAssistant())
+    assert watch.screened == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_logits_that_a_model_changes_in_place(mode):
+    class Suppressing(transformers.LlamaForCausalLM):
+        @wraps(transformers.LlamaForCausalLM.forward)
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            with torch.no_grad():
+                output.logits[..., 100:].sub_(3.0)
+            return output
+
+    model = model_of(Suppressing)
+    with mode():
+        watch, _ = both(model)
+    assert watch.screened == 0
+
+
+def test_logits_that_are_scaled_or_capped():
+    model = model_of(transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0)
+    assert both(model)[0].screened == 0
+
+
+def test_hooks_on_the_layer(llama):
+    handle = llama.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
+    try:
+        run(llama, assistant=SamAssistant())  # which finds that the hook changes something
+        assert both(llama)[0].screened == 0
+    finally:
+        handle.remove()
+    assert both(llama)[0].screened > 0
+
+
+def test_a_model_that_changes_its_mind():
+    """Logits that are the layer's own behind the prompt, and not in later forwards."""
+
+    class Fickle(transformers.LlamaForCausalLM):
+        @wraps(transformers.LlamaForCausalLM.forward)
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            length = kwargs[CACHE].get_seq_length()
+            if length > PROMPT.shape[1] + 6:
+                output.logits = output.logits * 1.0
+            return output
+
+    assert both(model_of(Fickle))[0].screened > 0
+
+
+def test_free_memory(tmp_path, monkeypatch):
+    assert 1 << 20 < memory.free_memory() < 1 << 50
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert memory.free_memory() == 0
+    (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:  500 kB\n")
+    assert memory.free_memory() == 500 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    assert memory.free_memory() == 500 << 10
+    (tmp_path / "memory.max").write_text("300000\n")
+    assert memory.free_memory() == 200_000
+    assert memory.may_take(25_000, None)
+    assert not memory.may_take(25_001, None)
+
+
+def test_draws_that_bounds_do_not_tell(llama):
+    """All logits of such a row are computed, and the others' draws stay what they were."""
+    draw, asked = Screened.draw, itertools.count()
+
+    def every_other(found, *arguments):
+        return draw(found, *arguments) if next(asked) % 2 else None
+
+    with mock.patch.object(Screened, "draw", every_other):
+        watch, _ = both(llama, **OPTIONS["top-p"])
+    assert 0 < watch.whole < watch.screened
+
+
+class Own(transformers.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+WARM, TOP = transformers.TemperatureLogitsWarper(0.5), transformers.TopKLogitsWarper(20)
+LOW, NUCLEUS = transformers.MinPLogitsWarper(0.1), transformers.TopPLogitsWarper(0.9)
+
+
+@pytest.mark.parametrize(
+    ("processors", "sampling", "shortlist"),
+    [
+        ([], Sampling(), 0),
+        ([WARM], Sampling(0.5), 0),
+        ([WARM, NUCLEUS, LOW], Sampling(0.5, 0.9, 0.1), 0),
+        ([LOW], Sampling(min_p=0.1), 0),
+        ([LOW, NUCLEUS], None, 0),
+        ([NUCLEUS, NUCLEUS], None, 0),
+        ([transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None, 0),
+        ([transformers.MinPLogitsWarper(0.1, filter_value=-9.0)], None, 0),
+        ([WARM, transformers.TypicalLogitsWarper(0.9)], None, 0),
+        ([WARM, TOP, NUCLEUS], None, 20),
+        ([NUCLEUS, TOP], None, 0),
+        ([WARM, TOP, Own()], None, 0),
+    ],
+)
+def test_processors_by_which_tokens_are_drawn(processors, sampling, shortlist):
+    """What is not known leaves nothing out."""
+    found = TokenSelector(transformers.LogitsProcessorList(processors), True, 1)
+    assert found.sampling == sampling
+    assert found.shortlist == shortlist
+
+
+def test_greedy_tokens_are_of_a_shortlist_unless_a_processor_is_not_known():
+    for processors, shortlist in (([], 1), ([Own()], 0), ([WARM], None)):
+        found = TokenSelector(transformers.LogitsProcessorList(processors), False, 1)
+        assert found.sampling is None
+        assert shortlist is None or found.shortlist == shortlist

@@ -1,0 +1,435 @@
+"""Forwards on a CPU that are recorded once and then repeated: what is, what is not, and what is
+noticed of a model that changes."""
+
+import gc
+import threading
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, RandLoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import DynamicCache, LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist.engines.cpu import repeated_forward
+from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError, thread
+from hf_retrieval_assist.engines.cpu.reroute import standing_in
+from tests.support import architectures
+from tests.support.lossless import INPUTS, PROMPT, build, knowing, rope_model, run, same
+from tests.support.threads import in_threads
+from tests.support.watching import calls_of, results_of
+from tests.support.wrapped_models import Around
+
+CLASSES = [
+    *("LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"),
+    *("Qwen3ForCausalLM", "Phi3ForCausalLM"),
+]
+
+
+def repeating(model, assistant=None, **options):
+    """An assistant all of whose forwards of this call were recorded by earlier ones."""
+    assistant = assistant or knowing(run(model, **options), budget=3)
+    for _ in range(8):
+        same(model, assistant=assistant, **options)
+    return assistant
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_forwards_are_repeated(name, sampled):
+    options = {"do_sample": sampled, "seed": 3}
+    last = repeating(architectures.build(name), **options).stats.last
+    assert last.repeated == last.forwards
+    assert last.recordings == 0
+    assert last.accepted > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_padded_rows_too(dtype):
+    model = build(LlamaForCausalLM).to(dtype)
+    for seed in range(4):
+        options = INPUTS["padded"] | {"max_new_tokens": 20, "do_sample": True}
+        torch.manual_seed(seed)
+        plain = model.generate(**options, assistant=Assistant([], budget=0, graphs=False))
+        torch.manual_seed(seed)
+        assistant = SamAssistant(plain.tolist(), budget=4)
+        assert torch.equal(model.generate(**options, assistant=assistant), plain)
+    assert assistant.stats.last.repeated > 0
+
+
+def test_a_next_turn_goes_on_in_the_callers_cache():
+    model = build(LlamaForCausalLM)
+    texts = []
+    for assistant in (None, repeating(model)):
+        cache, text = DynamicCache(config=model.config), PROMPT
+        for _ in range(3):
+            options = {} if assistant is None else {"assistant": assistant}
+            text = run(model, text, past_key_values=cache, **options)
+            text = torch.cat([text, PROMPT[:, :3]], dim=1)
+        texts.append(text)
+    assert torch.equal(*texts)
+    assert assistant.stats.last.repeated > 0
+
+
+def module_of_its_own(model):
+    model.model.layers[0].mlp = Around(model.model.layers[0].mlp, lambda x, _: x)
+
+
+def forward_of_its_own(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+UNREPEATED = {
+    "a user's module": module_of_its_own,
+    "a user's forward": forward_of_its_own,
+    "a hook": hooked,
+    "attention that is not looked up": lambda model: model.set_attn_implementation("eager"),
+    "attention of its own": lambda _: architectures.build("FalconForCausalLM"),
+    "dynamic RoPE": lambda _: rope_model("dynamic", 128),
+}
+
+
+@pytest.mark.parametrize("change", UNREPEATED.values(), ids=UNREPEATED)
+def test_what_python_may_decide_is_not_repeated(change):
+    model = build(LlamaForCausalLM)
+    last = repeating(change(model) or model).stats.last
+    assert last.repeated == last.recordings == 0
+
+
+def test_a_hook_that_comes_within_a_call_sees_what_follows():
+    model = build(LlamaForCausalLM)
+    assistant, seen = repeating(model), []
+
+    def register(ids, scores):
+        if ids.shape[1] == PROMPT.shape[1] + 4:
+            layer = model.model.layers[0]
+            handles.append(layer.register_forward_hook(lambda *_: seen.append(1)))
+        return scores
+
+    handles = []
+    run(model, assistant=assistant, logits_processor=[register])
+    last = assistant.stats.last
+    assert len(handles) == 1
+    assert 0 < last.repeated < last.forwards
+    assert len(seen) == last.forwards - last.repeated
+    handles[0].remove()
+    assert repeating(model, assistant).stats.last.repeated > 0
+
+
+def halve(weight):
+    weight.mul_(0.5)
+
+
+def replace_memory(weight):
+    weight.data = weight.data * 0.5
+
+
+CHANGES = {
+    "weights in place": lambda model: halve(model.model.layers[1].mlp.up_proj.weight),
+    "weights' memory": lambda model: replace_memory(model.model.layers[1].mlp.up_proj.weight),
+    "a norm's memory": lambda model: replace_memory(model.model.layers[1].input_layernorm.weight),
+    "a setting": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.01),
+    "an activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.Tanh()),
+    "a buffer": lambda model: halve(model.model.rotary_emb.inv_freq),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_model_is_followed(change):
+    model = build(LlamaForCausalLM)
+    assistant, before = repeating(model), run(model)
+    change(model)
+    plain, *_ = same(model, assistant=assistant)
+    assert not torch.equal(plain, before)
+    assert repeating(model, assistant).stats.last.repeated > 0
+
+
+def adapted(config, **options):
+    return lambda model, names: get_peft_model(model, config(target_modules=names, **options))
+
+
+def parametrised(wrap):
+    """Weights of linear layers that the forward computes."""
+
+    def change(model, names):
+        for name, module in [*model.named_modules()]:
+            if isinstance(module, nn.Linear) and name.rsplit(".")[-1] in names:
+                wrap(module)
+        return model
+
+    return change
+
+
+COMPUTED_WEIGHTS = {
+    "weight_norm": parametrised(parametrizations.weight_norm),
+    "spectral_norm": parametrised(parametrizations.spectral_norm),
+    "orthogonal": parametrised(parametrizations.orthogonal),
+    "LoHa": adapted(LoHaConfig, r=2, init_weights=False),
+    "LoKr": adapted(LoKrConfig, r=2, init_weights=False),
+    "RandLoRA": adapted(RandLoraConfig, r=2, init_weights=False),
+    "LoRA": adapted(LoraConfig, r=2, init_lora_weights=False),
+    "DoRA": adapted(LoraConfig, r=2, use_dora=True, init_lora_weights=False),
+}
+PLACES = {
+    "some of a layer's": ("v_proj", "up_proj", "o_proj"),
+    "the output layer's": ("lm_head",),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("change", COMPUTED_WEIGHTS.values(), ids=COMPUTED_WEIGHTS)
+def test_a_training_step_shows_in_weights_that_forwards_compute(change, names):
+    model = change(build(LlamaForCausalLM), names).eval()
+    assistant, before = repeating(model), run(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.mul_(torch.randn(parameter.shape) * 3)
+    plain, *_ = same(model, assistant=assistant)
+    assert not torch.equal(plain, before)
+    assert assistant.stats.last.repeated > 0
+
+
+def test_a_program_that_gives_something_else_is_not_used(monkeypatch):
+    model, call = build(LlamaForCausalLM), Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda *arguments: call(*arguments) * (1 + 1e-6))
+    last = repeating(model).stats.last
+    assert last.repeated == last.recordings == 0
+
+
+def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
+    model = build(LlamaForCausalLM, max_position_embeddings=512)
+    assistant = repeating(model)
+    monkeypatch.setattr(Program, "__call__", lambda *_: pytest.fail("was not compared"))
+    monkeypatch.setattr(repeated_forward, "same_bits", lambda *_: pytest.fail("was compared"))
+    with pytest.raises(pytest.fail.Exception, match="was not compared"):
+        run(model, assistant=assistant)
+    monkeypatch.undo()
+    compared = calls_of(monkeypatch, repeated_forward, "same_bits")
+    run(model, PROMPT.repeat(1, 8), assistant=assistant)
+    assert compared
+
+
+def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
+    """No program is tried at the length of the cache at which it was recorded."""
+    model, tried = build(LlamaForCausalLM), calls_of(monkeypatch, Program, "__call__")
+    for _ in range(5):  # of one forward each, all at one length
+        same(model, assistant=Assistant([], budget=0), max_new_tokens=2)
+    assert not tried
+    same(model, assistant=Assistant([], budget=0), max_new_tokens=3)
+    assert tried
+
+
+def test_forwards_are_filled_up_to_no_more_than_was_tested(monkeypatch):
+    def width(result, forward, input_ids, **_):
+        return input_ids.shape[1]
+
+    fed = results_of(monkeypatch, repeated_forward.RepeatedForward, "__call__", width)
+    model = build(LlamaForCausalLM)
+    repeating(model, knowing(run(model), budget=16))
+    assert max(fed) == 17
+
+
+def test_programs_go_with_the_model_and_hold_no_weights_back():
+    model = build(LlamaForCausalLM)
+    assistant = repeating(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weakref.ref(weight.data.untyped_storage())
+    del weight
+    model.to(torch.bfloat16)
+    known = weakref.ref(model)
+    del model, assistant
+    gc.collect()
+    assert known() is None
+    assert before() is None
+
+
+def test_programs_take_no_more_memory_than_they_may(monkeypatch):
+    monkeypatch.setattr(repeated_forward, "MOST_BYTES", 100)
+    last = repeating(build(LlamaForCausalLM)).stats.last
+    assert last.repeated == last.recordings == 0
+
+
+def test_a_model_that_cannot_be_recorded_is_looked_at_now_and_then(monkeypatch):
+    model = build(LlamaForCausalLM)
+    monkeypatch.setattr(repeated_forward, "MOST_BYTES", 0)
+    monkeypatch.setattr(repeated_forward, "_REST", 3)
+    looks = calls_of(monkeypatch, repeated_forward, "recorded_state")
+    counts = []
+    for _ in range(9):
+        same(model, assistant=Assistant([], budget=0))
+        counts.append(len(looks))
+    assert [after - before for before, after in pairwise(counts)] == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_an_option_turns_it_off():
+    model = build(LlamaForCausalLM)
+    assert repeating(model, SamAssistant(budget=4, graphs=False)).stats.last.repeated == 0
+
+
+def test_calls_of_two_threads_repeat_programs_that_they_do_not_share():
+    """Side by side, while a third one decodes plainly, which changes nothing of the model."""
+    model, together = build(LlamaForCausalLM), threading.Barrier(3)
+    prompts = [PROMPT, PROMPT.flip(1), PROMPT.roll(3)]
+    plain = [run(model, prompt) for prompt in prompts]
+
+    def meet(ids, scores):
+        if ids.shape[1] == PROMPT.shape[1] + 1:
+            together.wait(60)
+        return scores
+
+    def converse(i):
+        for _ in range(12):
+            assistant = knowing(plain[i], budget=3) if i < 2 else None
+            found = run(model, prompts[i], logits_processor=[meet], assistant=assistant)
+            assert torch.equal(found, plain[i])
+        return assistant and assistant.stats.last
+
+    for last in in_threads(converse, range(3))[:2]:
+        assert last.repeated == last.forwards > 0 == last.recordings
+
+
+def test_an_interrupted_recording_leaves_nothing(monkeypatch):
+    model = build(LlamaForCausalLM)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, assistant=SamAssistant(budget=4))
+    assert thread.recorder is None
+    assert repeating(model).stats.last.repeated > 0
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+
+ELSEWHERE = torch.ones(8)
+UNRECORDABLE = {
+    "a number": lambda model, x: x * x.sum().item(),
+    "a list": lambda model, x: x * x.sum(-1).tolist()[0],
+    "an array": lambda model, x: x * torch.from_numpy(x.numpy()),
+    "a decision": lambda model, x: x if x.sum() > 0 else -x,
+    "a shape": lambda model, x: x[x > 0].sum() + x,
+    "chance": lambda model, x: x + torch.rand(8),
+    "dropout": lambda model, x: nn.functional.dropout(x, 0.5, training=True),
+    "a tensor of somebody": lambda model, x: x + ELSEWHERE,
+    "a write to a buffer": lambda model, x: x + model.seen.add_(1),
+    "a write to an input": lambda model, x: x.add_(1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute", UNRECORDABLE.values(), ids=UNRECORDABLE)
+def test_what_depends_on_more_than_shapes_is_not_recorded(compute):
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with pytest.raises(UnrecordableError), recording:
+        compute(model, recording.inputs["x"])
+    assert thread.recorder is None
+
+
+def layers_round_a_write(model, x):
+    """Layers of one input may be computed together, but not across a write to it."""
+    x = x + 1
+    first = model.linear(x) + model.linear(x)
+    return first + model.linear(x.mul_(2))
+
+
+def weight_of(x):
+    """One that is computed from a forward's input, in a view of something larger."""
+    return torch.stack([x[0], x.flip(-1)[0]]).repeat(4, 1)[:, None].flatten(0, 1)
+
+
+def layers_of_computed_weights(model, x):
+    """A layer comes behind what computes its weight, though others of its input came first."""
+    first, weight = model.linear(x), weight_of(x)
+    once = nn.functional.linear(x, weight) + nn.functional.linear(first, weight)
+    return once + nn.functional.linear(x, model.linear.weight * x) + model.linear(x)
+
+
+def layers_of_computed_biases(model, x):
+    first, weight = model.linear(x), model.linear.weight
+    columns = (weight * x).T[0], (weight * x)[:, 0], x.mean().expand(8), (x + 1)[0]
+    return first + sum(nn.functional.linear(x, weight, bias) for bias in columns)
+
+
+def layer_whose_weight_is_anothers_result(model, x):
+    rows = x.expand(8, 8).contiguous()
+    first = model.linear(rows)
+    second = nn.functional.linear(rows, first)
+    return nn.functional.linear(rows, second)
+
+
+def writes_behind_the_last_layer(model, x):
+    """It is the last to be computed, but nothing that comes behind it may go first."""
+    hidden, scale = x + 1, x * 2
+    out = nn.functional.linear(hidden, model.linear.weight, scale[0])
+    hidden.zero_(), scale.zero_()
+    return out
+
+
+RECORDABLE = {
+    "computed weights": layers_of_computed_weights,
+    "computed biases": layers_of_computed_biases,
+    "results as weights": layer_whose_weight_is_anothers_result,
+    "writes behind the last layer": writes_behind_the_last_layer,
+    "a last layer that is written to": lambda model, x: model.linear(x + 1).mul_(2),
+    "layers round a write": layers_round_a_write,
+    "operators": lambda model, x: torch.cat([-x[:, 4:], x[:, :4]], -1) * x.mean() + 1,
+    "a layer": lambda model, x: nn.functional.silu(model.linear(x)),
+    "writes to its own": lambda model, x: (x + 1).mul_(x).index_add_(0, torch.tensor([0]), x),
+    "several results": lambda model, x: torch.cat([x.topk(4)[0], x.sort()[0][:, 4:]], -1),
+    "places": lambda model, x: x[:, torch.arange(8).flip(0)] + torch.zeros(8).fill_(2.0),
+    "other dtypes": lambda model, x: (x.bfloat16() * 3).float() + x.double().float(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute", RECORDABLE.values(), ids=RECORDABLE)
+def test_a_program_computes_from_what_it_is_given(compute):
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with reroute():
+        with recording:
+            first = compute(model, recording.inputs["x"])
+        program = recording.program(first)
+        assert repeated_forward.same_bits(first, compute(model, x))
+        for _ in range(3):
+            x = torch.randn(1, 8)
+            assert repeated_forward.same_bits(program({"x": x}, [], []), compute(model, x))
+
+
+def test_a_program_reads_what_stands_for_a_weight():
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with reroute(), torch.no_grad():
+        with recording:
+            made = recording.program(model.linear(recording.inputs["x"]) + 1)
+        with standing_in({id(model.linear.weight): lambda x, bias: 2 * x}):
+            assert repeated_forward.same_bits(made({"x": x}, [], []), 2 * x + 1)
+        assert repeated_forward.same_bits(made({"x": x}, [], []), model.linear(x) + 1)
+
+
+def test_a_new_assistant_claims_nothing_beside_steps_that_were_never_timed():
+    model = build(LlamaForCausalLM)
+    repeating(model)
+    for tokens in (2, 20):
+        assistant = Assistant([], budget=0)
+        run(model, assistant=assistant, max_new_tokens=tokens)
+        assert assistant.stats.last.plain_seconds < 3 * assistant.stats.last.seconds["total"]

@@ -1,0 +1,80 @@
+"""Models generate with every linear and attention that allows it computed by the kernels what they
+generate plainly, those among them whose weights are not plain tensors of the CPU.
+"""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, LlamaForCausalLM
+
+from hf_retrieval_assist import SamAssistant, reroute
+from hf_retrieval_assist.policy.account import Account
+from tests.support.lossless import build, equal, knowing, run
+from tests.support.products import kernels_serving
+from tests.support.wrapped_models import WRAPS
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with kernels_serving() as queries:
+        yield queries
+
+
+WITH_LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+
+
+def assert_same_bits(one, other):
+    """Not the tokens alone: every bit of the logits."""
+    assert torch.equal(one.sequences, other.sequences)
+    assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_wrapped_models(model_class, wrap, kernels):
+    torch.manual_seed(0)
+    equal(wrap(build(model_class, head_dim=16)))
+    assert max(kernels) > 1
+
+
+def test_eager_attention_is_left_alone(kernels):
+    equal(build(LlamaForCausalLM, attn_implementation="eager"))
+    assert not kernels
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_rows_of_one_step_round_alike(rows, kernels):
+    """Up to a root and the 64 draft tokens of the largest default budget."""
+    model = build(Gemma3ForCausalLM, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
+    ids = torch.arange(65)[None] % 60
+    with torch.no_grad(), reroute():
+        whole = model(ids).logits[:, :rows]
+        parts = model(ids[:, :rows]).logits
+    assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("length", [14, 70])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_sample, length):
+    """Of prompts that fit into one pass of the kernels or not."""
+    model = build(model_class, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
+    ids = torch.arange(length)[None] % 7 + 5
+    options = {"ids": ids, "do_sample": do_sample} | WITH_LOGITS
+    with reroute():
+        plain = run(model, **options)
+    assistant = knowing(plain)
+    assisted = run(model, **options, assistant=assistant)
+    assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
+    assert_same_bits(plain, assisted)
+
+
+def test_bfloat16_logits_of_a_call_at_rest_are_those_of_drafted_ones(monkeypatch):
+    """Whatever kernels would be faster there."""
+    model = build(Gemma3ForCausalLM, head_dim=16).to(torch.bfloat16)
+    drafted = run(model, **WITH_LOGITS, assistant=SamAssistant(budget=8))
+    monkeypatch.setattr(Account, "rests", lambda self: True)
+    monkeypatch.setattr(Account, "reroutes", lambda self: False)
+    assistant = SamAssistant()
+    rested = run(model, **WITH_LOGITS, assistant=assistant)
+    assert assistant.stats.last.tier == "at rest"
+    assert_same_bits(drafted, rested)

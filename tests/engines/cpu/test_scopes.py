@@ -1,0 +1,145 @@
+"""Scopes leave nothing behind, wherever an exception comes."""
+
+import linecache
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_retrieval_assist import reroute
+from hf_retrieval_assist.engines import cpu as kernels
+from hf_retrieval_assist.engines.cpu.reroute import all_scopes_left
+from hf_retrieval_assist.engines.cpu.scopes import attending, innermost
+from hf_retrieval_assist.engines.cpu.skinny import in_route, route_depth
+from tests.support.threads import elsewhere
+
+FOLDER = str(Path(kernels.__file__).parent)
+
+
+class Interrupt:
+    """Scope that raises KeyboardInterrupt at the nth line, call or return in the kernels."""
+
+    def __init__(self, place):
+        self.left = place
+
+    def trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        # A tracer can raise where a block of `with` ends, which is no place for signals.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if not line.lstrip().startswith("with "):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+
+def state():
+    names = "sdpa", "flex_attention"
+    functions = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
+    return F.linear, functions, route_depth(), innermost()
+
+
+def computed(module):
+    """What attention of a module is computed by within a scope of that module."""
+
+    def attend(plain, module):
+        return plain, module
+
+    with attending("sdpa", {module}, attend):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module)
+
+
+def scopes(module):
+    with reroute(), attending("sdpa", {module}, lambda plain, module: module):
+        assert in_route()
+        with reroute(), attending("flex_attention", {module}, lambda plain, module: module):
+            assert innermost().name == "flex_attention"
+
+
+def test_what_is_interrupted_anywhere_is_left():
+    module, before = object(), state()
+    plain = computed(module)
+    for place in range(1, 5000):  # more lines with each class that other tests have fused
+        try:
+            with all_scopes_left(), Interrupt(place):
+                scopes(module)
+            break
+        except KeyboardInterrupt:
+            pass
+        assert state() == before, place
+        assert computed(module) == plain, place
+        scopes(module)
+        assert state() == before, place
+    assert 50 < place < 4999
+
+
+def test_what_was_entered_before_stays():
+    module = object()
+    with reroute(), attending("sdpa", {module}, lambda plain, module: module) as outer:
+        before = state()
+        with all_scopes_left():
+            reroute().__enter__()
+            attending("sdpa", set(), None).__enter__()
+            attending("flex_attention", set(), None).__enter__()
+        assert state() == before
+        assert innermost() is outer
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"](module) is module
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
+def test_the_last_thread_takes_it_back(name, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, plain := lambda module: module)
+    before = F.linear
+    with ExitStack() as stack:
+        with reroute(), attending(name, set(), None):
+            stack.enter_context(elsewhere(reroute(), attending(name, set(), None)))
+        assert F.linear is not before
+        assert ALL_ATTENTION_FUNCTIONS[name] is not plain
+    assert F.linear is before
+    assert ALL_ATTENTION_FUNCTIONS[name] is plain
+
+
+KINDS = {"reroute": reroute, "attending": lambda: attending("sdpa", set(), None)}
+
+
+@pytest.mark.parametrize("other", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("own", KINDS.values(), ids=KINDS)
+def test_scopes_of_two_kinds_share_one_function(own, other):
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with ExitStack() as stack:
+        with own():
+            routed = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            stack.enter_context(elsewhere(other()))
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed is not plain
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+    with own():
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed, "compiled code would be made anew"
+
+
+def test_only_the_modules_of_a_scope_are_served():
+    served, other = object(), object()
+
+    def plain(module, *arguments, **options):
+        return "plain", module, arguments, options
+
+    def attend(given, module, *arguments, **options):
+        assert given is plain
+        return "served", module, arguments, options
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", plain)
+        with attending("sdpa", {served}, attend):
+            function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            assert function(served, 1, mask=2) == ("served", served, (1,), {"mask": 2})
+            assert function(other, 1, mask=2) == ("plain", other, (1,), {"mask": 2})

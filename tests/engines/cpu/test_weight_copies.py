@@ -1,0 +1,148 @@
+"""Copies stand for their weights as long as these are what was packed."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from hf_retrieval_assist.engines.cpu.compact import CompactWeight
+from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
+from hf_retrieval_assist.engines.cpu.weight_copies import BANDS, EVERY, WeightCopies
+from tests.support.products import dequantized
+
+KINDS = (QuantizedWeight, CompactWeight)
+SHAPE = (300, 64)
+
+
+def copies(kind=QuantizedWeight):
+    return WeightCopies(kind.pack, lambda weight: 2 * weight.numel())
+
+
+def weight_of(rows=SHAPE[0], columns=SHAPE[1]):
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    return nn.Parameter(weight.bfloat16().float(), requires_grad=False)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 3), (4, 31)])
+def test_values_that_are_not_bfloat16s_have_no_copy(place):
+    weight = torch.randn(5, 32).bfloat16().float()
+    packed = CompactWeight.pack(weight)
+    assert torch.equal(packed.values.float(), weight)
+    assert packed.nbytes == 5 * 32 * 2
+    for other in (1 + 2.0**-12, torch.nan):
+        weight[place] = other
+        assert CompactWeight.pack(weight).values is None
+
+
+def test_a_weight_is_packed_once_for_all_who_share_it():
+    weights, weight = copies(), weight_of()
+    other = nn.Parameter(weight.detach(), requires_grad=False)
+    first = weights.of(weight)
+    assert weights.of(weight) is first
+    assert weights.of(other) is first
+    assert weights.nbytes() == first.copy.nbytes
+
+
+def test_copies_go_with_their_model():
+    weights, layers = copies(), [nn.Linear(32, 50), nn.Linear(32, 20)]
+    for layer in layers:
+        weights.of(layer.weight)
+    kept = weights.of(layers[1].weight).copy.nbytes
+    assert weights.nbytes() > kept
+    del layers[0], layer
+    gc.collect()
+    assert weights.nbytes() == kept
+
+
+def trained(layer):
+    layer.weight.requires_grad_()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    layer.weight.requires_grad_(False)
+
+
+COUNTED = {
+    "one element": lambda layer: layer.weight[7, 3].add_(1),
+    "all": lambda layer: layer.weight.copy_(torch.randn(SHAPE)),
+    "another dtype": lambda layer: layer.to(torch.bfloat16),
+    "optimiser": trained,
+    "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(SHAPE), False)),
+    "moved": lambda layer: setattr(layer.weight, "data", torch.randn(SHAPE)),
+    "shortened": lambda layer: setattr(layer.weight, "data", layer.weight.data[:-1]),
+}
+NOT_COUNTED = {
+    "all": lambda layer: layer.weight.data.add_(1),
+    "signs": lambda layer: layer.weight.data.neg_(),
+    "rows in another order": lambda layer: layer.weight.data.copy_(layer.weight.flip(0)),
+    "one row": lambda layer: layer.weight.data[123].copy_(torch.randn(SHAPE[1])),
+    "one column": lambda layer: layer.weight.data[:, 9].zero_(),
+    "numpy": lambda layer: layer.weight.detach().numpy().__setitem__(299, 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("write", "counted"),
+    [
+        *(pytest.param(write, True, id=f"counted-{name}") for name, write in COUNTED.items()),
+        *(pytest.param(write, False, id=f"data-{name}") for name, write in NOT_COUNTED.items()),
+    ],
+)
+@torch.no_grad()
+def test_a_weight_that_was_written_to_is_packed_anew(kind, write, counted):
+    weights, layer = copies(kind), nn.Linear(*SHAPE[::-1])
+    layer.weight = weight_of()
+    before = weights.of(layer.weight)
+    assert before.stands_for(layer.weight, sampled=True)
+    write(layer)
+    assert before.stands_for(layer.weight) != counted
+    assert weights.find(layer.weight) is None
+    after = weights.of(layer.weight)
+    assert weights.of(layer.weight) is after is not before
+    assert after.stands_for(layer.weight, sampled=True)
+    if kind is QuantizedWeight:
+        expected = layer.weight.float()
+        torch.testing.assert_close(dequantized(after.copy), expected, rtol=0, atol=0.05)
+    before = None
+    gc.collect()
+    assert weights.nbytes() == after.copy.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", [0, 123, 299])
+def test_one_element_shows_within_some_calls(kind, row):
+    """Where the sample of its row is another one."""
+    weights, weight = copies(kind), weight_of()
+    weights.of(weight).turn = 0
+    for _ in range(EVERY * BANDS):
+        assert weights.find(weight) is not None
+    weight.data[row, 30].neg_()
+    assert weights.find(weight) is not None
+    assert any(weights.find(weight) is None for _ in range(EVERY * BANDS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_show_where_there_are_more_than_rows(kind):
+    weights, weight = copies(kind), weight_of(40, 3000)
+    for column in (0, 1500, 2999):
+        weights.of(weight)
+        weight.data[:, column].neg_()
+        assert weights.find(weight) is None
+
+
+def test_values_that_are_not_finite_are_what_was_packed():
+    weights, weight = copies(), weight_of()
+    weight.data[5, 5], weight.data[6, 6] = torch.nan, torch.inf
+    first = weights.of(weight)
+    for _ in range(EVERY * BANDS):
+        assert weights.find(weight) is first
+
+
+def test_inference_tensors_are_packed():
+    with torch.inference_mode():
+        weight = torch.randn(SHAPE)
+        weights = copies()
+        assert weights.of(weight).copy.shape == SHAPE
+        weight[9] = 0  # which PyTorch does not count
+        assert weights.find(weight) is None

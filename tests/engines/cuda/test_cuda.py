@@ -1,0 +1,398 @@
+"""The lossless checks on a GPU."""
+
+import copy
+import gc
+import threading
+import time
+from itertools import chain
+
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist import Assistant, SamAssistant, SequoiaAssistant
+from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
+from hf_retrieval_assist.host.transformers_private import CACHE, compilations
+from tests.support.threads import in_threads
+
+from .decoding.test_node_choices import OPTIONS as CHOICES
+from .support.heads import DRAFTERS, layers_of
+from .support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
+from .support.op_recorder import growing, hidden_states_told, idle
+from .support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant
+from .support.rounding import OF_MODEL, within
+from .support.tree_case import TOLERANCE, Case
+from .support.watching import calls_of
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+CLASSES = [
+    transformers.LlamaForCausalLM,
+    transformers.Qwen3ForCausalLM,
+    transformers.Gemma3ForCausalLM,
+    transformers.MixtralForCausalLM,
+    transformers.GPT2LMHeadModel,
+    transformers.OPTForCausalLM,
+]
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def any_model(request):
+    return build(request.param).to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build(transformers.LlamaForCausalLM).to(DEVICE)
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_greedy(any_model, attention):
+    any_model.set_attn_implementation(attention)
+    equal(any_model)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch):
+    """The state of the generator too; the walk processes no scores of its own."""
+    walked = calls_of(monkeypatch, TokenSelector, "process")
+    inputs = {key: x.to(DEVICE) for key, x in padded(rows).items()}
+    options = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0} | CHOICES[name]
+    for _ in range(3):
+        torch.manual_seed(4)
+        plain = llama.generate(**inputs, **options)
+        left = torch.cuda.get_rng_state()
+        assistant = oracle_assistant(plain, inputs["attention_mask"])
+        walked.clear()
+        torch.manual_seed(4)
+        assert torch.equal(plain, llama.generate(**inputs, **options, assistant=assistant))
+        assert torch.equal(torch.cuda.get_rng_state(), left)
+        assert assistant.stats.last.keeps_seed
+        assert [len(processed) for _, processed, _ in walked] == [rows]
+
+
+def test_scores_and_logits(llama):
+    names = ("return_dict_in_generate", "output_scores", "output_logits")
+    plain, assisted, _ = equal(llama, do_sample=True, top_k=8, **dict.fromkeys(names, True))
+    for name in ("scores", "logits"):  # on one device, too
+        torch.testing.assert_close(assisted[name], plain[name], atol=1e-3, rtol=1e-3)
+
+
+def test_residual_sampling_accepts_the_targets_own_draws(llama):
+    draft = copy.deepcopy(llama)
+    assistant = SequoiaAssistant(draft, 0.8, max_nodes=3, max_levels=3, width=1, budget="paper")
+    run(llama, do_sample=True, temperature=0.8, top_k=0, assistant=assistant)
+    assert assistant.stats.last.accepted > 0.9 * assistant.stats.last.drafted > 0
+
+
+def test_costs_are_those_of_the_device(llama):
+    assistant = SamAssistant(budget=4)
+    run(llama, assistant=assistant)
+    assert {key.device.partition(":")[0] for key in assistant.costs._models} == {DEVICE}
+    assert any(cost.observations for cost in assistant.costs._models.values())
+
+
+@pytest.mark.parametrize("graphs", [True, "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_graphs(llama, dtype, graphs):
+    model = copy.deepcopy(llama).to(dtype)
+    plain = run(model, max_new_tokens=60)
+    drafter = OracleDrafter(plain.tolist())
+    for _ in range(2):
+        assistant = Assistant([drafter], budget=16, graphs=graphs)
+        assisted = run(model, max_new_tokens=60, assistant=assistant)
+        if dtype is torch.float32:
+            assert torch.equal(plain, assisted)
+    steps = idle(model)._steps.values()
+    assert any(step.trusted for step in steps)
+    assert [step.fault for step in steps] == [None] * len(steps)
+
+
+def test_fused_graphs(any_model):
+    inputs = {"input_ids": PROMPT.to(DEVICE)}
+    for _ in range(3):
+        agreeing(any_model, inputs, "tree", graphs="fused", do_sample=False, max_new_tokens=60)
+
+
+def test_graphs_of_a_padded_batch(any_model):
+    inputs = {name: tensor.to(DEVICE) for name, tensor in INPUTS["padded"].items()}
+    for _ in range(2):
+        agreeing(any_model, inputs, tier="tree", do_sample=False, max_new_tokens=60)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+def test_which_attention_serves(llama, attention):
+    """The kernels of Triton, whatever the model was loaded with."""
+    model = copy.deepcopy(llama).to(torch.bfloat16)
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as missing:
+        pytest.skip(str(missing))
+    run(model, max_new_tokens=60, assistant=oracle_assistant(run(model, max_new_tokens=60)))
+    assert idle(model).shape.attention_by == "triton"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_card(llama):
+    """While the first one is the current device."""
+    other, inputs = copy.deepcopy(llama).to("cuda:1"), {"input_ids": PROMPT.to("cuda:1")}
+    for _ in range(2):
+        agreeing(other, inputs, tier="tree", do_sample=False, max_new_tokens=60)
+    assert idle(other).shape.device == torch.device("cuda:1")
+
+
+class Waiting(torch.nn.Module):
+    """A head that waits for the device, as no hook of the caller's does that is recorded."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.weight = head, head.weight
+
+    def forward(self, states):
+        torch.cuda.synchronize()
+        return self.head(states)
+
+
+def test_a_draw_after_a_failed_recording(llama):
+    """What waits for the device without an operator shows only while it is captured."""
+    model = copy.deepcopy(llama)
+    model.lm_head = Waiting(model.lm_head)
+    same(model, assistant=oracle_assistant, max_new_tokens=40)
+    assert model in WORKSPACES._faults
+    assert torch.rand(4, device=DEVICE).shape == (4,)
+    equal(model, seed=3, **SAMPLED)
+
+
+def test_two_threads_record_at_once(llama):
+    models = [copy.deepcopy(llama) for _ in range(2)]
+    plain = run(llama, max_new_tokens=60)
+
+    def texts(model):
+        return [run(model, max_new_tokens=60, assistant=oracle_assistant(plain)) for _ in range(3)]
+
+    assert all(torch.equal(plain, text) for found in in_threads(texts, models) for text in found)
+
+
+OTHERS = {
+    "draws": lambda x: torch.multinomial(x, 1),
+    "waits for the device": lambda x: torch.cuda.synchronize(),
+    "empties the cache": lambda x: torch.cuda.empty_cache(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_threads_go_on_while_one_records(llama, other):
+    """Both do: captures that were broken are made again. Only that a capture begins at the very
+    moment may be seen by a draw that no call of this package makes."""
+    model, errors, done = copy.deepcopy(llama), [], threading.Event()
+    plain = run(model, max_new_tokens=60)
+
+    def work():
+        x = torch.rand(64, 64, device=DEVICE)
+        while not done.is_set():
+            try:
+                OTHERS[other](x)
+            except RuntimeError as error:
+                errors.append(error)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(3):
+            assistant = oracle_assistant(plain)
+            assert torch.equal(plain, run(model, max_new_tokens=60, assistant=assistant))
+    finally:
+        done.set()
+        thread.join()
+    assert assistant.stats.last.repeated > 0
+    assert len(errors) <= 2, errors
+
+
+def test_calls_that_draw_while_another_records(llama):
+    """Their draws wait for the moment in which a capture begins."""
+    models, plain = [copy.deepcopy(llama) for _ in range(3)], run(llama, max_new_tokens=60)
+    over = threading.Event()
+
+    def texts(model):
+        if model is models[0]:
+            for _ in range(4):
+                assistant = SamAssistant(budget=8)
+                run(model, max_new_tokens=60, assistant=assistant, **SAMPLED)
+                WORKSPACES._idle.clear()
+            over.set()
+        while not over.is_set():
+            run(model, max_new_tokens=20, assistant=oracle_assistant(plain), **SAMPLED)
+        return True
+
+    assert in_threads(texts, models) == [True] * 3
+
+
+@pytest.mark.parametrize("kind", ["draft model", "EAGLE", "MTP"])
+def test_drafts_are_recorded(llama, kind):
+    """Calls after the first ones record nothing."""
+    if kind == "draft model":
+        fallback = drafting = copy.deepcopy(llama)
+    else:
+        fallback = DRAFTERS[kind](llama)
+        drafting = layers_of(fallback, llama)
+    plain, made = run(llama, max_new_tokens=60), []
+    for graphs in (False, True, True, True):
+        assistant = SamAssistant(fallback=fallback, budget=12, graphs=graphs)
+        assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=assistant))
+        assert assistant.stats.last.drafted > 0
+        made.append(sum(workspace.made for workspace in WORKSPACES._idle.get(drafting, [])))
+    assert not WORKSPACES._faults.get(drafting)
+    assert made[0] == 0 < made[1]
+    assert made[2] == made[3]
+
+
+def test_a_chat_records_few_graphs(llama):
+    """Eight turns of unlike lengths, twice over: the second time nothing is recorded."""
+    model, assistant, made = copy.deepcopy(llama), SamAssistant(budget=8), []
+    for turn in (*range(1, 9), *range(1, 9)):
+        same(model, PROMPT.repeat(1, turn * 4), assistant, max_new_tokens=24)
+        made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
+    assert made[-1] <= 12
+    assert len(set(made[8:])) == 1
+
+
+WAITLESS = {name: options for name, options in CHOICES.items() if name != "eta"}
+
+
+@pytest.mark.parametrize("name", ["argmax", *WAITLESS])
+def test_a_step_waits_once(llama, name, monkeypatch):
+    """The event that says the results have arrived is no synchronising call of PyTorch's."""
+    options = {"do_sample": name != "argmax", "max_new_tokens": 60} | WAITLESS.get(name, {})
+    plain = run(llama, **options)
+    for _ in range(3):
+        run(llama, **options, assistant=oracle_assistant(plain))
+    step = Generation.step
+    watched = []
+
+    def guarded(generation):
+        # Recording and comparing may wait.
+        workspace = generation.forward.verifier.memory.workspace
+        settled = all(s.decided for s in workspace._steps.values())
+        torch.cuda.set_sync_debug_mode("error" if settled else "default")
+        try:
+            step(generation)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        watched.append(settled)
+
+    monkeypatch.setattr(Generation, "step", guarded)
+    assert torch.equal(plain, run(llama, **options, assistant=oracle_assistant(plain)))
+    assert any(watched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_p": 0.9}], ids=str)
+def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
+    """Texts, and of greedy calls the logits: in half precision bit for bit, in float32, where a
+    product's sums depend on the row, up to rounding."""
+    if isinstance(any_model, transformers.MixtralForCausalLM):
+        pytest.skip("experts are fed what is routed to them, whatever the width")
+    model = copy.deepcopy(any_model).to(dtype)
+    names = () if options else ("logits",)
+    told = {"return_dict_in_generate": True, "output_logits": bool(names)}
+    options = options | told | {"max_new_tokens": 60}
+    undrafted = Assistant([], budget=15, fixed_width=16)
+    expected = run(model, **options, assistant=undrafted)
+    for seed in range(4):
+        assistant = oracle_assistant(expected, budget=15, fixed_width=16, seed=seed)
+        actual = run(model, **options, assistant=assistant)
+        assert assistant.stats.last.accepted > 0
+        assert torch.equal(actual.sequences, expected.sequences)
+        pairs = [zip(actual[name], expected[name], strict=True) for name in names]
+        for found, wanted in chain(*pairs):
+            bounds = within(wanted, OF_MODEL) if dtype is torch.float32 else {"atol": 0, "rtol": 0}
+            torch.testing.assert_close(found, wanted, **bounds)
+
+
+def test_graphs_grow_with_the_text(llama, monkeypatch):
+    capacities = growing(monkeypatch, 64)
+    for _ in range(2):
+        same(llama, assistant=oracle_assistant, max_new_tokens=200)
+    assert len(set(capacities)) > 2
+
+
+def test_hidden_states_come_from_graphs(llama):
+    found = [hidden_states_told(llama, graphs) for graphs in (True, False)]
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("depth", [64, 80, 96, 128, 160, 192, 256, 512])
+@pytest.mark.parametrize("width", [1, 9, 70])
+def test_attention_of_every_head(depth, width, dtype):
+    """By the kernels as they were compiled for this card, padded rows and windows too."""
+    for kinds in ({}, {"reach": 40, "out_depth": 128}, {"sinks": True, "softcap": 1.5}):
+        with torch.device(DEVICE):
+            assert Case(4, 2, depth, width, dtype, [301, 40], **kinds).error() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_no_kernel_of_attention_is_planned_anew(llama, graphs):
+    """cuDNN plans a kernel for every new shape, which takes longer than a step."""
+    plain = run(llama, max_new_tokens=60)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
+        assistant = oracle_assistant(plain)
+        assistant.graphs = graphs
+        run(llama, max_new_tokens=60, assistant=assistant)
+    assert not [event.key for event in seen.key_averages() if "cudnn" in event.key.lower()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_compiled_steps_are_graphs(llama, mode):
+    """Of the package's own, one launch a step, whatever mode the caller has compiled in."""
+    model = copy.deepcopy(llama)
+    config = transformers.CompileConfig(mode=mode)
+    options = {"cache_implementation": "static", "max_new_tokens": 60, "compile_config": config}
+    plain = run(model, **options)
+    before = compilations()
+    for _ in range(3):
+        assistant = oracle_assistant(plain)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
+            assert torch.equal(plain, run(model, assistant=assistant, **options))
+        assert assistant.stats.last.accepted > 0
+    assert compilations() == before
+    assert {key.manner for key in assistant.costs._models} == {"recorded"}
+    assert idle(model).shape.attention_by == "triton"
+    steps = idle(model)._steps.values()
+    assert any(step.trusted for step in steps)
+    assert [step.fault for step in steps] == [None] * len(steps)
+    launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")
+    assert launched == assistant.stats.last.forwards
+
+
+def test_a_callers_static_cache(llama):
+    cache = transformers.StaticCache(config=llama.config, max_cache_len=96)
+    text = PROMPT.to(DEVICE)
+    for assisted in (True, False, True):
+        plain = run(llama, text)
+        assistant = oracle_assistant(plain) if assisted else None
+        text = run(llama, text, **{CACHE: cache}, assistant=assistant)
+        assert torch.equal(plain, text)
+
+
+def test_memory_goes_with_the_model(llama):
+    model = copy.deepcopy(llama)
+    run(model, assistant=SamAssistant(budget=4))
+    assert idle(model).arena.nbytes > 0
+    taken = torch.cuda.memory_allocated()
+    nbytes = idle(model).arena.nbytes
+    del model
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= taken - nbytes

@@ -1,0 +1,337 @@
+"""Calls served in memory that stays in place, a recorder standing where CUDA graphs would be."""
+
+import gc
+import sys
+import weakref
+from functools import wraps
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations import moe
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.engines.cuda import arena, fixed_memory, fixed_verifier, replay
+from hf_retrieval_assist.engines.cuda.arena import Arena
+from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
+from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.verification import service, tiers
+from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from tests.support import dense_attention
+from tests.support.lossless import INPUTS, PROMPT, build, goes_on_after_an_interrupt, knowing, run
+from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
+from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.watching import a_librarys, calls_of, results_of
+from tests.support.wrapped_models import Around
+
+OPTIONS = {"do_sample": False, "max_new_tokens": 40}
+
+
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch):
+    serve_in_place(monkeypatch)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM])
+def test_tokens_are_those_of_plain_decoding(model_class, inputs):
+    model = build(model_class)
+    for _ in range(2):
+        agreeing(model, INPUTS[inputs], "tree", **OPTIONS)
+    steps = idle(model)._steps.values()
+    assert any(step.trusted for step in steps)
+    assert all(step.fault is None for step in steps)
+
+
+def test_logits_of_another_dtype_than_the_model():
+    """In float32 whatever the head's weights are, as several models compute them."""
+    model = build(LlamaForCausalLM).to(torch.bfloat16)
+    model.lm_head = Around(model.lm_head, lambda logits, _: logits.float())
+    assistant = SamAssistant(budget=16)
+    run(model, assistant=assistant)
+    assert assistant.stats.last.tier == "tree"
+    assert assistant.top_k > 0
+
+
+def test_buffers_grow_in_mid_call(monkeypatch):
+    model, capacities = build(LlamaForCausalLM), growing(monkeypatch, 8)
+    for inputs in INPUTS.values():
+        agreeing(model, inputs, do_sample=False, max_new_tokens=60)
+    assert len(set(capacities)) > 3
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_windows_move_on_in_mid_call(inputs, monkeypatch):
+    monkeypatch.setattr(arena, "capacity_bucket", lambda slots: slots)
+    monkeypatch.setattr(arena, "_BEYOND_WINDOW", 72)
+    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
+    kinds = ["sliding_attention", "full_attention"]
+    options = {"sliding_window": 8, "layer_types": kinds, "num_hidden_layers": 2}
+    model, moved = build(Gemma3ForCausalLM, **options), calls_of(monkeypatch, Arena, "begin_with")
+    for _ in range(3):
+        moved.clear()
+        options = {"do_sample": False, "max_new_tokens": 150}
+        plain, _, assistant = agreeing(model, INPUTS[inputs], **options)
+        assert assistant.stats.last.tier == "tree"
+    # Rows of a batch get on unequally, and keep all.
+    assert bool(moved) is (len(plain) == 1)
+
+
+def test_drafts_wider_than_any_bucket(monkeypatch):
+    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2))
+    monkeypatch.setattr(fixed_memory, "MOST_MOVED", 1)
+    monkeypatch.setattr("hf_retrieval_assist.engines.cuda.workspace.MOST_MOVED", 1)
+    model = build(LlamaForCausalLM)
+    for inputs in INPUTS.values():
+        agreeing(model, inputs, "tree", **OPTIONS)
+
+
+def test_returned_caches_are_the_callers_own():
+    model = build(LlamaForCausalLM)
+    cache = DynamicCache(config=model.config)
+    first = run(model, **{CACHE: cache}, assistant=knowing(run(model)))
+    kept = [layer.keys.clone() for layer in cache.layers]
+    # Others use the same workspace meanwhile.
+    run(model, assistant=knowing(run(model)), ids=PROMPT.flip(1))
+    for layer, keys in zip(cache.layers, kept, strict=True):
+        assert torch.equal(layer.keys, keys)
+    longer = torch.cat([first, PROMPT[:, :3]], dim=1)
+    plain = run(model, longer)
+    assert torch.equal(plain, run(model, longer, **{CACHE: cache}))
+    returned = run(model, return_dict_in_generate=True, assistant=knowing(first))
+    again = run(model, longer, **{CACHE: returned[CACHE]}, assistant=knowing(plain))
+    assert torch.equal(plain, again)
+
+
+GROWTH = {"by": 0.0}
+
+
+def growing_logits(logits, held):
+    """Scaled by a number which a recording takes for granted."""
+    held.scale += GROWTH["by"]
+    return logits * held.scale
+
+
+def test_forwards_that_differ_each_time_are_served_as_they_are(told, monkeypatch):
+    model = build(LlamaForCausalLM)
+    model.lm_head = Around(model.lm_head, growing_logits, scale=1.0)
+    agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
+    # Unknown to the self-test, which was before.
+    monkeypatch.setitem(GROWTH, "by", 0.5)
+    for _ in range(2):
+        agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
+    shown = [text for text in told.messages if "one kernel at a time" in text]
+    assert len(shown) == 1
+    assert "of their spread" in shown[0]
+    assert not WORKSPACES._idle[model]
+
+
+def test_its_memory_goes_with_the_model():
+    model = build(LlamaForCausalLM)
+    agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
+    memory, alive = weakref.ref(idle(model).arena), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert memory() is None
+
+
+def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
+    model = build(LlamaForCausalLM)
+    goes_on_after_an_interrupt(model, DynamicCache(config=model.config))
+
+
+def test_hidden_states_come_from_what_was_recorded():
+    model = build(LlamaForCausalLM)
+    found = [hidden_states_told(model, graphs, 40) for graphs in (True, False)]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("model_class", "inputs"), [(LlamaForCausalLM, "one row"), (Gemma3ForCausalLM, "padded")]
+)
+def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
+    attended, model = dense_attention.install(monkeypatch), build(model_class)
+    for _ in range(3):
+        attended.clear()
+        *_, assistant = agreeing(model, INPUTS[inputs], "tree", graphs=recorded, **OPTIONS)
+    last = assistant.stats.last
+    assert last.attention == "triton"
+    # Every layer of every forward, whoever launches it.
+    assert len(attended) == (0 if recorded else model.config.num_hidden_layers * last.forwards)
+    assert last.repeated == (last.forwards if recorded else 0)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("make", [oracle_assistant, knowing])
+def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, monkeypatch):
+    """One that is not recorded, or wants of forwards what nobody did. It begins in their memory,
+    which nobody is lent before it has left."""
+    dense_attention.install(monkeypatch)
+    model, hold = build(LlamaForCausalLM, max_position_embeddings=1024), Arena.hold
+    inputs, lent = {"input_ids": PROMPT.repeat(1, 20)}, []
+
+    def held(memory, layers):
+        if layers[0].slots.longest == inputs["input_ids"].shape[1]:
+            lent.append(first not in WORKSPACES._idle[model])
+        hold(memory, layers)
+
+    agreeing(model, inputs, **OPTIONS)
+    first = idle(model)
+    monkeypatch.setattr(Arena, "hold", held)
+    *_, assistant = agreeing(model, inputs, make=make, graphs=recorded, **OPTIONS)
+    assert assistant.stats.last.attention == "triton"
+    assert (assistant.stats.last.repeated > 0) is recorded
+    assert lent == [True]
+    assert first in WORKSPACES._idle[model]
+
+
+def test_flash_attention_is_served_by_trees(monkeypatch):
+    attended = dense_attention.install(monkeypatch)
+    # transformers would look for kernels under any name with "flash" in it.
+    AttentionInterface.register("unmasked", dense_attention.flash_like)
+    for module in (service, tiers):
+        monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation("unmasked")
+    agreeing(model, INPUTS["one row"], "tree", **OPTIONS)
+    assert attended
+
+
+def forwards(monkeypatch):
+    """Of every forward behind prompts: its width, whether it ran Python, whether it is timed."""
+    computed = calls_of(monkeypatch, FixedVerifier, "_compute")
+
+    def told(verified, *_):
+        ran = bool(computed)
+        computed.clear()
+        return verified.width, ran, verified.typical
+
+    return results_of(monkeypatch, FixedVerifier, "_feed", told)
+
+
+def test_every_forward_of_a_settled_call_is_repeated(monkeypatch):
+    model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
+    for _ in range(4):
+        seen.clear()
+        _, _, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
+    assert len(seen) > 5
+    assert {(ran, typical) for _, ran, typical in seen} == {(False, True)}
+    last = assistant.stats.last
+    assert last.attention == "sdpa"
+    assert last.repeated == last.forwards > 0 == last.recordings
+
+
+def test_forwards_that_belong_to_a_call_are_timed_though_they_are_not_repeated(monkeypatch):
+    model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
+    prepare = type(model).prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def own(model, *arguments, **options):
+        # As of a model that makes an input of its own for each forward.
+        return prepare(model, *arguments, **options) | {"output_attentions": False}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", a_librarys(own))
+    for _ in range(3):
+        seen.clear()
+        agreeing(model, INPUTS["one row"], **OPTIONS)
+    assert {ran for _, ran, _ in seen} == {True}
+    assert [typical for width, _, typical in seen if width == 1][1:]
+    assert all(typical for width, _, typical in seen[-3:])
+
+
+def test_a_recording_keeps_nothing_of_its_call():
+    """Neither the call's cache nor logits of every width for themselves."""
+    model, caches = build(LlamaForCausalLM), []
+    for _ in range(3):
+        _, found, _ = agreeing(model, INPUTS["one row"], return_dict_in_generate=True, **OPTIONS)
+        caches.append(weakref.ref(found[CACHE]))
+        del found
+        gc.collect()
+        assert [cache() for cache in caches] == [None] * len(caches)
+    shown = [step._recorded for step in idle(model)._steps.values()]
+    places = {one.logits.untyped_storage().data_ptr() for one in shown}
+    assert len(places) < len(shown)
+    assert {one.outputs for one in shown} == {None}
+
+
+def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
+    model, record = build(LlamaForCausalLM), replay.recorder(None)
+
+    def short(compute):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for recorder, kept in ((short, 0), (record, 1)):
+        monkeypatch.setattr(replay, "recorder", lambda *_, found=recorder: found)
+        for _ in range(2):
+            agreeing(model, INPUTS["one row"], **OPTIONS)
+        assert len(WORKSPACES._idle[model]) == kept
+    assert not any("one kernel at a time" in text for text in told.messages)
+
+
+def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch, told):
+    """As where PyTorch has no grouped product: for few tokens experts are computed without one."""
+    monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
+    grouped = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def waits(experts, states, *arguments):
+        states.max().item()
+        return grouped(experts, states, *arguments)
+
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", waits)
+    model = build(MixtralForCausalLM)
+    for _ in range(3):
+        *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
+    steps = idle(model)._steps
+    recorded = {key[0] for key, step in steps.items() if step.trusted}
+    faulty = {key[0] for key, step in steps.items() if step.fault}
+    assert max(recorded) <= 2 < min(faulty)
+    assert assistant.stats.last.repeated > 0 == assistant.stats.last.recordings
+    assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
+
+
+@pytest.mark.parametrize("refused", ["no recorder", "nothing can be recorded", "no recordings"])
+def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
+    """And no masks over whole buffers: on devices that record nothing, and where nothing can be."""
+    model = build(LlamaForCausalLM)
+    if refused == "no recorder":
+        monkeypatch.undo()  # as on MPS and XPU
+    elif refused == "nothing can be recorded":
+
+        def fails(compute):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(replay, "recorder", lambda *_: fails)
+        agreeing(model, INPUTS["one row"], **OPTIONS)
+    verifiers = results_of(monkeypatch, tiers.Service, "verifier")
+    agreeing(model, INPUTS["padded"], "tree", graphs=refused != "no recordings", **OPTIONS)
+    # The test's too: what is tested is what serves.
+    assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [("sdpa", "ZeroDivisionError"), ("eager", "expected one that models look up")],
+)
+def test_kernels_that_fail_their_test_are_told(attention, why, monkeypatch, told):
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
+    broken = SimpleNamespace(TritonAttention=lambda *_: None if attention == "eager" else 1 / 0)
+    name = "hf_retrieval_assist.engines.cuda.triton_attention"
+    monkeypatch.setitem(sys.modules, name, broken)
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation(attention)
+    for _ in range(2):
+        agreeing(model, INPUTS["one row"], "tree", **OPTIONS)
+    first, warned = [text for text in told.messages if "Triton" in text or "triton" in text]
+    assert "may compile attention (7 s, kept by Triton) and record graphs" in first
+    assert why in warned

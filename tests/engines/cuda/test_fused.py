@@ -1,0 +1,160 @@
+"""Norms and rotary embeddings that are compiled, most by a stand-in for the compiler."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.engines.cuda import fused, replay
+from hf_retrieval_assist.engines.cuda.fused import fusing
+from hf_retrieval_assist.host.transformers_private import compilations
+from tests.support.lossless import PROMPT, build
+from tests.support.op_recorder import idle, serve_in_place
+from tests.support.oracle_drafter import OracleDrafter
+from tests.support.rounding import OF_MODEL, within
+from tests.support.threads import in_threads
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The names of functions that were compiled, and how often they ran."""
+    found = []
+
+    def compile(function, backend):
+        def run(*args, **kwargs):
+            found.append(function.__qualname__)
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(fused, "_places", {})
+    return found
+
+
+FUNCTIONS = {
+    "LlamaForCausalLM": {"LlamaRMSNorm.forward": 7, "apply_rotary_pos_emb": 3},
+    "Qwen3ForCausalLM": {"Qwen3RMSNorm.forward": 13, "apply_rotary_pos_emb": 3},
+    "Gemma3ForCausalLM": {"Gemma3RMSNorm.forward": 19, "apply_rotary_pos_emb": 3},
+    "GPT2LMHeadModel": {},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_compiled(name, compiled):
+    model = build(getattr(transformers, name))
+    plain = model(PROMPT).logits
+    assert not compiled
+    with fusing(model):
+        assert torch.equal(model(PROMPT).logits, plain)
+    assert {one: compiled.count(one) for one in set(compiled)} == FUNCTIONS[name]
+
+
+def test_a_scope_leaves_nothing_behind_and_concerns_one_thread(compiled):
+    model = build(transformers.LlamaForCausalLM)
+    forward, rotate = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
+    scope = fusing(model)
+    for _ in range(2):
+        with scope:
+            assert modeling_llama.LlamaRMSNorm.forward is not forward
+            in_threads(lambda _: model(PROMPT), [0])
+            assert not compiled
+        with pytest.raises(KeyError), scope:
+            raise KeyError
+        assert modeling_llama.LlamaRMSNorm.forward is forward
+        assert modeling_llama.apply_rotary_pos_emb is rotate
+
+
+def test_what_a_caller_put_there_stays(compiled, monkeypatch):
+    model, seen = build(transformers.LlamaForCausalLM), []
+    plain = modeling_llama.apply_rotary_pos_emb
+
+    def own(*args, **kwargs):
+        seen.append(True)
+        return plain(*args, **kwargs)
+
+    scope = fusing(model)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)
+    with scope:
+        model(PROMPT)
+    assert modeling_llama.apply_rotary_pos_emb is own
+    assert len(seen) == 3
+    assert "apply_rotary_pos_emb" not in compiled
+
+
+def test_what_cannot_be_compiled_runs_as_always(monkeypatch, told):
+    def compile(function, backend):
+        def run(*args, **kwargs):
+            raise RuntimeError("no compiler is there")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(fused, "_places", {})
+    model = build(transformers.LlamaForCausalLM)
+    plain = model(PROMPT).logits
+    with fusing(model):
+        assert torch.equal(model(PROMPT).logits, plain)
+    said = [r.getMessage() for r in told.records if "is not compiled" in r.getMessage()]
+    assert len(said) == 2
+    assert "no compiler is there" in said[0]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_a_capture_or_memory_breaks_is_compiled_again(capturing, monkeypatch):
+    error = RuntimeError("operation failed") if capturing else torch.OutOfMemoryError("full")
+    broken, runs = [True], []
+
+    def compile(function, backend):
+        def run(*args, **kwargs):
+            if broken:
+                raise error
+            runs.append(function)
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(fused, "_places", {})
+    model = build(transformers.LlamaForCausalLM)
+    with fusing(model), pytest.raises(type(error)):
+        model(PROMPT)
+    broken.clear()
+    with fusing(model):
+        model(PROMPT)
+    assert runs
+
+
+def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
+    serve_in_place(monkeypatch)
+    model, scopes = build(transformers.LlamaForCausalLM), []
+    record = replay.recorder(None)
+    monkeypatch.setattr(replay, "recorder", lambda _, within=None: scopes.append(within) or record)
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(PROMPT, **options)
+    for graphs in (True, "fused", True, "fused"):
+        assistant = Assistant([OracleDrafter(plain.tolist())], budget=16, graphs=graphs)
+        assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
+        assert idle(model).shape.fused == (graphs == "fused")
+    assert [type(scope) for scope in scopes] == [type(None), fusing]
+
+
+def test_the_option_is_checked():
+    assert SamAssistant(graphs="fused").graphs == "fused"
+    with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
+        Assistant([], graphs="all")
+
+
+def test_a_compiler_of_pytorch(monkeypatch):
+    """It follows the functions, and none of what it runs is this package's."""
+    monkeypatch.setattr(fused, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(fused, "_places", {})
+    model = build(transformers.LlamaForCausalLM, num_hidden_layers=1)
+    plain = model(PROMPT).logits
+    before = compilations()
+    with torch.no_grad(), fusing(model):
+        torch.testing.assert_close(model(PROMPT).logits, plain, **within(plain, OF_MODEL))
+    assert compilations() > before

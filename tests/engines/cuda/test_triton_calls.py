@@ -1,0 +1,171 @@
+"""Calls whose attention Triton's kernels compute, in its interpreter: `make test-triton`."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.engines.cuda import fixed_verifier, replay
+from hf_retrieval_assist.verification import service
+from tests.support.lossless import PROMPT, build, knowing
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import agreeing
+from tests.support.watching import calls_of
+
+triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton's interpreter: make test-triton", allow_module_level=True)
+
+from hf_retrieval_assist.engines.cuda import triton_attention  # noqa: E402
+
+OPTIONS = {"do_sample": False, "max_new_tokens": 8}
+ORACLE = {"budget": 6}
+
+BATCH = torch.cat([PROMPT, PROMPT.flip(1)])
+MASK = torch.ones_like(BATCH)
+MASK[1, :5] = 0
+HOLES = MASK.clone()
+HOLES[1, 7] = HOLES[0, 9:11] = 0
+CALLS = {
+    "one row": {"input_ids": PROMPT},
+    "padded": {"input_ids": BATCH * MASK, "attention_mask": MASK},
+    "holes": {"input_ids": BATCH * MASK, "attention_mask": HOLES},
+}
+
+
+@pytest.fixture(autouse=True)
+def attended(monkeypatch):
+    """What the kernels were given, the queries first."""
+    serve_in_place(monkeypatch)
+    # What is recorded here are PyTorch's operators.
+    monkeypatch.setattr(replay, "recorder", lambda *_: None)
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
+    # Interpreted, a program takes milliseconds: narrow forwards over few slots.
+    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
+    return calls_of(monkeypatch, triton_attention, "tree_attention")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "inputs"),
+    [
+        (transformers.LlamaForCausalLM, "one row"),
+        (transformers.LlamaForCausalLM, "padded"),
+        (transformers.LlamaForCausalLM, "holes"),
+        (transformers.Gemma3ForCausalLM, "padded"),
+        (transformers.Gemma3ForCausalLM, "holes"),
+        (transformers.Llama4ForCausalLM, "one row"),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
+    """Of models that see everything, windows, or chunks."""
+    model = build(model_class)
+    _, _, assistant = agreeing(model, CALLS[inputs], tier="tree", oracle=ORACLE, **OPTIONS)
+    # Every layer of every forward.
+    layers = model.config.num_hidden_layers
+    assert len(attended) % layers == 0
+    assert len(attended) >= layers * assistant.stats.last.forwards
+
+
+def bounded(
+    module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **options
+):
+    """Attention as it is defined, with bounded scores or sinks."""
+    sharing = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + attention_mask[..., : scores.shape[3]]
+    if s_aux is not None:
+        sinks = s_aux[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], 3)
+    return (scores.softmax(3)[..., : key.shape[2]] @ value).transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (transformers.Gemma2ForCausalLM, {"attn_logit_softcapping": 0.5}),
+        (transformers.GptOssForCausalLM, {}),
+    ],
+)
+def test_bounded_scores_and_sinks(model_class, config, attended):
+    transformers.AttentionInterface.register("bounded", bounded)
+    transformers.AttentionMaskInterface.register("bounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model = build(model_class, **config)
+    model.set_attn_implementation("bounded")
+    agreeing(model, CALLS["padded"], tier="tree", oracle=ORACLE, **OPTIONS)
+    assert attended
+
+
+def with_mask_read(hidden, mask):
+    """The same, or NaN where a mask holds no numbers."""
+    return hidden if mask is None else hidden + 0 * mask[..., :1].mean().clamp(max=0)
+
+
+def test_layers_that_read_their_mask_are_served_with_one(attended):
+    """Masks that tell kinds of layers apart hold no numbers: the model's test finds who reads."""
+    model = build(transformers.LlamaForCausalLM)
+    layer = model.model.layers[0]
+    forward = layer.forward
+
+    def reads(hidden, attention_mask=None, **options):
+        hidden = with_mask_read(hidden, attention_mask)
+        return forward(hidden, attention_mask=attention_mask, **options)
+
+    layer.forward = reads
+    for _ in range(2):
+        attended.clear()
+        agreeing(model, CALLS["one row"], tier="tree", oracle=ORACLE, **OPTIONS)
+    assert not attended
+
+
+class ByPosition(torch.nn.Module):
+    def forward(self, hidden, mask):
+        return hidden
+
+
+class Masked(LlamaDecoderLayer):
+    """Hands a part its mask by position, and no cache beside it."""
+
+    def forward(self, hidden_states, attention_mask=None, **options):
+        hidden_states = self.masked(hidden_states, attention_mask)
+        return super().forward(hidden_states, attention_mask=attention_mask, **options)
+
+
+def test_hooks_are_shown_masks_with_numbers(attended):
+    """Of which no test tells what they read, and whether they change something with it."""
+    model, shown = build(transformers.LlamaForCausalLM), []
+    layer = model.model.layers[0]
+    layer.__class__, layer.masked = Masked, ByPosition()
+
+    def reads(module, arguments):
+        return with_mask_read(*arguments) * 1.0, arguments[1]  # in every forward
+
+    layer.masked.register_forward_pre_hook(reads)
+    layer.masked.register_forward_pre_hook(lambda _, arguments: shown.append(arguments[1]))
+    for tier in ("", "tree"):  # the first call finds out
+        shown.clear()
+        agreeing(model, CALLS["one row"], tier=tier, oracle=ORACLE, **OPTIONS)
+    assert attended
+    assert not any(mask.isnan().any() for mask in shown if mask is not None)
+
+
+def test_at_one_width_no_bit_depends_on_drafts(attended, monkeypatch):
+    # As tensor cores do, and unlike BLAS, the interpreter multiplies all rows of a tile alike.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
+    model, inputs = build(transformers.LlamaForCausalLM), CALLS["one row"]
+    names = dict.fromkeys(("return_dict_in_generate", "output_logits"), True)
+    undrafted = Assistant([], fixed_width=8, reroute=False)
+    expected = model.generate(**inputs, **OPTIONS, **names, assistant=undrafted)
+    attended.clear()
+    assistant = knowing(expected, fixed_width=8, reroute=False)
+    actual = model.generate(**inputs, **OPTIONS, **names, assistant=assistant)
+    assert assistant.stats.last.accepted > 0
+    assert {query.shape[2] for query, *_ in attended} == {8}
+    torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)

@@ -1,0 +1,299 @@
+"""Drafts of EAGLE heads: of the text alone, as recorded ones did and as one written out does."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_retrieval_assist import EagleHead
+from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
+from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
+from tests.support.eagle_fixtures import CASES, Case, load_case, tiny_target
+from tests.support.feature_following import assert_same, features_of, seen
+from tests.support.heads import eagle_head
+from tests.support.plain_layers import PlainLayers
+from tests.support.threads import in_threads
+
+VOCAB = 128
+DRAFT_IDS = torch.arange(1, VOCAB, 2)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(32)
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(2)
+    fresh = eagle_head(target, draft_ids=DRAFT_IDS)
+    # A peaked output, so that the probabilities of candidates differ.
+    fresh.lm_head.weight.mul_(60)
+    return fresh
+
+
+@pytest.fixture(scope="module")
+def text():
+    return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+@pytest.fixture(scope="module")
+def features(target, head, text):
+    """[40, width], the target's features of the text."""
+    return features_of(target, head.config.boundaries, text)
+
+
+def start(head, prompt, **sizes):
+    drafter = EagleDrafter(head, **{"top_k": 4, "depth": 3, "total": 12, **sizes})
+    return drafter.start(np.array(prompt, np.int32), Target(vocab_size=VOCAB))
+
+
+def draft_at_once(head, text, features, **sizes):
+    session = start(head, text[:-1], **sizes)
+    session.commit(text[-1:], seen(features[: len(text) - 1]))
+    return session.propose(100)
+
+
+def test_needs_are_the_heads_boundaries(head):
+    assert EagleDrafter(head).needs == FeedbackNeeds(hidden_layers=(2, 5, 7))
+
+
+def test_nothing_is_drafted_without_features_of_the_newest_token(head, text, features):
+    session = start(head, text[:5])
+    assert len(session.propose(10)) == 0
+    session.commit(text[5:6], None)
+    assert len(session.propose(10)) == 0
+    session.commit(text[6:8], seen(features[5:7]))
+    assert len(session.propose(10)) == 10
+    session.commit(text[8:9], Feedback(np.zeros(1, np.int32), np.zeros(1, np.int32)))
+    assert len(session.propose(10)) == 0
+
+
+def test_a_tail_of_the_prompt_is_enough(head, text, features):
+    """Positions count from the first token of the text, also when its features are not known."""
+    session, whole = start(head, text[:20]), start(head, text[14:20])
+    session.commit(text[20:21], seen(features[14:20]))
+    whole.commit(text[20:21], seen(features[14:20]))
+    # RoPE is relative, so a text that begins with the tail drafts the same.
+    assert_same(session.propose(11), whole.propose(11))
+
+
+def test_tokens_that_ended_the_text_early_are_harmless(head, text, features):
+    session = start(head, text[:20])
+    session.commit(text[20:21], seen(features[:20]))
+    session.commit(text[21:22], seen(features[20:24]))
+    assert_same(session.propose(11), draft_at_once(head, text[:22], features))
+
+
+def test_far_beyond_the_trained_positions(head):
+    length = 3 * head.config.trained_positions
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(VOCAB, (length,), generator=generator).tolist()
+    session = start(head, prompt)
+    session.commit([3], seen(torch.randn(length, head.config.feature_width, generator=generator)))
+    tree = session.propose(11)
+    assert tree.fault(1 << 30, 1 << 30) is None
+    assert len(tree) == 11
+
+
+def test_what_a_tree_may_contain(head, text, features):
+    drafter = EagleDrafter(head)
+    tree = draft_at_once(head, text, features)
+    assert set(tree.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
+    assert tree.depths.max() <= 4
+    priors = drafter.priors()
+    assert tree.classes.min() >= 0
+    assert tree.classes.max() < len(priors)
+    # The class is read from the probability given the parent, so its prior is close to it.
+    above = np.where(tree.parents < 0, 1, tree.probs[tree.parents])
+    np.testing.assert_allclose(priors[tree.classes], tree.probs / above, rtol=0, atol=0.11)
+
+
+def test_min_prob_leaves_unlikely_nodes_unexpanded(head, text, features):
+    session = start(head, text[:-1], min_prob=0.2, total=200)
+    session.commit(text[-1:], seen(features[: len(text) - 1]))
+    tree = session.propose(199)
+    parents = tree.parents[tree.parents >= 0]
+    assert len(parents)
+    assert (tree.probs[parents] > 0.2).all()
+    assert len(tree) < len(draft_at_once(head, text, features)) + 60
+
+
+@pytest.mark.parametrize("scale", [0, 1e6])
+def test_equal_scores_keep_the_tree_closed(target, text, features, scale):
+    """Of all tokens of a level, or of a child and its parent where probabilities round to 1."""
+    head = eagle_head(target)
+    head.lm_head.weight.mul_(scale)
+    tree = draft_at_once(head, text, features, min_prob=0.0)
+    assert tree.fault(1 << 30, 1 << 30) is None
+    assert len(tree) == 11 if scale == 0 else tree.depths.max() == 4
+
+
+def test_sessions_of_several_threads_share_a_head(head, text, features):
+    expected = [draft_at_once(head, text[:n], features) for n in range(10, 40)]
+    drafts = in_threads(lambda n: draft_at_once(head, text[:n], features), range(10, 40))
+    for tree, other in zip(drafts, expected, strict=True):
+        assert_same(tree, other)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"top_k": 0}, {"depth": -1}, {"total": 1}, {"min_prob": 1.0}, {"min_prob": -0.1}]
+)
+def test_sizes_out_of_range(head, sizes):
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))}: expected"):
+        EagleDrafter(head, **sizes)
+
+
+def test_features_of_another_width(head, text):
+    session = start(head, text[:5])
+    with pytest.raises(ValueError, match=r"feedback.hidden_states: expected \[accepted, 96\]"):
+        session.commit(text[5:6], seen(torch.zeros(5, 32)))
+
+
+def load(case, folder, **overrides):
+    return EagleHead.from_pretrained(case.save(folder), case.target(), **overrides)
+
+
+def session_of(case, head):
+    """A session that keeps all candidates, so that no node is left unexpanded."""
+    top_k, depth = case.tree["top_k"], case.tree["depth"]
+    candidates = top_k + depth * top_k**2
+    drafter = EagleDrafter(head, top_k, depth, total=1 + candidates, min_prob=0.0)
+    prompt = case.io["round0.input_ids"][0, :-1].numpy().astype(np.int32)
+    return drafter.start(prompt, Target(vocab_size=128))
+
+
+def check_rounds(case, head):
+    """Drive a session through both recorded rounds, comparing every call of the head."""
+    calls = []
+    head.register_forward_hook(lambda module, args, output: calls.append((args, output)))
+    session = session_of(case, head)
+    committed = case.io["round0.input_ids"].shape[1] - 1
+    for number in (0, 1):
+        calls.clear()
+        prefix = f"round{number}."
+        tokens = case.io[prefix + "input_ids"][0, committed:].tolist()
+        committed += len(tokens)
+        session.commit(tokens, seen(case.io[prefix + "target_hidden"][0]))
+        tree = session.propose(1000).prune(case.tree["draft_nodes"])
+        check_calls(case, head, prefix, calls)
+        check_tree(case, prefix, tree)
+
+
+def check_calls(case, head, prefix, calls):
+    assert len(calls) == 4, "one call for the text, three for the levels"
+    for number, ((_, token_ids, _, positions, mask, _), output) in enumerate(calls):
+        recorded = {
+            name: case.io[f"{prefix}call{number}.{name}"]
+            for name in ("token_ids", "position_ids", "attn_allowed", "hidden_out", "logits")
+        }
+        assert torch.equal(token_ids, recorded["token_ids"])
+        assert torch.equal(positions - 1, recorded["position_ids"])
+        shape = recorded["attn_allowed"].shape
+        allowed = torch.ones(shape, dtype=torch.bool) if mask is None else mask[0, 0] == 0
+        assert torch.equal(allowed, recorded["attn_allowed"])
+        torch.testing.assert_close(output, recorded["hidden_out"], atol=3e-4, rtol=0)
+        torch.testing.assert_close(head.logits(output), recorded["logits"], atol=1e-3, rtol=0)
+    cache = calls[0][0][-1]
+    keys = cache.layers[0].keys
+    torch.testing.assert_close(keys, case.io[prefix + "call0.k_cache_after"], atol=3e-4, rtol=0)
+
+
+def check_tree(case, prefix, tree):
+    assert tree.fault(1 << 30, 1 << 30) is None
+    assert tree.token_ids.tolist() == case.io[prefix + "tree.draft_tokens"][0, 1:].tolist()
+    assert tree.depths.tolist() == case.io[prefix + "tree.position_ids"][1:].tolist()
+    recorded_mask = case.io[prefix + "tree.mask"][0, 0, 1:, 1:].bool().numpy()
+    assert (tree.ancestor_mask == recorded_mask).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_rounds_agree(name, tmp_path):
+    case = load_case(name)
+    check_rounds(case, load(case, tmp_path))
+
+
+def test_a_wrong_config_is_put_right_by_the_override(tmp_path):
+    case = load_case("eagle3_target_hidden48_theta5e5")
+    lying = Case(case.name, {**case.config, "rope_theta": 1e4}, case.tree, case.weights, case.io)
+    check_rounds(case, load(lying, tmp_path, rope_theta=5e5))
+
+
+@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
+    case = load_case(name)
+    session = session_of(case, load(case, tmp_path))
+    session.commit(
+        [int(case.io["round0.input_ids"][0, -1])], seen(case.io["round0.target_hidden"][0])
+    )
+    for budget in range(1, 12):
+        full, small = session.propose(1000).prune(budget), session.propose(budget)
+        assert small.token_ids.tolist() == full.token_ids.tolist()
+        assert small.parents.tolist() == full.parents.tolist()
+        np.testing.assert_allclose(small.probs, full.probs, rtol=1e-4, atol=0)
+
+
+BOUNDARIES, HEAD_DIM = (2, 5, 7), 16
+WRITTEN = torch.randint(3, 128, (14,), generator=torch.Generator().manual_seed(1)).tolist()
+STEPS = 4
+
+
+@pytest.fixture
+def case_of_3_1():
+    """A recorded head of EAGLE-3 with norms for the target's features, and their flags apart."""
+    case, generator = load_case("eagle3_d2t"), torch.Generator().manual_seed(2)
+    norms = {f"fc_norm.{i}.weight": 1 + torch.randn(64, generator=generator) / 5 for i in range(3)}
+    return replace(case, weights=case.weights | norms), {"fc_norm": True, "norm_output": True}
+
+
+class Plain31(PlainLayers):
+    """An EAGLE-3.1 head without a cache, written out from its tensors."""
+
+    def __init__(self, case):
+        tensors = {k.replace("midlayer.", ""): v for k, v in case.weights.items()}
+        super().__init__(tensors, case.config["rms_norm_eps"], theta=1e4)
+        self.embeddings = tensors["embed_tokens.weight"]
+
+    def mixed(self, x):
+        queries, keys, values = (
+            self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, HEAD_DIM)) for name in "qkv"
+        )
+        mixed = self.attention(self.rotate(queries), self.rotate(keys), values)
+        return self.linear(mixed.flatten(1), "self_attn.o_proj")
+
+    def outputs(self, hidden, tokens):
+        """[n, width], normed; each hidden state with the token one place later."""
+        embedded = self.norm(self.embeddings[tokens], "input_layernorm")
+        x = torch.cat([embedded, self.norm(hidden, "hidden_norm")], dim=-1)
+        x = hidden + self.mixed(x)
+        inner = self.norm(x, "post_attention_layernorm")
+        return self.norm(x + self.swiglu(inner, "mlp"), "norm")
+
+    def chain(self, features, text):
+        """The likeliest token behind the text, and so on, with the products of their odds."""
+        parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(features.chunk(3, -1))]
+        hidden, tokens = self.linear(torch.cat(parts, dim=-1), "fc"), list(text[1:])
+        odds = [1.0]
+        for _ in range(STEPS):
+            output = self.outputs(hidden, tokens)
+            probs = self.linear(output[-1], "lm_head").softmax(-1)
+            best = int(probs.argmax())
+            tokens.append(best + int(self.tensors["d2t"][best]))
+            odds.append(odds[-1] * float(probs.max()))
+            hidden = torch.cat([hidden, output[-1:]])
+        return tokens[len(text) - 1 :], odds[1:]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["top", "eagle_config"])
+def test_eagle_3_1_drafts_as_written_out(case_of_3_1, nested, tmp_path):
+    case, flags = case_of_3_1
+    case.config = case.config | ({"eagle_config": flags} if nested else flags)
+    head = load(case, tmp_path)
+    assert len(head.fc_norm) == len(BOUNDARIES)
+    assert head.config.norm_output
+    features = features_of(case.target(), BOUNDARIES, WRITTEN)[:-1]
+    tree = draft_at_once(head, WRITTEN, features, top_k=1, depth=STEPS - 1, min_prob=0.0)
+    tokens, odds = Plain31(case).chain(features, WRITTEN)
+    assert tree.token_ids.tolist() == tokens
+    np.testing.assert_allclose(tree.probs, odds, rtol=1e-4, atol=0)

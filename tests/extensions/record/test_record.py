@@ -1,0 +1,305 @@
+"""Records of calls: who proposed what, what became of it, and how it is shown."""
+
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
+
+from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
+from hf_retrieval_assist.drafters.rest import RestDrafter
+from hf_retrieval_assist.drafters.suffix import SuffixDrafter
+from hf_retrieval_assist.extensions.record.pieces import readable, text_pieces
+from hf_retrieval_assist.extensions.record.steps import MODEL, same_paths
+from tests.support.rounding import near
+
+from ..support.byte_model import small_model
+from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
+from ..support.oracle_drafter import OracleDrafter
+from ..support.threads import in_threads
+from ..support.trees import paths, trees
+
+
+@pytest.fixture(scope="module")
+def recorded(llama):
+    """A greedy call whose text a corpus holds: (plain ids, record, assistant)."""
+    plain = run(llama)
+    assistant = knowing(plain)
+    with assistant.record() as record:
+        assisted = run(llama, assistant=assistant)
+    assert torch.equal(plain, assisted)
+    return plain[0, PROMPT.shape[1] :].tolist(), record, assistant
+
+
+def test_the_steps_tell_the_text_and_the_figures(recorded):
+    text, record, assistant = recorded
+    (call,) = record.calls
+    stats = assistant.stats.last
+    assert call.generated(0).tolist() == text
+    assert call.prompts[0].tolist() == PROMPT[0].tolist()
+    assert len(call.steps) == stats.steps + 1
+    assert sum(len(step.tree) for step in call.steps) == stats.drafted
+    assert sum(len(step.accepted) for step in call.steps) == stats.accepted > 0
+    ends = np.cumsum([len(step.token_ids) for step in call.steps]).tolist()
+    assert [step.position for step in call.steps] == [0, *ends[:-1]]
+
+    for step in call.steps:
+        spelt = step.tree.token_ids[step.accepted].tolist()
+        assert spelt == step.token_ids[: len(spelt)].tolist()
+        assert step.accepted.tolist() == step.tree.follow(step.token_ids)[: len(spelt)].tolist()
+    for phase in ("draft", "forward", "walk", "cache"):
+        added = sum(step.seconds.get(phase, 0.0) for step in call.steps)
+        assert added == near(stats.seconds[phase])
+    assert set(call.steps[0].seconds) == {"prefill", "draft"}
+
+
+def test_tokens_are_credited_to_the_most_confident_source_that_named_them(recorded):
+    text, record, _ = recorded
+    assert record.by_origin()["corpus"][2] > 0
+    assert sum(tokens for *_, tokens in record.by_origin().values()) == len(text)
+    for step in record.steps:
+        for node, named in enumerate(step.witnesses):
+            assert step.tree.probs[node] == max(witness.prob for witness in named)
+            assert step.credit(node) == named[0].origin
+        drafted = len(step.accepted)
+        assert step.credits[drafted:] == [MODEL] * (len(step.token_ids) - drafted)
+
+
+class Fixed(OracleDrafter):
+    """Knows a text; named and numbered by its classes."""
+
+    def __init__(self, name, texts, prob, origins=()):
+        super().__init__(texts, miss=0.0)
+        self.name, self.prob, self._origins = name, prob, origins
+
+    @property
+    def origins(self):
+        return self._origins or super().origins
+
+    def origins_of(self, classes):
+        return np.arange(len(classes), dtype=np.int32) % len(self.origins)
+
+    def draft(self, coming, budget):
+        left = coming[:3]
+        return TokenTree.chain(left, [self.prob**i for i in range(1, len(left) + 1)])
+
+
+def test_a_node_of_two_drafters_has_both_as_witnesses(llama):
+    plain = run(llama)[0].tolist()
+    drafters = [Fixed("weak_one", [plain], 0.5), Fixed("strong", [plain], 0.9, ("odd", "even"))]
+    assistant = Assistant(drafters, budget=8, reroute=False)
+    with assistant.record() as record:
+        run(llama, assistant=assistant)
+    step = record.calls[0].steps[1]
+    assert [[w.origin for w in named] for named in step.witnesses] == [
+        ["odd", "weak one"],
+        ["even", "weak one"],
+        ["odd", "weak one"],
+    ]
+    assert step.credits == ["odd", "even", "odd", MODEL]
+    assert step.witnesses[1][1].prob == near(0.25)
+    assert record.origins == ["weak one", "odd", "even", "grammar", MODEL]
+
+
+def test_origins_of_the_memory_and_the_text(llama):
+    assistant = SuffixAssistant(budget=16, fallback=None)
+    run(llama, assistant=assistant)
+    with assistant.record() as record:
+        run(llama, assistant=assistant)
+    by_origin = record.by_origin()
+    assert by_origin["memory"][2] > NEW_TOKENS // 2
+    assert set(by_origin) == {"text", "memory", "grammar", MODEL}
+    assert by_origin["grammar"][2] == 0
+
+
+def test_every_class_has_an_origin():
+    corpus = [PHRASE * 3]
+    for drafter in (AutomatonDrafter(), StaticAutomatonDrafter(corpus), SuffixDrafter(scored=True)):
+        origins = drafter.origins_of(np.arange(len(drafter.priors()), dtype=np.int32))
+        assert set(origins.tolist()) == set(range(len(drafter.origins)))
+    assert RestDrafter.origins == StaticAutomatonDrafter.origins == ("corpus",)
+    assert SuffixDrafter().origins == ("text", "memory")
+    mixed = SuffixDrafter(corpus=corpus)
+    assert mixed.origins_of(np.array([-1, -2, -3], np.int32)).tolist() == [0, 1, 2]
+    assert mixed.origins == ("text", "memory", "corpus")
+
+
+def test_rows_of_a_batch_have_texts_of_their_own(llama):
+    """Without what they write while they wait for each other, to be cut to one length."""
+    rows = torch.cat([PROMPT, PROMPT.flip(1)])
+    mask = torch.ones_like(rows)
+    mask[1, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = llama.generate(rows, **options)
+    assistant = SamAssistant(budget=8)
+    with assistant.record() as record:
+        llama.generate(rows, **options, assistant=assistant)
+    (call,) = record.calls
+    assert call.prompts[1].tolist() == rows[1, 3:].tolist()
+    for row in range(2):
+        assert call.generated(row).tolist() == plain[row, rows.shape[1] :].tolist()
+        assert len(call.credits(row)) == 12
+        assert len({step.forward for step in call.of_row(row)}) == len(call.of_row(row))
+    assert "row 1" in record._repr_html_()
+
+
+@pytest.mark.parametrize("model_class", [GPT2LMHeadModel, OpenAIGPTLMHeadModel])
+def test_other_tiers_are_recorded_too(model_class):
+    model = build(model_class)
+    plain = run(model)
+    assistant = knowing(plain)
+    with assistant.record() as record:
+        run(model, assistant=assistant)
+    assert record.calls[0].generated(0).tolist() == plain[0, PROMPT.shape[1] :].tolist()
+    accepted = sum(len(step.accepted) for step in record.steps)
+    assert (accepted > 0) == (record.calls[0].stats.tier != "plain")
+    assert record._repr_html_()
+
+
+def test_calls_of_other_assistants_and_after_the_block_are_not_recorded(llama):
+    assistant, other = SamAssistant(), SamAssistant()
+    with assistant.record() as outer, assistant.record() as inner:
+        run(llama, assistant=other)
+        in_threads(lambda one: run(llama, assistant=one), [assistant])
+    run(llama, assistant=assistant)
+    assert len(outer) == len(inner) == 1
+    assert outer.calls == inner.calls
+
+
+def test_private_calls_are_recorded_by_their_own_record_alone(llama):
+    assistant = SamAssistant()
+    private = assistant.private()
+    with assistant.record() as record, private.expecting([1, 2]).record() as own:
+        run(llama, assistant=private)
+        run(llama, assistant=private.expecting([3, 4]))
+        run(llama, assistant=assistant.private())
+    assert len(record) == 0
+    assert len(own) == 2
+    heard = []
+    with assistant.record(on_step=heard.append) as record:
+        run(llama, assistant=assistant.expecting([1, 2]))
+    assert len(record) == 1
+    assert heard == record.calls[0].steps
+
+
+def test_json_holds_everything(recorded):
+    text, record, assistant = recorded
+    known = json.loads(record.to_json())
+    (call,) = known["calls"]
+    assert call["generated"] == [text]
+    assert call["credits"] == [record.calls[0].credits(0)]
+    assert sum(len(step["accepted"]) for step in call["steps"]) == assistant.stats.last.accepted
+    for step in call["steps"]:
+        assert all(node["parent"] < i for i, node in enumerate(step["tree"]))
+        assert all(node["named_by"] for node in step["tree"])
+
+
+def test_print_shows_sources(recorded):
+    lines = str(recorded[1]).splitlines()
+    assert any(line.startswith("corpus") for line in lines)
+    assert not any(line.startswith("grammar") for line in lines)  # it brought no token
+    assert lines[-1].split() == [*MODEL.split(), str(recorded[1].by_origin()[MODEL][2])]
+
+
+@given(trees(12), trees(12))
+def test_same_paths_are_those_that_spell_the_same(tree, draft):
+    spelt = {path: node for node, path in enumerate(paths(draft))}
+    expected = [spelt.get(path, -1) for path in paths(tree)]
+    assert same_paths(tree, draft) == expected
+
+
+class Page(HTMLParser):
+    """Every tag that opens must close; scripts and addresses have no place."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.text = [], set(), []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        assert not {"src", "href", "onclick"} & {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+class Evil:
+    """A tokenizer for which every token is markup."""
+
+    def decode(self, ids, **_):
+        return "".join(f"<script>alert({token})</script>&amp;\x1b[2J\u202e" for token in ids)
+
+
+def test_pages_escape_what_models_write(recorded):
+    _, record, _ = recorded
+    record.tokenizer = Evil()
+    try:
+        page = Page(record.to_html())
+    finally:
+        record.tokenizer = None
+    assert "script" not in page.tags
+    text = "".join(page.text)
+    assert "<script>alert(" in text
+    assert "&amp;" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_a_page_shows_each_token_and_the_verified_trees(recorded):
+    text, record, _ = recorded
+    html = record._repr_html_()
+    Page(html)
+    assert html.count('class="tok"') == len(text)
+    assert html.count('class="panel"') == len(record.calls[0].steps)
+    assert html.count('class="node hit"') > 0
+
+
+def test_empty_records_can_be_shown():
+    with SamAssistant().record() as record:
+        pass
+    assert Page(record.to_html()).tags >= {"html", "table"}
+    assert json.loads(record.to_json())["calls"] == []
+    assert str(record).startswith("no call yet\n")
+
+
+def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
+    assert "ms of a forward" not in SamAssistant()._repr_html_()
+    assistant = recorded[2]
+    (key, cost), *_ = assistant.costs.timed().items()
+    shown = assistant._repr_html_()
+    text = "".join(Page(shown).text)
+    assert "SamAssistant" in text
+    assert "text, memory, corpus" in text
+    assert f"float32, 1 x {key.cache_length} tokens in the cache" in shown
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        assert f"<th>{tokens}</th>" in shown
+        assert f"<td>{1e3 * cost.seconds(tokens):.2f}</td>" in shown
+
+
+def test_pieces_join_to_the_text():
+    _, tokenizer = small_model()
+    text = "naïve 日本 🙂\n end"
+    ids = tokenizer(text)["input_ids"]
+    pieces = text_pieces(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert len(pieces) == len(ids)
+    assert pieces.count("") == len(ids) - len(text)
+    assert text_pieces(tokenizer, ids[:3])[-1].endswith("\ufffd")
+    assert text_pieces(tokenizer, ids[4:], ids[:4])[0] == text_pieces(tokenizer, ids)[4]
+
+
+def test_readable_leaves_text_alone_and_shows_control_characters():
+    assert readable("a\tb\n é日") == "a\tb\n é日"
+    assert readable("\x1b[0m\x00\x7f\r") == "␛[0m␀␡␍"

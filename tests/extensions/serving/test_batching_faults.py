@@ -1,0 +1,393 @@
+"""What one request of continuous batching, or a fault in drafting, must not do to the others."""
+
+import functools
+import gc
+import itertools
+import logging
+import weakref
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
+from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
+from hf_retrieval_assist.extensions.serving import continuous_batching as batching
+
+from .support.lossless import build
+from .support.memories import wait_until
+from .support.tiny_models import VOCAB
+from .support.watching import calls_of
+
+if Version(transformers.__version__) < Version("5.20"):
+    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from hf_retrieval_assist.extensions.serving.transformers_batching import DraftedRequest
+
+from .support.batching import (
+    LENGTH,
+    drafted,
+    greedy,
+    guess,
+    half_knowing,
+    manager_of,
+    outputs,
+    prompts,
+    run,
+    small,
+)
+
+SMALL = {"num_blocks": 16}  # 256 tokens
+
+
+def finished(manager, requests):
+    """The last outputs of so many requests, with errors and without."""
+    return [output for output in outputs(manager, requests, errors=True) if output.is_finished()]
+
+
+def settled(manager):
+    """Wait until the manager has nothing left to do."""
+    processor, drafts = manager.batch_processor, manager.drafts
+    wait_until(lambda: not (processor.has_pending_requests() or drafts._texts))
+
+
+LONE = [5, 6, 7]
+SPOILING = {
+    "no tokens wanted": ([LONE], {"max_new_tokens": 0}, None),
+    "less than none": ([LONE], {"max_new_tokens": -3}, None),
+    "a text for a number": ([LONE], {"max_new_tokens": "5"}, "max_new_tokens: expected a number"),
+    "an id that is running": ([LONE] * 3, {"request_id": "a"}, "request_id: expected one"),
+    "no prompt": ([[]], {}, "input_ids: expected 1 to 256 tokens"),
+    "larger than the cache": ([[5] * 3000], {}, "input_ids: expected 1 to 256 tokens"),
+    "as large as the cache": ([[5] * 256], {"max_new_tokens": 1}, None),
+    "outgrows the cache": ([[5] * 100], {"max_new_tokens": 500}, "at most 256 tokens"),
+    "two outgrow it": ([[5] * 100, [7] * 100], {"max_new_tokens": 500}, "at most 256 tokens"),
+    "an unknown token": ([[5, VOCAB]], {}, f"ids from 0 to {VOCAB - 1}, got 5 to {VOCAB}"),
+    "a negative token": ([[5, -1]], {}, "got -1 to 5"),
+    "a huge token": ([[5, 10**30]], {}, "input_ids: expected integers"),
+    "words": (["hello"], {}, "input_ids: expected integers"),
+    "an unknown option": ([LONE], {"warmth": 1}, "warmth"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILING)
+def test_a_request_that_cannot_be_served_fails_alone(llama, case):
+    spoiling, options, message = SPOILING[case]
+    inputs = prompts(3)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain, memory=OutputMemory())
+    with manager_of(llama, assistant, **SMALL) as manager:
+        manager.add_request(inputs[0], request_id="before")
+        for prompt in spoiling:
+            manager.add_request(prompt, **options)
+        manager.add_request(inputs[1], request_id="beside")
+        found = finished(manager, 2 + len(spoiling))
+        manager.add_request(inputs[2], request_id="after")
+        found += finished(manager, 1)
+        settled(manager)
+        assert manager.batch_processor.cache.compute_free_capacity() > 0.5
+    served = {out.request_id: out.generated_tokens for out in found if out.error is None}
+    assert [served[name] for name in ("before", "beside", "after")] == plain
+    errors = [out.error for out in found if out.error is not None]
+    assert len(errors) == (0 if message is None else len(spoiling) - case.startswith("an id"))
+    assert all(message in error for error in errors)
+    assert assistant.stats.total.accepted > 0
+
+
+def test_an_error_shows_no_other_requests_tokens(llama):
+    with manager_of(llama, SamAssistant()) as manager:
+        manager.add_request(LONE, request_id="a", max_new_tokens=60)
+        manager.add_request([9, 10], request_id="a")
+        failed, served = sorted(finished(manager, 2), key=lambda out: len(out.generated_tokens))
+    assert "request_id" in failed.error
+    assert failed.generated_tokens == []
+    assert len(served.generated_tokens) == 60
+
+
+def test_requests_behind_a_cancelled_one_go_on(llama):
+    """The cancelled one had all of the cache, and no other request was to begin meanwhile."""
+    with manager_of(llama, SamAssistant(), **SMALL) as manager:
+        for name, token in (("first", 5), ("second", 7)):
+            manager.add_request([token] * 120, request_id=name, max_new_tokens=130)
+        wait_until(lambda: (one := manager.batch_processor) and one.scheduler.block_new_requests)
+        (running,) = [*manager.batch_processor.scheduler.active_requests]
+        manager.cancel_request(running)
+        (output,) = finished(manager, 1)
+    assert output.error is None
+    assert output.request_id != running
+
+
+def test_an_id_may_be_used_again(llama):
+    """Each time it is another text, and a private one teaches nobody."""
+    inputs = prompts(4)
+    plain = run(llama, inputs)
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=8)
+    with manager_of(llama, assistant) as manager:
+        for number, prompt in enumerate(inputs):
+            twin = assistant.private() if number % 2 else None
+            manager.add_request(prompt, request_id="again", assistant=twin)
+            assert [out.generated_tokens for out in finished(manager, 1)] == [plain[number]]
+        settled(manager)
+    tree = memory.tree(next(iter(memory._outputs)).fingerprint)
+    kept = [tree.tokens(output.sequence).tolist() for output in memory._outputs]
+    assert sorted(kept) == sorted(plain[::2])
+    assert assistant.stats.total.calls == 4
+
+
+def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
+    """The cache does not hold them all: some begin again, with what they have for a prompt."""
+    inputs = [[token] * 110 for token in (5, 7, 9)]
+    options = SMALL | {"allow_block_sharing": False}
+    plain = run(llama, inputs, greedy(max_new_tokens=90))
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=4)
+    sent_back = calls_of(monkeypatch, DraftedRequest, "create_equivalent_initial_request")
+    with manager_of(llama, assistant, greedy(max_new_tokens=90), **options) as manager:
+        for number, prompt in enumerate(inputs):
+            twin = assistant.private() if number else None
+            manager.add_request(prompt, request_id=str(number), assistant=twin)
+        found = {out.request_id: out.generated_tokens for out in finished(manager, 3)}
+        settled(manager)
+    assert sent_back
+    assert [found[str(number)] for number in range(3)] == plain
+    assert assistant.stats.total.calls == 3
+    assert assistant.stats.total.tokens == 3 * 90
+    assert len(memory) == 1
+
+
+def test_assistants_of_requests_that_never_began_are_let_go(llama, monkeypatch):
+    # pytest would keep the errors that it logs, whose frames know the requests.
+    monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
+    assistant = SamAssistant(budget=8)
+    twins = []
+
+    def twin():
+        made = assistant.expecting(range(1, 60))
+        twins.append(weakref.ref(made))
+        return made
+
+    with manager_of(llama, assistant, max_requests_per_batch=1) as manager:
+        manager.add_request(LONE, request_id="long", max_new_tokens=100)
+        for number in range(20):
+            manager.add_request(LONE, request_id=f"r{number}", assistant=twin())
+            manager.cancel_request(f"r{number}")
+        manager.add_request([], assistant=twin())
+        manager.add_request(LONE, assistant=twin(), warmth=1)
+        manager.add_request(LONE, assistant=twin(), max_new_tokens=2)
+        manager.add_request(LONE, request_id="last", max_new_tokens=2)
+        finished(manager, 5)
+        settled(manager)
+        gc.collect()
+        assert not any(made() for made in twins)
+
+
+# Where a drafter may fail.
+PLACES = ("start", "propose", "commit", "close", "restrict", "see_cost")
+
+
+class Faulty(Drafter):
+    """Fails at one place: in texts whose prompt has a token; None: in all."""
+
+    name, costly = "faulty", True
+
+    def __init__(self, place, prompt_token=None):
+        self.place, self.prompt_token, self.faults = place, prompt_token, 0
+
+    def start(self, prompt_ids, target):
+        session = guess(4).start(prompt_ids, target)
+        if self.prompt_token in (None, *prompt_ids.tolist()):
+            if self.place == "start":
+                self.fail()
+            # Whether a session restricts is told by its class.
+            session.__class__ = type("Faulty", (type(session),), {self.place: self.fail})
+        return session
+
+    def fail(self, *_):
+        self.faults += 1
+        raise RuntimeError(f"a fault in {self.place}")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "a draft that breaks the contract"])
+def test_a_fault_in_drafting_costs_no_answer(llama, place, told):
+    faulty = Faulty(place) if place in PLACES else guess(99_999)
+
+    def make(*known):
+        drafters = [*half_knowing(*known).drafters, faulty]
+        return Assistant(drafters, budget="auto", max_nodes=8)
+
+    total = drafted(llama, prompts(6), make=make, max_requests_per_batch=3)
+    assert not isinstance(faulty, Faulty) or faulty.faults
+    assert told.text.count("requests go on without drafts") == 1
+    assert (total.calls, total.tokens) == (6, 6 * LENGTH)
+
+
+@pytest.mark.parametrize("place", ["start", "propose"])
+def test_a_fault_for_one_request_leaves_the_others_their_drafts(llama, place):
+    inputs, faulty = [[1, 2, 3, 63], [4, 5, 6], [7, 8, 9]], Faulty(place, 63)
+
+    def make(*known):
+        return Assistant([*half_knowing(*known).drafters, faulty], budget=5)
+
+    total = drafted(llama, inputs, greedy(max_new_tokens=40), make)
+    assert faulty.faults in (1, 2)  # with the others, and then alone
+    assert total.accepted > 15
+    assert total.calls == 3
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"])
+def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
+    """One drafted token makes NaN of its states, and under a mask of everybody's. Prompts are fed
+    beside it in parts."""
+    model = build(getattr(transformers, name))
+    inputs = prompts(6, seed=3)
+    options = {"max_batch_tokens": 12, "max_requests_per_batch": 3}
+    plain = run(model, inputs, greedy(max_new_tokens=24), **options)
+    spoiling = min({*range(1, VOCAB)} - {*itertools.chain(*inputs, *plain)})
+    with torch.no_grad():
+        model.get_input_embeddings().weight[spoiling] = float("nan")
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(-9.0))
+    assert run(model, inputs, greedy(max_new_tokens=24), **options) == plain
+    assistant = Assistant([guess(spoiling)], budget=2)
+    assert run(model, inputs, greedy(max_new_tokens=24), assistant, **options) == plain
+    assert told.text.count("FloatingPointError: logits that are no numbers") == 1
+    # A request fails with its first draft, and has none from then on.
+    assert assistant.stats.total.drafted == 0
+    assert assistant.stats.total.calls == len(inputs)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
+    scopes = []
+
+    class Failing:
+        def __init__(self, active):
+            self.active = active
+
+        def __enter__(self):
+            scopes.append(self.active)
+            if self.active:
+                raise RuntimeError("a kernel")
+
+        def __exit__(self, *error):
+            return False
+
+    monkeypatch.setattr(batching, "reroute", Failing)
+    drafted(llama, prompts(4), make=None if knows else lambda *_: Assistant([guess(4)], budget=1))
+    assert scopes.count(True) == 1
+
+
+def decoding():
+    """Requests that have generated a token each of a text that goes on as it began."""
+    states = [DraftedRequest(f"r{number}", [3, 4, 5, 6] * 50) for number in range(3)]
+    for number, state in enumerate(states):
+        state.max_new_tokens, state.generated_tokens = 1000, [3]
+        state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
+    return states
+
+
+def test_drafts_of_all_requests_share_the_room_of_a_step(llama):
+    drafts, states = batching.RequestDrafts(SamAssistant(budget=8), llama), decoding()
+    drafts.follow(states, torch.zeros(3, VOCAB))
+    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
+    assert found[64] == [8, 2, 0]
+    assert sum(found[5]) == 5
+    assert found[0] == [0, 0, 0]
+
+
+def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
+    """Nothing of a prompt is read or copied by a step."""
+
+    class Prompt(list):
+        """Tells of everything that goes over all of it."""
+
+        reads = 0
+
+        def _read(self, *_):
+            Prompt.reads += 1
+            return NotImplemented
+
+        __add__ = __iter__ = __contains__ = _read
+
+        def __getitem__(self, place):
+            Prompt.reads += isinstance(place, slice)
+            return super().__getitem__(place)
+
+    drafts, states = batching.RequestDrafts(SamAssistant(budget=8), llama), decoding()
+    logits = torch.zeros(3, VOCAB)
+    drafts.follow(states, logits)
+    for state in states:
+        state.initial_tokens = Prompt(state.initial_tokens)
+    for step in range(12):
+        assert len(drafts.propose(states, [8] * 3, 64)) == 3
+        for state in states:
+            state.generated_tokens.append(4 + step % 3)
+        drafts.follow(states, logits)
+        drafts.keep(states)
+    assert Prompt.reads == 0
+
+
+def test_drafts_end_where_positions_do(told):
+    model = build(GPT2LMHeadModel, n_positions=40)
+    inputs = [[5, 9, 33] * 3, [7, 8] * 4]
+    make = functools.partial(half_knowing, budget=16)
+    assert drafted(model, inputs, greedy(max_new_tokens=31), make).accepted > 0
+    # Whatever it guesses behind the last position would be a fault.
+    guessing = Assistant([guess(4)], budget=2)
+    with manager_of(model, guessing, greedy(max_new_tokens=90)) as manager:
+        manager.add_request(inputs[0])
+        manager.add_request([5] * 41)
+        for output in finished(manager, 2):
+            assert "40 tokens" in output.error
+        assert manager.is_running()
+    assert "without drafts" not in told.text
+
+
+UNSUPPORTED = {
+    "hidden states": lambda drafter: setattr(drafter, "needs", FeedbackNeeds(hidden_layers=(-1,))),
+    "residual": lambda drafter: None,
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_attached_assistants_that_cannot_draft_here_leave_plain_batches(kind, told):
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation("eager")
+    inputs = prompts(2)
+    plain = run(model, inputs)
+    drafter = guess(4)
+    UNSUPPORTED[kind](drafter)
+    assistant = Assistant([drafter], residual=kind == "residual")
+    with assistant.attached(model):
+        for _ in range(2):
+            assert run(model, inputs) == plain
+    assert told.text.count("decoding without the assistant (assistant: expected drafters") == 1
+    assert assistant.stats.total.calls == 0
+    with pytest.raises(ValueError, match="no hidden states, no residual sampling"):
+        run(model, inputs, assistant=assistant)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_manager_that_is_kept_goes_on_without_the_assistant(llama):
+    inputs = prompts(2)
+    options = {"persistent_manager": True, "warmup": False}
+
+    def tokens(**more):
+        results = llama.generate_batch(inputs, greedy(), small(), **options, **more)
+        return [output.generated_tokens for output in results.values()]
+
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    given, calls = {"assistant": assistant}, 0
+    try:
+        for more in (given, given, {}, {"assistant": None}, given):
+            assert tokens(**more) == plain
+            calls += 2 * (more is given)
+            assert assistant.stats.total.calls == calls
+    finally:
+        llama.destroy_cached_continuous_batching_manager()

@@ -1,0 +1,323 @@
+"""Continuous batching with drafts generates what it would without them."""
+
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from packaging.version import Version
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
+from hf_retrieval_assist.engines.cpu import norms
+from hf_retrieval_assist.extensions.serving import continuous_batching
+from hf_retrieval_assist.host.private_names import PrivateName
+from hf_retrieval_assist.types.token_tree import TokenTree
+
+from .support.fixed_costs import FixedCosts
+from .support.laws import assert_follows, exact_law
+from .support.lossless import build
+
+if Version(transformers.__version__) < Version("5.20"):
+    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
+
+from hf_retrieval_assist.extensions.serving import transformers_batching as hosted
+
+from .support.batching import (
+    LENGTH,
+    drafted,
+    greedy,
+    guess,
+    half_knowing,
+    manager_of,
+    outputs,
+    prompts,
+    run,
+    small,
+)
+from .support.scripted import Scripted
+from .support.watching import calls_of
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 256, "num_blocks": 8},
+        {"max_batch_tokens": 12},
+        {"allow_block_sharing": False},
+        {"num_blocks": 12},  # not all requests fit side by side
+        {"scheduler_type": "prefill_first"},
+        {"max_requests_per_batch": 3},
+    ],
+    ids=str,
+)
+def test_greedy_requests(llama, options):
+    total = drafted(llama, prompts(), **options)
+    assert total.calls == 8
+    assert total.tokens == 8 * LENGTH
+    assert 0 < total.accepted < total.drafted
+    # The prompt brings the first token of each, and every accepted one saves a step.
+    assert total.steps == total.tokens - total.calls - total.accepted
+
+
+def test_requests_are_drafted_while_others_wait_behind_them(llama):
+    """Prompts that cannot begin yet take nothing of a step."""
+    total = drafted(llama, prompts() * 3, max_requests_per_batch=2, max_batch_tokens=32)
+    assert total.accepted > total.tokens / 2
+    assert total.forwards < (total.tokens - total.calls) / 2  # two at a time would take this many
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "budget", "changes"),
+    [
+        ("Gemma3ForCausalLM", "sdpa", 5, {}),
+        ("Gemma3ForCausalLM", "eager", 5, {}),
+        ("MistralForCausalLM", "eager", 5, {}),
+        # A window keeps no more of what is fed at once than its size.
+        ("MistralForCausalLM", "sdpa", 24, {"sliding_window": 6}),
+    ],
+)
+def test_windows_that_go_round(name, attention, budget, changes):
+    model = build(getattr(transformers, name), **changes)
+    model.set_attn_implementation(attention)
+    make = partial(half_knowing, budget=budget)
+    total = drafted(model, prompts(seed=1), greedy(max_new_tokens=40), make)
+    assert 0 < total.accepted < total.drafted
+
+
+def test_requests_end_where_they_would(llama):
+    inputs = prompts()
+    tokens = Counter(token for text in run(llama, inputs) for token in text)
+    ends = [token for token, _ in tokens.most_common(3)]
+    config = greedy(eos_token_id=ends, max_new_tokens=30)
+    plain = run(llama, inputs, config)
+    assert len({*map(len, plain)}) > 1
+    assistant = half_knowing(inputs, run(llama, inputs, greedy(max_new_tokens=30)))
+    assert run(llama, inputs, config, assistant) == plain
+
+
+def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
+    inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
+    config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
+    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
+
+
+def test_what_requests_wrote_is_drafted_to_later_ones(llama):
+    inputs = prompts()
+    assistant = SuffixAssistant(memory=OutputMemory(), budget=8)
+    plain = run(llama, inputs)
+    assert run(llama, inputs, assistant=assistant) == plain
+    before = assistant.stats.total.steps
+    assert run(llama, inputs, assistant=assistant) == plain
+    assert assistant.stats.total.steps - before < 0.7 * before
+
+
+def test_attached_assistants_serve(llama):
+    inputs = prompts(3)
+    plain = run(llama, inputs)
+    with half_knowing(inputs, plain).attached(llama) as assistant:
+        assert run(llama, inputs) == plain
+        assert assistant.stats.total.accepted > 0
+        results = llama.generate_batch(inputs, greedy(), small(), assistant=None, warmup=False)
+        assert [output.generated_tokens for output in results.values()] == plain
+        assert assistant.stats.total.calls == 3
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
+        run(llama, inputs, assistant="sam")
+
+
+def streamed(model, inputs, assistant):
+    """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
+    seen = {}
+    with manager_of(model, assistant) as manager:
+        for number, prompt in enumerate(inputs):
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=12, streaming=True)
+        for output in outputs(manager, len(inputs)):
+            seen.setdefault(output.request_id, []).append([*output.generated_tokens])
+    return seen
+
+
+def test_streams_get_every_token(llama):
+    inputs = prompts(4)
+    plain = streamed(llama, inputs, None)
+    assistant = half_knowing(inputs, run(llama, inputs))
+    assert streamed(llama, inputs, assistant) == plain
+    assert assistant.stats.total.accepted > 0
+
+
+def test_cancelled_requests_leave_no_block_behind(llama):
+    inputs = prompts(6)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    with manager_of(llama, assistant) as manager:
+        for number, prompt in enumerate(inputs):
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH)
+        manager.add_request(inputs[0], request_id="cancelled", max_new_tokens=500)
+        manager.cancel_request("cancelled")
+        found = {out.request_id: out.generated_tokens for out in outputs(manager, len(inputs))}
+        manager.add_request(inputs[0], request_id="last", max_new_tokens=2)
+        assert [output.request_id for output in outputs(manager, 1)] == ["last"]
+        cache = manager.batch_processor.cache
+        cache.evict_cached_blocks()
+        cache.pool.try_to_free_sectors()
+        assert cache.compute_free_capacity() == 1.0
+        assert all(not allocator.block_table for allocator in cache.cache_allocators.values())
+    assert [found[str(number)] for number in range(len(inputs))] == plain
+    assert assistant.stats.total.calls >= len(inputs) + 1
+
+
+def test_drawn_tokens_have_plain_decodings_distribution():
+    model = build(LlamaForCausalLM, vocab_size=6, num_hidden_layers=1)
+    prompt = [1, 2, 3]
+    config = greedy(do_sample=True, max_new_tokens=3, top_k=None)
+    assistant = Assistant([guess(4)], budget=2)
+    drawn = run(model, [prompt] * 3000, config, assistant, seed=3, num_blocks=512)
+    assert_follows(drawn, exact_law(model, prompt))
+
+
+def test_warpers_are_each_requests_own(llama):
+    inputs = prompts(4)
+    config = greedy(do_sample=True, temperature=0.7, top_k=5)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    with manager_of(llama, assistant, config, per_request_processors=True) as manager:
+        # Whose temperature the others would have, were they taken for the first one.
+        manager.add_request(inputs[0], request_id="warm", max_new_tokens=LENGTH, temperature=9.0)
+        for number, prompt in enumerate(inputs):
+            cold = {"temperature": 1e-4} if number % 2 else {"top_k": 1}
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH, **cold)
+        found = {out.request_id: out.generated_tokens for out in outputs(manager, 1 + len(inputs))}
+    # So cold that they are as good as greedy.
+    assert [found[str(number)] for number in range(len(inputs))] == plain
+    assert assistant.stats.total.accepted > 0
+
+
+def test_log_probabilities_are_those_of_each_token(llama):
+    inputs = prompts(3)
+    options = {"continuous_batching_config": small(return_logprobs=True)}
+    plain = llama.generate_batch(inputs, greedy(), warmup=False, **options)
+    assistant = half_knowing(inputs, [output.generated_tokens for output in plain.values()])
+    found = llama.generate_batch(inputs, greedy(), warmup=False, assistant=assistant, **options)
+    for one, other in zip(plain.values(), found.values(), strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert assistant.stats.total.accepted > 0
+
+
+LACKING = PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "shown"),
+    [
+        (continuous_batching, "CONTINUOUS_BATCHING", (LACKING,), "gone(now) is gone"),
+        (hosted, "_why_not", lambda processor: "no room", "without the assistant (no room)"),
+    ],
+)
+def test_where_nothing_can_be_drafted_requests_are_decoded_plainly(
+    llama, module, name, value, shown, monkeypatch, told
+):
+    """Where a release of transformers lacks something, or a configuration leaves no room."""
+    monkeypatch.setattr(module, name, value)
+    assert drafted(llama, prompts(2)).steps == 0
+    assert "continuous batching without the assistant" in told.text
+    assert shown in told.text
+
+
+def processor(**changes):
+    """What is looked at of a processor before it drafts."""
+    known = {
+        "use_async_batching": False,
+        "model_runner": SimpleNamespace(pad_inputs=False),
+        "distributed_helper": SimpleNamespace(tp_size=1),
+        "logit_processor": SimpleNamespace(logits_processor=[]),
+    }
+    return SimpleNamespace(**(known | changes))
+
+
+def test_why_a_configuration_leaves_no_room_for_drafts():
+    _why_not = hosted._why_not
+    counting = SimpleNamespace(logits_processor=[transformers.LogitsProcessor()])
+    assert _why_not(processor()) is None
+    assert "use_async_batching=False" in _why_not(processor(use_async_batching=True))
+    recorded = SimpleNamespace(pad_inputs=True)
+    assert "use_cuda_graph=False" in _why_not(processor(model_runner=recorded))
+    assert "ranks" in _why_not(processor(distributed_helper=SimpleNamespace(tp_size=2)))
+    assert "LogitsProcessor" in _why_not(processor(logit_processor=counting))
+
+
+def test_a_request_may_have_a_twin_of_the_assistant(llama):
+    inputs = prompts(3)
+    plain = run(llama, inputs)
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=8, fallback=None)
+    twins = [None, assistant.private(), assistant.expecting(plain[2])]
+    with manager_of(llama, assistant) as manager:
+        for name, twin, prompt in zip("abc", twins, inputs, strict=True):
+            assert manager.add_request(prompt, request_id=name, assistant=twin) == name
+        assert manager.add_request(inputs[1], assistant=assistant.private()) not in "abc"
+        found = {output.request_id: output.generated_tokens for output in outputs(manager, 4)}
+        with pytest.raises(ValueError, match="a twin of the manager's own"):
+            manager.add_request(inputs[0], assistant=SamAssistant())
+    assert [found[name] for name in "abc"] == plain
+    assert {*map(tuple, found.values())} == {*map(tuple, plain)}
+    # The private ones were never known.
+    assert len(memory) == 2
+    total = assistant.stats.total
+    assert total.calls == 4
+    assert total.expected_accepted > LENGTH - 4
+    assert total.accepted > LENGTH // 2
+
+
+def test_twins_serve_every_sequence_of_a_request(llama):
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=8)
+    config = greedy(num_return_sequences=3, do_sample=True)
+    with manager_of(llama, assistant, config) as manager:
+        manager.add_request(prompts(1)[0], assistant=assistant.private())
+        assert len([*outputs(manager, 3)]) == 3
+    assert len(memory) == 0
+
+
+def never(commit=lambda *_: None, **attributes):
+    """A drafter of a token that no text has, and its budgets."""
+    asked, tree = [], TokenTree.build([66], [-1], [0.9])
+    attributes |= {"name": "never", "defers": False}
+    return Scripted(lambda budget: asked.append(budget) or tree, commit, **attributes), asked
+
+
+def test_a_drafter_that_brings_nothing_is_left_alone(llama):
+    drafter, asked = never()
+    # However quick or busy the machine is, drafting takes longer than such steps.
+    assistant = Assistant([drafter], budget="auto", costs=FixedCosts(lambda n: 1e-6 * n))
+    for _ in range(2):
+        total = drafted(llama, prompts(4), greedy(max_new_tokens=24), lambda *_: assistant)
+    assert 0 < len(asked) < total.steps / 8
+
+
+@pytest.mark.parametrize("rerouted", [True, False])
+def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatch):
+    """Whoever had drafted the tokens; and the steps run by the kernels."""
+    normed, seen, came = calls_of(monkeypatch, norms, "fused_norm"), [], []
+
+    def commit(tokens, feedback):
+        if feedback is not None:
+            # Which tokens the logits say come next, behind the accepted ones, and which came.
+            best, _ = feedback.top.of(feedback.accepted.astype(np.int64), 1, 67)
+            seen.append(best[:, 0].tolist())
+            came.append(list(tokens))
+
+    def make(*known):
+        normed.clear()
+        seeing, _ = never(commit, needs=FeedbackNeeds(top_k=1))
+        drafters = [*half_knowing(*known).drafters, seeing]
+        return Assistant(drafters, budget=5, reroute=rerouted)
+
+    drafted(llama, prompts(4), make=make)
+    assert came == seen
+    assert sum(map(len, came)) == 4 * LENGTH
+    assert max(map(len, came)) > 2
+    assert bool(normed) == rerouted

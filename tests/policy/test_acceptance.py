@@ -1,0 +1,232 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.policy.acceptance import Calibrator
+from hf_retrieval_assist.structures import draft_tree, evidence
+from hf_retrieval_assist.types.token_tree import Forest, TokenTree
+from tests.support.rounding import near
+from tests.support.threads import in_threads
+from tests.support.trees import paths, trees
+
+
+class Session:
+    """A text, and what was proposed for it."""
+
+    def __init__(self, calibrator):
+        self.calibrator, self.open = calibrator, [evidence.OpenDrafts()]
+
+    def calibrate(self, tree, earlier=None):
+        known = None if earlier is None else Forest.of([earlier])
+        return self.calibrator.calibrate(self.open, Forest.of([tree]), known)[0]
+
+    def commit(self, token_ids):
+        self.calibrator.judge(self.open, *draft_tree.flattened([token_ids]))
+
+
+def observe(calibrator, evidence_class, hit):
+    """A text of one token, proposed on this evidence."""
+    session = Session(calibrator)
+    session.calibrate(TokenTree.chain([1], [0.5], [evidence_class]))
+    session.commit([1 if hit else 2])
+
+
+def tried_by_definition(tree, tokens):
+    """Node by node: the path above it is the text's, and the text has a token to judge it by."""
+    spelt = paths(tree)
+    nodes = [
+        node
+        for node, path in enumerate(spelt)
+        if len(path) <= len(tokens) and path[:-1] == tuple(tokens[: len(path) - 1])
+    ]
+    return nodes, [spelt[node] == tuple(tokens[: len(spelt[node])]) for node in nodes]
+
+
+def judged(tree, pieces, counts, priors, memory):
+    """The bins after a text in pieces has judged a tree, and whether it is still inside."""
+    text, bins = evidence.OpenDrafts(), np.zeros((10, 3))
+    evidence.calibrated([text], *arrays_of(tree), None, counts)
+    for piece in pieces:
+        tokens, offsets = np.array(piece, np.int32), np.array([0, len(piece)])
+        evidence.judge([text], tokens, offsets, bins, counts, priors, memory)
+    return bins, len(text) > 0
+
+
+def arrays_of(tree):
+    offsets = np.array([0, len(tree)])
+    return tree.token_ids, tree.parents, tree.probs, tree.classes, offsets
+
+
+@given(trees(12), st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
+def test_tried_nodes_are_those_below_the_texts_path(tree, pieces):
+    """However the text comes in pieces."""
+    assert tree.fault(1 << 30, 1 << 30) is None
+    tokens = [token for piece in pieces for token in piece]
+    # A class for each node tells which were tried and hit; its rate is its number.
+    counts = np.stack([np.full(12, 64.0), np.arange(12.0)], axis=1)
+    before = counts.copy()
+    bins, inside = judged(tree, pieces, counts, np.ones((12, 2)), 100.0)
+    nodes, on_path = tried_by_definition(tree, tokens)
+    assert np.flatnonzero(counts[:, 0] - before[:, 0]).tolist() == nodes
+    assert (counts - before)[nodes, 1].tolist() == on_path
+    assert bins.sum(0) == near([len(nodes), sum(nodes) / 64, sum(on_path)])
+    assert inside == (len(tree) > 0 and len(tree.follow(tokens)) == len(tokens))
+
+
+def test_counts_beyond_the_memory_are_halved_down_to_the_prior():
+    counts = np.array([[8.0, 6.0]])
+    judged(TokenTree.chain([1], [0.5], [0]), [[1]], counts, np.array([[3.0, 1.0]]), 8.5)
+    assert counts.tolist() == [[6.0, 4.0]]
+
+
+def test_texts_side_by_side_judge_their_own_proposals():
+    texts = [evidence.OpenDrafts() for _ in range(3)]
+    forest = Forest.of([TokenTree.chain([1], [0.5], [kind]) for kind in range(3)])
+    counts, bins = np.ones((3, 2)), np.zeros((10, 3))
+    arrays = forest.token_ids, forest.parents, forest.probs, forest.classes, forest.offsets
+    evidence.calibrated(texts, *arrays, None, counts)
+    tokens, offsets = np.array([1, 2, 1], np.int32), np.array([0, 1, 3, 3])
+    evidence.judge(texts, tokens, offsets, bins, counts, np.ones((3, 2)), 9.0)
+    assert counts.tolist() == [[2, 2], [2, 1], [1, 1]]
+    assert [len(text) for text in texts] == [1, 0, 1]
+
+
+def test_what_does_not_fit_is_refused_and_opens_nothing():
+    text, tree = evidence.OpenDrafts(), TokenTree.chain([1], [0.5], [3])
+    with pytest.raises(ValueError, match="expected evidence classes below 2, got 3"):
+        evidence.calibrated([text], *arrays_of(tree), None, np.ones((2, 2)))
+    assert len(text) == 0
+    evidence.calibrated([text], *arrays_of(tree), None, np.ones((4, 2)))
+    with pytest.raises(ValueError, match="counts: expected 4 classes, got 2"):
+        evidence.judge(
+            *([text], np.array([1], np.int32), np.array([0, 1]), np.zeros((10, 3))),
+            *(np.ones((2, 2)), np.ones((2, 2)), 9.0),
+        )
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 2], [0, 1, 1], [1, 1], [0, -1]])
+def test_offsets_that_do_not_fit_are_refused(offsets):
+    text, counts = evidence.OpenDrafts(), np.ones((1, 2))
+    arrays = arrays_of(TokenTree.chain([1], [0.5], [0]))
+    with pytest.raises(ValueError, match="offsets: expected"):
+        evidence.calibrated([text], *arrays[:4], np.array(offsets), None, counts)
+    tokens, bins = np.array([1], np.int32), np.zeros((10, 3))
+    with pytest.raises(ValueError, match="offsets: expected"):
+        evidence.judge([text], tokens, np.array(offsets), bins, counts, counts, 9.0)
+
+
+def test_the_oldest_of_many_open_proposals_gives_way():
+    text, tree = evidence.OpenDrafts(), TokenTree.chain([1] * 9, [1.0] * 9, [0] * 9)
+    for _ in range(6):
+        evidence.calibrated([text], *arrays_of(tree), None, np.ones((1, 2)))
+    assert len(text) == 4
+
+
+def test_priors_come_first_and_counts_take_over():
+    calibrator = Calibrator(np.array([0.2, 0.9]))
+    classes = np.array([0, 1, 1], np.int32)
+    assert calibrator.rates(classes) == near([0.2, 0.9, 0.9])
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        observe(calibrator, 0, rng.random() < 0.7)
+        observe(calibrator, 1, rng.random() < 0.1)
+    assert calibrator.rates(classes) == pytest.approx([0.7, 0.1, 0.1], abs=0.05)
+
+
+def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
+    calibrator, rates = Calibrator(np.array([0.5])), []
+    for step in range(160):
+        observe(calibrator, 0, step >= 80)
+        rates.append(calibrator.rates(np.zeros(1, np.int32))[0])
+    assert rates[79] < 0.05
+    assert rates[159] == near(0.5)
+
+
+def test_probabilities_are_products_of_rates():
+    calibrator = Calibrator(np.array([0.5, 0.25]))
+    tree = TokenTree.build([7, 8, 7], [-1, -1, 1], [0.9, 0.8, 0.7], [0, 1, 0])
+    calibrated = Session(calibrator).calibrate(tree)
+    assert calibrated.fault(1 << 30, 1 << 30) is None
+    assert calibrated.probs == near([0.5, 0.25, 0.125])
+    assert np.array_equal(calibrated.token_ids, tree.token_ids)
+
+
+def test_nodes_without_a_class_keep_their_rate():
+    calibrator = Calibrator(np.array([0.5]))
+    tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
+    session = Session(calibrator)
+    assert session.calibrate(tree).probs == near([0.8, 0.2, 0.1])
+    session.commit([7, 8, 9])
+    assert calibrator._counts[0].tolist() == [5, 3]
+    assert calibrator.reliability().trials.sum() == 3
+
+
+EARLIER = TokenTree.build([7, 8], [-1, 0], [0.3, 0.2])
+
+
+def test_what_others_have_drafted_they_judge():
+    session = Session(Calibrator(np.array([0.5, 0.9]), beside=True))
+    tree = TokenTree.build([9, 7, 8, 6], [-1, -1, 1, 2], [0.9, 0.8, 0.7, 0.6], [1, 0, 1, 0])
+    calibrated = session.calibrate(tree, EARLIER)
+    assert calibrated.fault(1 << 30, 1 << 30) is None
+    # 9 and 6 below 7, 8 are this drafter's alone.
+    assert calibrated.probs == near([0.15 * 0.9, 0.3, 0.2, 0.2 * 0.15 * 0.5])
+    assert calibrated.classes.tolist() == tree.classes.tolist()
+
+
+def test_what_a_drafter_has_alone_is_counted_apart():
+    calibrator = Calibrator(np.array([0.5]), beside=True)
+    for _ in range(400):
+        session = Session(calibrator)
+        session.calibrate(TokenTree.build([7, 9], [-1, -1], [0.5, 0.5], [0, 0]), EARLIER)
+        session.commit([7])
+    shared, alone = calibrator.rates(np.array([0, 1], np.int32))
+    assert shared > 0.98
+    assert alone < 0.01
+    assert calibrator.n_classes == 1
+    with pytest.raises(ValueError, match="classes below 1, got 1"):
+        session.calibrate(TokenTree.chain([7], [0.5], [1]), EARLIER)
+
+
+def test_drafters_without_classes_judge_for_themselves_beside_others():
+    session = Session(Calibrator(np.empty(0), beside=True))
+    session.commit([1, 2, 3])  # for which nothing was proposed
+    tree = TokenTree.chain([7, 8], [0.9, 0.8])
+    assert session.calibrate(tree, EARLIER).probs == near([0.9, 0.8])
+    assert len(session.calibrate(TokenTree.empty())) == 0
+
+
+def test_reliability_compares_predicted_and_observed():
+    calibrator = Calibrator(np.linspace(0.05, 0.95, 10))
+    assert np.isnan(calibrator.reliability().ratio)
+    rng = np.random.default_rng(0)
+    truth = np.linspace(0.02, 0.9, 10)
+    for _ in range(3000):
+        kind = int(rng.integers(10))
+        observe(calibrator, kind, rng.random() < truth[kind])
+    reliability = calibrator.reliability()
+    assert reliability.trials.sum() == 3000
+    assert reliability.ratio == pytest.approx(1, abs=0.05)
+    seen = reliability.trials > 100
+    error = (reliability.predicted - reliability.observed)[seen] / reliability.trials[seen]
+    assert np.abs(error).max() < 0.12
+
+
+@pytest.mark.parametrize("priors", [[1.5], [-0.1], [float("nan")], [[0.5]]])
+def test_rejects_priors_that_are_no_rates(priors):
+    with pytest.raises(ValueError, match=r"priors: expected one dimension in \[0, 1\]"):
+        Calibrator(np.array(priors))
+
+
+def test_threads_may_share_the_counts():
+    calibrator = Calibrator(np.array([0.5, 0.5]))
+
+    def run():
+        session = Session(calibrator)
+        for _ in range(300):
+            session.calibrate(TokenTree.build([1, 2], [-1, -1], [0.5, 0.5], [0, 1]))
+            session.commit([1])
+
+    in_threads(lambda _: run(), range(4))
+    assert calibrator._counts.tolist() == [[1204, 1202], [1204, 2]]

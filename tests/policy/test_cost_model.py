@@ -1,0 +1,230 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.policy import cost_store
+from hf_retrieval_assist.policy.cost_model import KNOTS, MAX_TOKENS, CostModel
+from hf_retrieval_assist.policy.cost_store import CostKey, CostModels, size_bucket
+from tests.support.fixed_costs import CURVES
+from tests.support.rounding import near
+from tests.support.threads import in_threads
+
+PROBES = (1, 2, 4, 8, 16, 32, 64, 96)
+
+
+def feed(model, curve, count, *, seed=0, slow_calls=0, factor=1.0):
+    """Timings of random sizes with 8% noise and 3% of outliers."""
+    rng = np.random.default_rng(seed)
+    for step in range(count):
+        tokens = int(rng.choice(PROBES) if rng.random() < 0.5 else rng.integers(1, 97))
+        noise = np.exp(rng.normal(0, 0.08)) * (5 if rng.random() < 0.03 else 1)
+        model.observe(tokens, factor * curve(tokens) * noise * (10 if step < slow_calls else 1))
+
+
+def worst_error(model, curve, factor=1.0):
+    """The largest factor by which the learnt curve is off at the probed sizes."""
+    learnt = model.curve(96)
+    return max(np.exp(abs(np.log(learnt[n - 1] / (factor * curve(n))))) for n in PROBES)
+
+
+def check_invariants(model):
+    curve = model.curve(MAX_TOKENS + 50)
+    assert np.isfinite(curve).all()
+    assert (curve > 0).all()
+    assert (np.diff(curve) >= -1e-15).all()
+    covariance = model._covariance
+    assert covariance == near(covariance.T)
+    assert np.linalg.eigvalsh(covariance).min() > -1e-9
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_learns_the_curve(device, name):
+    model = CostModel(device)
+    feed(model, CURVES[name], 150, slow_calls=2)
+    check_invariants(model)
+    assert worst_error(model, CURVES[name]) < 1.3
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_follows_a_slower_machine(name):
+    model = CostModel()
+    feed(model, CURVES[name], 300)
+    feed(model, CURVES[name], 40, seed=1, factor=2.5)
+    assert worst_error(model, CURVES[name], 2.5) < 1.4
+
+
+def test_prior_shapes():
+    cpu, gpu = CostModel("cpu").curve(64), CostModel("cuda").curve(64)
+    assert cpu[15] / cpu[0] > 1.5
+    assert gpu[63] / gpu[0] < 1.3
+
+
+def test_spread_shrinks_where_it_was_fed():
+    model = CostModel()
+    before = model.spread(64, 1)
+    assert before[0] == 0
+    for _ in range(20):
+        model.observe(1, 0.02)
+        model.observe(8, 0.03)
+    after = model.spread(64, 1)
+    assert after[7] < 0.3 * before[7]
+    assert after[63] > 2 * after[7]
+
+
+def test_one_slow_timing_of_a_new_size_is_not_believed():
+    model = CostModel()
+    for _ in range(5):
+        model.observe(1, 0.02)
+    before = model.seconds(24)
+    model.observe(24, 5 * before)
+    assert model.seconds(24) == before
+    model.observe(24, 5 * before)
+    assert model.seconds(24) > 2 * before
+
+
+def test_beyond_the_last_knot_it_goes_on_linearly():
+    model = CostModel()
+    for n in KNOTS:
+        for _ in range(5):
+            model.observe(int(n), 0.001 * int(n))
+    curve = model.curve(2 * MAX_TOKENS)
+    assert curve[-1] == pytest.approx(0.001 * 2 * MAX_TOKENS, rel=0.15)
+
+
+def test_rejects_empty_forwards():
+    with pytest.raises(ValueError, match="tokens: expected at least 1"):
+        CostModel().observe(0, 0.1)
+
+
+def test_fixed_learns_nothing():
+    model = CostModel.fixed(lambda n: 1 + 0.5 * n)
+    model.observe(3, 77.0)
+    assert model.curve(4).tolist() == [1.5, 2.0, 2.5, 3.0]
+    assert model.seconds(10) == 6.0
+
+
+def test_size_buckets():
+    assert [size_bucket(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
+
+
+KEY = CostKey("model", "cpu", "float32", "sdpa", 1, 1024)
+
+
+def test_saved_models_start_warm(tmp_path):
+    models = CostModels(tmp_path)
+    feed(models.get(KEY), CURVES["linear"], 100)
+    models.save("model")
+    again = CostModels(tmp_path).get(KEY)
+    assert again.curve(96) == near(models.get(KEY).curve(96))
+    check_invariants(again)
+    feed(again, CURVES["flat"], 80, seed=1)
+    assert worst_error(again, CURVES["flat"]) < 1.4
+
+
+def damaged_files():
+    state = CostModel().state()
+    good = {"format": cost_store._FORMAT, "fingerprint": "model", "models": {KEY.name(): state}}
+
+    def with_state(**changes):
+        return json.dumps(good | {"models": {KEY.name(): state | changes}})
+
+    return {
+        "not json": "{",
+        "another model": json.dumps(good | {"fingerprint": "other"}),
+        "a key that is no object": json.dumps(good | {"models": {"7": state}}),
+        "ragged": with_state(log_seconds=[[0.0], [1.0, 2.0]]),
+        "not finite": with_state(log_seconds=[float("nan")] * len(KNOTS)),
+        "negative noise": with_state(noise=-1.0),
+        "nested too deep": "[" * 100_000,
+        "too large": json.dumps(good) + " " * (1 << 22),
+    }
+
+
+@pytest.mark.parametrize("fault", damaged_files())
+def test_damaged_files_are_ignored_with_one_warning(tmp_path, fault):
+    models = CostModels(tmp_path)
+    models.get(KEY).observe(1, 0.1)
+    models.save("model")
+    (path,) = tmp_path.iterdir()
+    path.write_text(damaged_files()[fault])
+    fresh = CostModels(tmp_path)
+    with pytest.warns(UserWarning, match="ignoring the saved timings") as caught:
+        observations = [fresh.get(key).observations for key in (KEY, replace(KEY, batch_size=4))]
+    assert observations == [0, 0]
+    assert len(caught) == 1
+
+
+def test_a_model_that_nobody_timed_knows_what_its_neighbours_know():
+    models = CostModels()
+    unseen, seen = replace(KEY, cache_length=1), replace(KEY, cache_length=1024)
+    prior = models.get(unseen).seconds(1)
+    for _ in range(20):
+        models.get(seen).observe(1, 0.1)
+    short, longer = (models.get(replace(KEY, cache_length=length)) for length in (2, 2048))
+    assert prior > 0.2
+    for model in (short, longer, models.get(unseen)):
+        assert np.allclose(model.curve(96), models.get(seen).curve(96), rtol=0.05, atol=0)
+    assert models.get(replace(KEY, dtype="bfloat16")).seconds(1) == prior
+    for _ in range(20):
+        models.get(seen).observe(1, 0.05)
+    before = short.seconds(1)
+    assert models.get(replace(KEY, cache_length=2)) is short
+    assert short.seconds(1) < 0.9 * before
+    short.observe(1, 0.02)
+    own = short.seconds(1)
+    assert models.get(replace(KEY, cache_length=2)).seconds(1) == own
+
+
+def test_a_model_that_nobody_timed_is_not_saved(tmp_path):
+    models = CostModels(tmp_path)
+    models.get(KEY).observe(1, 0.1)
+    models.get(replace(KEY, cache_length=64))
+    models.save("model")
+    (path,) = tmp_path.iterdir()
+    assert list(json.loads(path.read_text())["models"]) == [KEY.name()]
+    assert CostModels(tmp_path).get(KEY).timed
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = CostModels()
+    models.get(KEY).observe(1, 0.1)
+    models.save("model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_may_share_a_model():
+    model = CostModel()
+    in_threads(lambda seed: feed(model, CURVES["linear"], 200, seed=seed), range(4))
+    assert model.observations == 800
+    check_invariants(model)
+    assert worst_error(model, CURVES["linear"]) < 1.3
+
+
+def test_timings_are_saved_at_times(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    models = CostModels(tmp_path)
+    models.save_at_times("never asked for")
+    assert not list(tmp_path.iterdir())
+
+    def kept():
+        models.get(KEY).observe(1, 0.1)
+        models.save_at_times("model")
+        return CostModels(tmp_path).get(KEY).observations
+
+    assert kept() == 1
+    clock[0] += 59
+    assert kept() == 1
+    clock[0] += 2
+    assert kept() == 3
+    assert kept() == 3
+    # What was left for later a process keeps at its end.
+    cost_store._save_at_exit()
+    assert CostModels(tmp_path).get(KEY).observations == 4
+    models.get(KEY).observe(1, 0.1)
+    models.save_rest()
+    assert CostModels(tmp_path).get(KEY).observations == 4, "nothing was left for later"

@@ -1,0 +1,267 @@
+import threading
+from contextlib import suppress
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.policy.cost_model import CostModel
+from hf_retrieval_assist.policy.cost_views import PackedCost
+from hf_retrieval_assist.policy.planner import Planner
+from hf_retrieval_assist.types.token_tree import Limits, TokenTree
+from tests.support.fixed_costs import CURVES
+from tests.support.threads import in_threads
+from tests.support.trees import trees
+
+
+def chain(rate, length):
+    return TokenTree.chain(np.arange(length), rate ** np.arange(1, length + 1))
+
+
+def subtrees(tree):
+    """Every set of nodes that holds with a node its parent."""
+    sets = [()]
+    for node in range(len(tree)):
+        parent = int(tree.parents[node])
+        sets += [(*kept, node) for kept in sets if parent < 0 or parent in kept]
+    return sets
+
+
+@given(trees(8), st.sampled_from(sorted(CURVES)), st.integers(0, 3))
+def test_no_subtree_brings_more_tokens_per_second(tree, name, extra):
+    curve = CURVES[name]
+
+    def rate(nodes):
+        gain = 1 + sum(float(tree.probs[node]) for node in nodes)
+        return gain / curve(1 + extra + len(nodes))
+
+    kept = Planner().plan([tree], CostModel.fixed(curve), Limits(backlog=extra))[0]
+    assert kept.fault(1 << 30, 1 << 30) is None
+    best = max(map(rate, subtrees(tree)))
+    assert rate(kept.follow([]).tolist()) <= best
+    gain = 1 + float(kept.probs.sum())
+    assert gain / curve(1 + extra + len(kept)) == pytest.approx(best, rel=1e-5)
+
+
+@given(st.lists(trees(8), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
+def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
+    curve = CURVES[name]
+    kept = Planner().plan(rows, CostModel.fixed(curve))
+
+    def rate(width):
+        return sum(1 + np.sort(row.probs)[::-1][:width].sum() for row in rows) / curve(1 + width)
+
+    best = max(rate(width) for width in range(max(map(len, rows)) + 1))
+    gain = sum(1 + row.probs.sum() for row in kept)
+    assert gain / curve(1 + max(map(len, kept))) == pytest.approx(best, rel=1e-5)
+    for row in kept:
+        assert row.fault(1 << 30, 1 << 30) is None
+
+
+def test_budgets():
+    tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
+    assert len(Planner(budget="paper").plan([tree], cost)[0]) == 32
+    assert len(Planner(budget=5).plan([tree], cost)[0]) == 5
+    assert len(Planner(budget=0).plan([tree], cost)[0]) == 0
+    assert [Planner(budget=b).request() for b in ("auto", 7)] == [64, 7]
+
+
+@pytest.mark.parametrize("budget", ["auto", "paper", 100])
+@pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["flat"])])
+def test_no_more_is_kept_than_a_forward_can_verify(budget, cost):
+    planner = Planner(budget=budget)
+    drafts = [chain(0.9, n) for n in (30, 2, 30, 0)]
+
+    def sizes(**limits):
+        return [len(tree) for tree in planner.plan(drafts, cost, Limits(**limits))]
+
+    assert sizes() == [30, 2, 30, 0]
+    assert sizes(nodes=15) == [15, 2, 15, 0]
+    assert sizes(depths=[9, None, 1, None]) == [9, 2, 1, 0]
+    packed = sizes(packed=True, total=41)
+    assert sum(packed) == 41
+    assert packed[1] == 2
+    assert abs(packed[0] - packed[2]) == 1
+
+
+def test_only_the_likeliest_path_is_kept_where_trees_cannot_be_verified():
+    tree = TokenTree.build([1, 2, 3], [-1, -1, 1], [0.5, 0.4, 0.4])
+    (kept,) = Planner(budget=8).plan([tree], None, Limits(chains=True))
+    assert kept.token_ids.tolist() == [2, 3]
+
+
+def test_rows_in_step_are_planned_for_by_what_they_would_accept_together():
+    first = TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6])
+    second = TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4])
+    limits = Limits(chains=True, alike=True)
+    # Together 0.45 and 0.32 tokens: the second one does not pay, which it does for either row.
+    cost = CostModel.fixed(lambda n: [1.0, 1.1, 1.4, 1.9][n - 1])
+    kept = Planner(exploration=0).plan([first, second], cost, limits)
+    assert [tree.token_ids.tolist() for tree in kept] == [[3], [8]]
+    alone = Planner(exploration=0).plan([first, second], cost, Limits(chains=True))
+    assert [len(tree) for tree in alone] == [2, 2]
+    # Nothing is fed beyond the shortest draft.
+    assert [len(tree) for tree in Planner(budget=8).plan([first, second], None, limits)] == [2, 2]
+
+
+@pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["cpu"])])
+def test_drafters_size_the_drafts_of_the_papers(cost):
+    planner = Planner(budget="paper", max_nodes=8)
+    recycling, sequoia = 80, 768
+    assert planner.request(cost) >= max(recycling, sequoia)
+
+
+def test_drafters_are_asked_for_no_more_than_could_pay():
+    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["flat"])) == 96
+    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["step"])) == 63
+    assert Planner(max_nodes=96).request(CostModel.fixed(lambda n: 0.02 * n**2)) == 0
+    assert Planner(budget=7).request(CostModel.fixed(CURVES["step"])) == 7
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("budget", value) for value in ("most", -1, 2.5, True, None)),
+        *(("max_nodes", 0), ("exploration", 1.0), ("exploration", -0.1)),
+    ],
+)
+def test_rejects_other_options(option, value):
+    with pytest.raises(ValueError, match=f"{option}: expected"):
+        Planner(**{option: value})
+
+
+class Run:
+    """Steps with noisy timings under a true curve, and the tokens per second they got."""
+
+    def __init__(self, device="cpu", exploration=0.005, seed=0):
+        self.cost = CostModel(device)
+        self.planner = Planner(max_nodes=96, exploration=exploration)
+        self.random = np.random.default_rng(seed)
+
+    def steps(self, curve, rates, count):
+        """Mean share of the time lost against a planner who knows the curve, and the sizes."""
+        knowing, known = Planner(exploration=0), CostModel.fixed(curve)
+        lost = spent = 0.0
+        sizes = []
+        for _ in range(count):
+            tree = chain(self.random.choice(rates), 96)
+            kept = self.planner.plan([tree], self.cost)[0]
+            seconds = curve(1 + len(kept))
+            noise = np.exp(self.random.normal(0, 0.05)) * (4 if self.random.random() < 0.02 else 1)
+            self.cost.observe(1 + len(kept), seconds * noise)
+            best_kept = knowing.plan([tree], known)[0]
+            best = (1 + float(best_kept.probs.sum())) / curve(1 + len(best_kept))
+            lost += seconds - (1 + float(kept.probs.sum())) / best
+            spent += seconds
+            sizes.append(len(kept))
+        return lost / spent, sizes
+
+
+MIXED = (0.98, 0.8, 0.4, 0.1)
+
+
+def mean_loss(before, after):
+    """Of 200 steps under the curve `after`, 60 steps after it took the place of `before`."""
+    runs = [Run(seed=seed) for seed in range(4)]
+    for run in runs:
+        run.steps(CURVES[before], MIXED, 200)
+        run.steps(CURVES[after], MIXED, 60)
+    return np.mean([run.steps(CURVES[after], MIXED, 200)[0] for run in runs])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *((name, name) for name in ("flat", "linear", "step", "cpu")),
+        *(("flat", "linear"), ("linear", "flat"), ("flat", "step"), ("cpu", "flat")),
+    ],
+)
+def test_finds_the_right_sizes_also_of_another_curve(before, after):
+    assert mean_loss(before, after) < (0.03 if before == after else 0.025)
+
+
+def test_a_step_past_64_is_found():
+    run = Run("cuda")
+    run.steps(CURVES["step"], [0.98], 60)
+    _, sizes = run.steps(CURVES["step"], [0.98], 100)
+    assert np.median(sizes) == 63
+
+
+@pytest.mark.parametrize("name", ["linear", "cpu"])
+def test_trials_cost_less_than_one_percent(name):
+    run = Run()
+    lost, sizes = run.steps(CURVES[name], [0.1], 1000)
+    assert max(sizes) > 0
+    assert lost < 0.01
+
+
+@pytest.mark.parametrize("before", range(5))
+def test_the_first_draft_is_tried_however_many_steps_had_none(before):
+    tree, sizes = chain(0.03, 8), []
+    for exploration in (0.0, 0.005):
+        run = Run(exploration=exploration)
+        run.cost.observe(1, 0.02)
+        for _ in range(before):
+            assert not len(run.planner.plan([TokenTree.empty()], run.cost)[0])
+        sizes.append(len(run.planner.plan([tree], run.cost)[0]))
+    assert sizes[0] == 0 < sizes[1]
+
+
+def test_without_exploration_nothing_is_tried():
+    _, sizes = Run(exploration=0).steps(CURVES["linear"], [0.03], 200)
+    assert max(sizes) == 0
+
+
+class Meeting(np.ndarray):
+    """Losses that two threads compare with the savings at the same time, if they can."""
+
+    both = threading.Barrier(2)
+
+    def __le__(self, saved):
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait(timeout=0.5)
+        return np.asarray(self) <= saved
+
+
+def test_threads_do_not_spend_the_same_savings():
+    planner = Planner()
+    planner._saved = 1.0
+    loss = np.array([0.0, 0.7]).view(Meeting)
+    assert sorted(in_threads(lambda _: planner._try(np.array([1.0, 2.0]), loss), range(2))) == [
+        0,
+        1,
+    ]
+
+
+def test_drafts_again_when_the_text_turns_predictable():
+    run = Run()
+    _, sizes = run.steps(CURVES["cpu"], [0.1], 300)
+    assert np.median(sizes) == 0
+    _, sizes = run.steps(CURVES["cpu"], [0.98], 10)
+    assert min(sizes) > 8
+
+
+@given(st.lists(trees(4), min_size=2, max_size=3), st.sampled_from(sorted(CURVES)))
+def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name):
+    curve = CURVES[name]
+
+    def rate(choice):
+        gain = sum(
+            1 + sum(float(tree.probs[node]) for node in kept)
+            for tree, kept in zip(rows, choice, strict=True)
+        )
+        return gain / curve(sum(1 + len(kept) for kept in choice))
+
+    cost = PackedCost(CostModel.fixed(curve), len(rows))
+    kept = Planner().plan(rows, cost, Limits(packed=True))
+    gain = len(rows) + sum(float(tree.probs.sum()) for tree in kept)
+    best = max(map(rate, product(*map(subtrees, rows))))
+    assert gain / curve(len(rows) + sum(map(len, kept))) == pytest.approx(best, rel=1e-5)
+
+
+def test_many_rows_share_what_is_asked_for():
+    flat = CostModel.fixed(CURVES["flat"])
+    asked = [Planner().request(PackedCost(flat, rows)) for rows in (1, 2, 8, 64)]
+    assert asked == [255, 255, 63, 16]

@@ -1,0 +1,275 @@
+"""The command line: what it prints, what it leaves behind, and its exit codes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import LlamaForCausalLM
+
+import hf_retrieval_assist
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.system.arguments import byte_count
+from hf_retrieval_assist.tools import cli, suggestion
+from hf_retrieval_assist.tools.cli import main
+from tests.support.byte_model import byte_tokenizer, small_model
+from tests.support.lossless import build
+
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder with a transformers tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.py").write_text("import this\n")
+    (folder / "b.jsonl").write_text('{"text": "import that"}\n')
+    return str(folder)
+
+
+@pytest.fixture
+def store(tmp_path, corpus, tokenizer):
+    path = tmp_path / "store"
+    assert main(["build", str(path), corpus, "--tokenizer", tokenizer, "--quiet"]) == 0
+    return path
+
+
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="POSIX's")
+@pytest.mark.parametrize("given", ["substitution", "piped", "redirected"])
+def test_texts_of_the_shell(given, tmp_path, tokenizer):
+    """`<(zcat texts.gz)`, and what comes through the standard input."""
+    (tmp_path / "texts.txt").write_text("import this\n")
+    source = "<(cat texts.txt)" if given == "substitution" else "/dev/stdin"
+    before = {"piped": "cat texts.txt |", "redirected": "< texts.txt"}.get(given, "")
+    tool = f"{sys.executable} -m hf_retrieval_assist.tools.cli build store {source} --quiet"
+    command = ["bash", "-c", f"{before} {tool} --tokenizer {tokenizer}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    assert Datastore.open(tmp_path / "store").count(byte_tokenizer()("import th").input_ids) == 1
+
+
+def test_append_verify_compact_info(store, corpus, tokenizer, capsys):
+    append = ["build", str(store), corpus, "--append", "--tokenizer", tokenizer, "--quiet"]
+    assert main([*append, "--memory", "1M", "--workers", "2"]) == 0
+    assert "shards      2" in capsys.readouterr().out
+    assert main(["verify", str(store)]) == 0
+    assert "as they were built" in capsys.readouterr().out
+    assert main(["compact", str(store), "--quiet"]) == 0
+    assert "shards      1" in capsys.readouterr().out
+    assert main(["info", str(store)]) == 0
+    assert "documents   4" in capsys.readouterr().out
+    assert Datastore.open(store).count(byte_tokenizer()("import th").input_ids) == 4
+    (tokens,) = store.glob("*.tokens")
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    assert main(["verify", str(store)]) == 1
+    assert "is altered" in capsys.readouterr().err
+
+
+def test_another_tokenizer_cannot_append(store, corpus, tmp_path, capsys):
+    other = tmp_path / "other"
+    byte_tokenizer(["<pad>"]).save_pretrained(other)
+    arguments = ["build", str(store), corpus, "--append", "--tokenizer", str(other), "--quiet"]
+    assert main(arguments) == 1
+    assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_summary_of_a_build(tmp_path, corpus, tokenizer, capsys):
+    path = tmp_path / "store"
+    arguments = ["build", str(path), corpus, "--tokenizer", tokenizer, "--vocab-size", "300"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "23 tokens read, tokenised and indexed" in printed.out
+    assert "vocabulary  300" in printed.out
+    assert "indexing" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "missing"], "no datastore at missing"),
+        (["build", "new", "missing.txt"], "no file or directory missing.txt"),
+        (["build", "new", "{corpus}", "--field", "body"], "expected text in field 'body'"),
+        (["build", "new", "{corpus}", "--vocab-size", "32"], "expected ids from 0 to 31"),
+        (["build", "new", "{corpus}", "--vocab-size", "0"], "vocab_size: expected 1 to"),
+        (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
+        (["build", "{corpus}", "{corpus}"], "exists"),
+        (["build", "new", "{corpus}", "--append"], "no datastore at new"),
+        (["build", "new", "datasets:"], "expected a Hub id or a folder behind it"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(
+    arguments, message, corpus, tokenizer, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [argument.format(corpus=corpus) for argument in arguments]
+    if arguments[0] == "build":
+        arguments += ["--tokenizer", tokenizer, "--quiet"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_a_build_tells_what_it_passed_over(tmp_path, tokenizer, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "abc"}\n\n{"text": 7}\n{"text": "cab"}\n')
+    arguments = ["build", str(tmp_path / "store"), str(rows), "--tokenizer", tokenizer, "--quiet"]
+    assert main(arguments) == 1
+    assert "rows.jsonl:3: expected text in field 'text', got int" in capsys.readouterr().err
+    assert main([*arguments, "--skip-bad"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 bad rows or files skipped, such as" in printed
+    assert "rows.jsonl:3" in printed
+    assert "documents   2" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([], ["unheard-of"], ["build", "x"], ["info"], ["compact", "x", "--memory", "lots"]),
+        *(["suggest", "x", "x", "--dtype", name] for name in ("nosuch", "int8", "nn")),
+        *(["suggest", "x", "x", "--device", name] for name in ("nosuch", "privateuseone")),
+        *(["suggest", "x", "x", "--max-new-tokens", "0"], ["demo", "--max-new-tokens", "x"]),
+        ["build", "x", "x", "--tokenizer", "x", "--append", "--overwrite"],
+        pytest.param(
+            ["demo", "--device", "cuda"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2_and_says_what(arguments, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "Error: " in error
+    assert arguments[-2:-1] != ["--device"] or "expected a device of PyTorch, got" in error
+
+
+def test_a_truncated_model_is_one_line(tmp_path, capsys):
+    model = build(LlamaForCausalLM, num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("some text")
+    command = ["suggest", str(tmp_path / "model"), str(tmp_path / "prompts.txt")]
+    assert main(command) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-retrieval-assist: error: ")
+    assert "expected files of transformers, got SafetensorError" in error
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    assert main(command) == 1
+
+
+def test_interruption_exits_with_130(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.models, "_prompts", interrupt)
+    assert main(["suggest", "model", "prompts"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("123", 123), ("2k", 2048), ("1.5G", 3 << 29), ("4GiB", 4 << 30), ("7MB", 7 << 20)],
+)
+def test_byte_counts(text, count):
+    assert byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "many", "infG"])
+def test_what_is_no_byte_count(text):
+    with pytest.raises(ValueError, match="expected bytes"):
+        byte_count(text)
+
+
+def test_module_runs_as_a_program():
+    command = [sys.executable, "-m", "hf_retrieval_assist.tools.cli", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout == f"hf-retrieval-assist {hf_retrieval_assist.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_argument_is_explained_with_its_default(command, capsys):
+    assert main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.isascii()  # so that any terminal can show it
+    said = " ".join(printed.split())
+    for parameter in COMMANDS[command].params:
+        assert parameter.help in said
+        if parameter.default is not None and parameter.default is not False:
+            assert f"[default: {parameter.default}" in said
+
+
+def test_what_is_kept_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli.cache, "user_cache_directory", lambda: tmp_path)
+    (tmp_path / "linear_tuning.json").write_text("{}")
+    (tmp_path / "cost").mkdir()
+    (tmp_path / "cost" / "model.json").write_text("x" * (1 << 20))
+    for name in ("gemma-3", "smollm2-135m", "unpacking-abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("x" * (1 << 20))
+    assert main(["cache", "show"]) == 0
+    shown = capsys.readouterr().out
+    assert "1.00 MiB" in shown
+    assert "3.00 MiB" in shown
+    assert shown.count("MiB") == 3
+    assert main(["cache", "clear"]) == 0
+    assert len(list(tmp_path.iterdir())) == 3
+    assert main(["cache", "clear", "model"]) == 0
+    assert not list(tmp_path.iterdir())
+    assert main(["cache", "clear", "everything"]) == 1
+    assert "expected some of kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "one two\n\nthree\n\n\n"),
+        ("a.jsonl", '{"prompt": "one two"}\n{"prompt": "three"}\n'),
+    ],
+)
+def test_suggest_reads_prompts(name, text, tmp_path, monkeypatch, capsys):
+    model, tokenizer = small_model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / name).write_text(text)
+    seen = []
+    monkeypatch.setattr(
+        suggestion,
+        "suggest",
+        lambda model, prompts, **given: seen.append((prompts, given)) or "said",
+    )
+    command = ["suggest", str(tmp_path / "model"), str(tmp_path / name), "--repeats", "2"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "said\n"
+    ((prompts, given),) = seen
+    assert prompts == ["one two", "three"]
+    assert (given["repeats"], given["max_new_tokens"]) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "found none"),
+        ("{", "a.jsonl:1: expected JSON"),
+        ("\n[1]", "a.jsonl:2: expected text in field 'prompt'"),
+        ('{"text": "one"}', "a.jsonl:1: expected text in field 'prompt'"),
+    ],
+)
+def test_a_damaged_prompt_is_named(content, message, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(content)
+    assert main(["suggest", "model", str(tmp_path / "a.jsonl")]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""Measured advice on which assistant to use."""
+
+import random
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import SamAssistant, SuffixAssistant, suggest
+from hf_retrieval_assist.extensions.record.record import Record
+from hf_retrieval_assist.tools import suggestion as module
+from hf_retrieval_assist.tools.suggestion import COPIES, KERNELS, LOOKUP, PLAIN, Suggestion, Trial
+from tests.support.rounding import near
+
+from .support.byte_model import small_model
+from .support.lossless import PROMPT, build
+from .support.watching import calls_of
+
+
+def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch):
+    model = build(LlamaForCausalLM)
+    calls = calls_of(monkeypatch, module, "_call")
+    candidates = {"sam": SamAssistant, "suffix": lambda: SuffixAssistant(fallback=None)}
+    found = suggest(
+        model, [PROMPT, PROMPT.flip(1)], candidates=candidates, max_new_tokens=8, repeats=2
+    )
+    assert {trial.name for trial in found.trials} == {"sam", "suffix"}
+    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES, LOOKUP]
+    for trial in (*found.baselines, *found.trials):
+        assert trial.identical == 2
+        assert [len(times) for times in trial.rounds] == [2, 2]
+        # The pass that was not timed.
+        assert len(trial.record.calls) == (2 if trial.make else 0)
+    names = [PLAIN, KERNELS, COPIES, LOOKUP, "sam", "suffix"]
+    asked = [name for _, _, name, *_ in calls[1:]]
+    rounds = [asked[i : i + 6] for i in range(0, 36, 6)]
+    assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
+    assert found.best.name in str(found)
+    assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
+
+
+def test_prompts_may_be_texts_and_sampled():
+    model, tokenizer = small_model()
+    candidates = {"mine": lambda: SamAssistant(budget=8)}
+    options = {"candidates": candidates, "max_new_tokens": 12, "repeats": 1, "do_sample": True}
+    found = suggest(model, ["one two one two"], tokenizer=tokenizer, **options)
+    assert [trial.name for trial in found.trials] == ["mine"]
+    assert found.best.identical == 1
+    assert "text" in found.best.record.origins
+
+
+def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
+    def refuse(generate, inputs, name, assistant):
+        if name == LOOKUP:
+            raise ValueError("not this model")
+        return call(generate, inputs, name, assistant)
+
+    call = module._call
+    monkeypatch.setattr(module, "_call", refuse)
+    candidates = {"sam": SamAssistant}
+    model, options = build(LlamaForCausalLM), {"max_new_tokens": 4, "repeats": 1}
+    found = suggest(model, [PROMPT], candidates=candidates, **options)
+    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
+
+
+def suggestion_of(kernels=None, **ratios):
+    """From the ratios of each repeat to plain."""
+    plain = Trial(PLAIN, None, Record(), rounds=[[1.0, 3.0]] * 3)
+
+    def trial(name, ratios, make=SamAssistant):
+        rounds = [[1 / ratio, 3 / ratio] for ratio in ratios]
+        return Trial(name, make, Record(), plain, rounds)
+
+    baselines = [plain]
+    if kernels is not None:
+        copies = [1.2 * ratio for ratio in kernels]
+        baselines += [trial(KERNELS, kernels, None), trial(COPIES, copies)]
+    return Suggestion(baselines, [trial(name, found) for name, found in ratios.items()])
+
+
+def test_what_repeats_do_not_tell_apart_is_not_ranked():
+    # Five looks at the same two assistants on a machine with other work.
+    looks = [
+        ([2.0, 2.2, 1.8], [2.1, 2.3, 1.9]),
+        ([2.4, 2.0, 1.9], [2.3, 1.9, 2.0]),
+        ([1.7, 2.0, 2.1], [2.6, 1.9, 2.2]),
+        ([2.0, 2.0, 2.0], [1.9, 2.0, 2.0]),
+        ([1.9, 2.6, 2.1], [2.2, 2.1, 1.8]),
+    ]
+    for first, second in looks:
+        found = suggestion_of(first=first, second=second, slow=[1.1, 1.2, 1.3])
+        assert [trial.name for trial in found.trials] == ["first", "second", "slow"]
+        assert found.advice.startswith("Use first: ")
+        assert found.advice.endswith("These repeats do not tell it from second.")
+
+
+def test_advice_follows_the_figures():
+    good = suggestion_of(bad=[1.0, 1.0, 1.1], **{"good<b>": [2.0, 2.4, 2.2]}, kernels=[1.1] * 3)
+    assert [trial.name for trial in good.trials] == ["good<b>", "bad"]
+    assert good.best.ratio == near(2.4)
+    assert good.advice == (
+        "Use good<b>: 2.40 (2.00 to 2.40) times as fast as plain generate on these prompts, 1.10 "
+        "of it by kernels, 1.20 by copies of weights and repeated forwards and 1.82 by drafts; at "
+        "worst 2.40."
+    )
+    assert "good&lt;b&gt;" in good._repr_html_()
+    assert good.baselines[0].ratio == 1
+    nothing = suggestion_of(bad=[1.0, 0.9, 1.02])
+    assert nothing.advice.startswith("Nothing tried here pays: bad is 1.02 (0.90 to 1.02) times")
+    noisy = suggestion_of(noisy=[0.5, 1.5, 2.5])
+    assert "In some repeats it was slower" in noisy.advice
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_other_work_on_the_machine_does_not_change_the_advice(seed):
+    """Every other call of five repeats takes up to three times its time."""
+    noise = random.Random(seed)
+
+    def rounds(seconds):
+        busy = [[noise.choice([1, noise.uniform(1, 3)]) for _ in range(12)] for _ in range(5)]
+        return [[seconds * slower for slower in row] for row in busy]
+
+    plain = Trial(PLAIN, None, Record(), rounds=rounds(4.0))
+    first, second, slow = (
+        Trial(name, SamAssistant, Record(), plain, rounds(seconds))
+        for name, seconds in {"first": 2.0, "second": 1.9, "slow": 5.0}.items()
+    )
+    found = Suggestion([plain], [first, second, slow])
+    assert found.advice.startswith("Use first: ")
+    assert found.best.ratio == pytest.approx(2, rel=0.1)
+
+
+def test_wrong_arguments():
+    model = build(LlamaForCausalLM)
+    for prompts, options, said in (
+        ([], {}, "prompts: expected at least 1"),
+        ([PROMPT], {"candidates": {}}, "candidates: expected at least 1"),
+        ([PROMPT], {"repeats": 0}, "repeats: expected at least 1"),
+        (["text"], {}, "tokenizer: expected one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            suggest(model, prompts, **options)
+    with pytest.raises(TypeError, match="expected a function that makes mine, got SamAssistant"):
+        suggest(model, [PROMPT], candidates={"mine": SamAssistant()})

@@ -1,0 +1,74 @@
+"""The largest scores, against torch's own searches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.structures import successors
+from hf_retrieval_assist.verification.largest import greatest, largest
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def scores_of(seed, rows, columns, dtype, padded=False, spread=None):
+    """Random scores; with a spread, integers below it, so that many are equal."""
+    torch.manual_seed(seed)
+    scores = (
+        torch.randn(rows, columns) if spread is None else torch.randint(spread, (rows, columns))
+    )
+    scores = scores.to(dtype)
+    if padded:
+        scores[:, columns // 2 :] = -torch.inf
+    return scores
+
+
+@given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans(), dtypes)
+def test_largest_is_torch_topk(k, extra, seed, padded, dtype):
+    """Of some rows, of parts of rows, of columns that lie apart, of more dimensions."""
+    columns = max(k, extra) + (9000 if seed % 2 else 0)
+    scores = scores_of(seed, 4, columns, dtype, padded)
+    rows = np.array([0, 2, 3])
+    values, ids = largest(scores, k, rows)
+    assert torch.equal(values, scores[rows].topk(k, 1).values)
+    assert torch.equal(scores[rows].gather(1, ids), values)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    for found in (
+        largest(scores[rows], k),
+        largest(torch.cat([scores, scores], 1)[:, :columns], k, rows),
+        largest(torch.stack([scores, scores], 2)[..., 0], k, rows),
+        [x.flatten(0, 1)[rows] for x in largest(scores.view(2, 2, columns), k)],
+    ):
+        assert torch.equal(found[0], values)
+        assert torch.equal(found[1], ids)
+
+
+@given(st.integers(1, 40), st.integers(1, 900), st.integers(0, 2**32 - 1))
+def test_of_equal_scores_the_first_come_first(k, columns, seed):
+    scores = scores_of(seed, 2, columns, torch.float32, spread=5)
+    values, ids = largest(scores, k)
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+    assert torch.equal(ids, order)
+    assert torch.equal(values, scores.gather(1, order))
+
+
+@given(st.integers(1, 900), st.integers(0, 2**32 - 1), dtypes, st.booleans())
+def test_greatest_is_torch_argmax(columns, seed, dtype, broken):
+    scores = scores_of(seed, 3, columns, dtype, spread=4)
+    if broken:
+        scores[1, columns // 2 :: 7] = torch.nan
+    assert torch.equal(greatest(scores), scores.argmax(dim=-1))
+
+
+def test_wrong_arguments_are_refused():
+    scores = scores_of(0, 2, 9, torch.float32).numpy()
+    rows = np.array([0])
+    for k in (0, 10):
+        with pytest.raises(ValueError, match="k: expected 1 to 9"):
+            successors.top_k(scores, rows, k)
+    for row in (-1, 2):
+        with pytest.raises(ValueError, match="rows: expected 0 to 1"):
+            successors.top_k(scores, np.array([row]), 1)
+    with pytest.raises(ValueError, match="without gaps"):
+        successors.top_k(scores[:, ::2], rows, 1)
