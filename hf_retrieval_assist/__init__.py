@@ -11,6 +11,7 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .plugins import load, ours
 from .system.versions import require_compiled, require_supported_versions
 
 if TYPE_CHECKING:
@@ -50,29 +51,27 @@ _NAMES = {
     "candidate_generator": "RetrievalCandidateGenerator",
     "corpus.datastore": "Datastore",
     "draft_models.draft_model": "EarlyExit",
-    "extensions.heads.eagle": "EagleHead",
-    "engines.cpu.quantized_self": "QuantizedSelf",
     "drafters.base": "DraftSession Drafter",
     "hook": "install uninstall",
-    "engines.cpu.reroute": "reroute",
     "memory.output_memory": "OutputMemory",
     "policy.cost_store": "CostModels",
     "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
-    "extensions.record.record": "Record",
     "simulation": "SimulationReport simulate",
-    "tools.suggestion": "suggest",
     "types.token_tree": "TokenTree",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [*_MODULES]
+__all__ = sorted([*_MODULES, *ours("names")])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     give_generate_its_keyword()
-    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _MODULES:
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    else:
+        value = load("names", name)
     globals()[name] = value
     return value
 

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from .attachment import attached
 from .decoding.decode import decode
+from .decoding.observer import Observer
 from .drafters.expected import Expected, Text
+from .plugins import load
 from .policy.policy import DraftingPolicy
 from .policy.stats import CallStats
 from .system import changes
 
 if TYPE_CHECKING:
-    from .extensions.record import CallRecord, Record, Step
+    from .extensions.record import Record, Step
 
 
 class _OfUsers(type):
@@ -171,9 +173,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             tokenizer: to show tokens as text.
             on_step: called with every finished step, while the call goes on.
         """
-        from .extensions.record import Record
-
-        record = Record(tokenizer, on_step)
+        record: Record = load("parts", "record")(tokenizer, on_step)
         with self._lock:
             self.records.append(record)
         try:
@@ -182,22 +182,17 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             with self._lock:
                 self.records.remove(record)
 
-    def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> CallRecord | None:
+    def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> Observer | None:
         """What a call that starts now has to tell its steps to; None where nobody records."""
         with self._lock:
             records = list(self.records)
         if not records:
             return None
-        from .extensions.record import CallRecord
-
-        listeners = [record.on_step for record in records if record.on_step is not None]
-        observed = CallRecord(prompts, call, self.drafters, listeners)
-        for record in records:
-            record.calls.append(observed)
+        first, *others = records
+        observed: Observer = first.observe(prompts, call, self.drafters, others)
         return observed
 
     def _repr_html_(self) -> str:
         """Drafters and figures, for notebooks."""
-        from .extensions.record.html import assistant_html
-
-        return assistant_html(self)
+        html: str = load("parts", "html")(self)
+        return html

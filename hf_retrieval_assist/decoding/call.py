@@ -18,8 +18,6 @@ from transformers.generation import GenerationMode
 
 from ..cache.kv_cache import stands_for
 from ..drafters.base import Graphs, Target
-from ..engines.cuda.fixed_memory import stays_in_place
-from ..engines.cuda.workspace import WORKSPACES
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
@@ -32,7 +30,9 @@ from ..system.log import get_logger
 from ..system.reloads import LOADED
 from ..types.row_text import RowText, strip_padding
 from ..types.token_tree import Int32Array
-from ..verification.service import PER_TOKEN, Demand, choose_service
+from ..verification.engine import Engine, engine_of
+from ..verification.options import Demand
+from ..verification.service import PER_TOKEN, choose_service
 from ..verification.tiers import Service, Tier
 from .selection import ROWWISE
 from .stopping import Stopping
@@ -96,6 +96,13 @@ class Call:
         return [self.target.known(ids.cpu()) for ids in rows]
 
     @cached_property
+    def engine(self) -> Engine:
+        """What computes the model's forwards."""
+        if isinstance(self.model, torch.nn.Module):
+            return engine_of(transformers_private.input_device(self.model))
+        return engine_of(self.input_ids.device)
+
+    @cached_property
     def target(self) -> Target:
         """What is told to drafters of the model."""
         return Target(
@@ -141,10 +148,8 @@ class Call:
             return self._plain(why)
         if not isinstance(self.model, torch.nn.Module):
             return self._plain("it is no torch module, whose parts could be looked at")
-        device = self.input_ids.device
-        stays = stays_in_place(device)
-        width = fixed_width or 1 + planner.most_nodes(not stays)
-        records = self.may_record(graphs) and stays and WORKSPACES.records(self.model, device)
+        width = fixed_width or 1 + planner.most_nodes(few=not self.engine.widens)
+        records = self.may_record(graphs) and self.engine.records(self.model)
         demand = Demand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)

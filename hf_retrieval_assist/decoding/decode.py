@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..engines.cpu.reroute import all_scopes_left
 from ..host.callers_hooks import left_out
 from ..host.ranks import Ranks
 from ..host.transformers_private import compilations
 from ..policy.account import Account
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import PHASES, CallStats
-from ..types.token_tree import Int32Array
 from ..verification.service import learn_moving
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .forwards import UnservableError
 from .loop import Generation
+from .observer import Observe, Observer
 from .plainly import decode_at_rest, decode_plainly
 
-if TYPE_CHECKING:
-    from ..extensions.record import CallRecord
 
-
-@all_scopes_left()
 def decode(
     model: Any,
     assistant: DraftingPolicy,
@@ -40,7 +34,7 @@ def decode(
     synced_gpus: bool = False,
     streamer: Any = None,
     *,
-    observe: Callable[[Sequence[Int32Array], CallStats], CallRecord | None],
+    observe: Observe,
     **model_kwargs: Any,
 ) -> Any:
     """Generate as transformers' sampling loop does, in fewer forwards.
@@ -70,15 +64,19 @@ def decode(
     )
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
+    with call.engine.scopes_left():
+        return _decode(call, assistant, observe)
+
+
+def _decode(call: Call, assistant: DraftingPolicy, observe: Observe) -> Any:
     started = time.perf_counter()
     service = call.service(assistant.planner, assistant.fixed_width, assistant.graphs)
     counts = CallStats(tier=service.tier.value, calls=1)
-    if service.tier is Tier.PLAIN:
-        counts.reason = service.reason
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
     if service.tier is Tier.PLAIN:
-        with left_out(model) if service.lacked_hooks else nullcontext():
+        counts.reason = service.reason
+        with left_out(call.model) if service.lacked_hooks else nullcontext():
             result = decode_plainly(call, counts, record)
     else:
         account = None if record is not None else _account(call, assistant)
@@ -91,8 +89,8 @@ def decode(
                 call.tell_plain(str(error))
                 counts.tier, counts.reason = Tier.PLAIN.value, str(error)
                 result = decode_plainly(call, counts, record)
-    if isinstance(model, torch.nn.Module):
-        learn_moving(model)
+    if isinstance(call.model, torch.nn.Module):
+        learn_moving(call.model)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(call.kind.fingerprint)
@@ -114,7 +112,7 @@ def _decode_with_drafts(
     assistant: DraftingPolicy,
     service: Service,
     counts: CallStats,
-    record: CallRecord | None,
+    record: Observer | None,
     account: Account | None,
 ) -> Any:
     """By the loop; timed from the first token on."""

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..engines.cpu.copies import Copies
-from ..engines.cpu.linear import MAX_ROWS
-from ..engines.cpu.reroute import reroute
-from ..engines.cuda.fixed_verifier import ForwardOptions
 from ..host import transformers_private as private
 from ..host.callers_hooks import CacheShownError, HookWatch
 from ..host.feature_taps import FeatureTaps
@@ -19,8 +15,9 @@ from ..policy.stats import CallStats, Stopwatch
 from ..system.log import get_logger
 from ..types.token_tree import TokenTree
 from ..verification.chain_verifier import StepVerifier
+from ..verification.options import ForwardOptions, Wanted
 from ..verification.service import PER_TOKEN
-from ..verification.tiers import Service, slot_cache
+from ..verification.tiers import Service
 from ..verification.verified import Verified
 from ..verification.verifiers import Verifier
 from .call import Call
@@ -74,20 +71,21 @@ class Forwards:
         self._walk, self._several, self._counts = walk, several, counts
         self.model_kwargs = dict(call.model_kwargs)
         room = call.prompt_length + call.room
-        self.cache, self.returned_cache = slot_cache(
+        self.cache, self.returned_cache = call.engine.slot_cache(
             call.model, self.model_kwargs, service, call.batch_size, room
         )
         self.taps = FeatureTaps(call.model, assistant.hidden_layers)
         self._hooks = HookWatch(call.model)
         self._decode_scope = private.OptimisedForDecode(call.model)
-        # Methods that are chosen by timings need not give the same bits on every rank.
-        rerouted = assistant.reroute and not several and call.input_ids.device.type == "cpu"
-        self._reroute = reroute(rerouted)
-        extra = assistant.extra_memory
-        self._copies = Copies()
-        if rerouted:
-            draws = walk.select.sampling is not None
-            self._copies = Copies.of(call.model, walk.screens, draws, extra)
+        wanted = Wanted(
+            reroute=assistant.reroute,
+            extra_memory=assistant.extra_memory,
+            several=several,
+            batch=call.batch_size,
+            screens=walk.screens,
+            draws=walk.select.sampling is not None,
+        )
+        self._engine = call.engine.call(call.model, wanted)
         self._sound = True
 
     @property
@@ -99,7 +97,7 @@ class Forwards:
         """Feed one token of each row from now on, as plain decoding does, since code of the
         caller's has changed the model."""
         self._sound = False
-        self._copies = Copies()
+        self._engine.go_on_plainly()
         self._counts.reason = "code of the caller's changed the model or what its loop asks"
         self.verifier = StepVerifier.after(self.verifier, self.model_kwargs)
 
@@ -128,7 +126,7 @@ class Forwards:
         """
         call, lap = self._call, Stopwatch(self._counts.seconds).lap
         self.cache.take()
-        with self.taps, self._reroute, self._copies.watching():
+        with self.taps, self._engine.scope(), self._engine.prefill():
             try:
                 model_kwargs = self.model_kwargs
                 outputs = private.prefill(call.model, call.input_ids, call.config, model_kwargs)
@@ -141,19 +139,16 @@ class Forwards:
         # The verifier counts on from the prompt.
         kept = {name: self.model_kwargs[name] for name in PER_TOKEN & self.model_kwargs.keys()}
         self.model_kwargs = private.kwargs_after(call.model, outputs, self.model_kwargs) | kept
-        self.verifier = self._service.verifier(
-            call.model, self.cache, self.model_kwargs, call.input_ids, self._options()
-        )
+        texts = self.cache, self.model_kwargs, call.input_ids
+        self.verifier = call.engine.verifier(self._service, call.model, *texts, self._options())
         lap("prefill")
-        self._copies.begin(self.verifier, outputs.logits)
+        self._engine.begin(self.verifier, outputs.logits)
         lap("pack")
         return outputs
 
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""
         call, assistant = self._call, self._assistant
-        # With more tokens, kernels would not round half precision as plain decoding does.
-        rounds = self._reroute.enabled and call.model.dtype.itemsize < 4
         recorded = call.may_record(assistant.graphs)
         states = call.returns_states or assistant.hidden_layers
         return ForwardOptions(
@@ -161,18 +156,23 @@ class Forwards:
             top_k=assistant.top_k,
             capacity=call.prompt_length + call.room,
             keeps_cache=call.keeps_cache(self._service),
-            most_tokens=MAX_ROWS if rounds and call.batch_size <= MAX_ROWS else None,
+            most_tokens=self._engine.most_tokens,
             recorded=recorded,
             fused=assistant.graphs == "fused",
-            repeats=recorded and self._reroute.enabled and not states,
+            by_kernels=self._engine.by_kernels,
+            states=bool(states),
             choose=self._walk.node_choices(assistant.fixed_width),
             fixed_width=assistant.fixed_width,
         )
 
     def pack_due(self) -> None:
-        """Make the copies of weights that have become worth it."""
-        if self._reroute.enabled:
-            self._copies.pack_due(self.verifier)
+        """Make what has become worth it, such as copies of weights."""
+        self._engine.between_steps(self.verifier)
+
+    @property
+    def cost_variant(self) -> str:
+        """How the next forward runs; t(n) is measured for each way."""
+        return self._engine.cost_variant(self.verifier)
 
     def __call__(self, trees: Sequence[TokenTree]) -> tuple[Sequence[TokenTree], Verified]:
         """Verify a tree of every row, or nothing where a forward over them is of no use.
@@ -182,7 +182,7 @@ class Forwards:
         """
         slots, rows = self.cache.slots, self._walk.rows
         self.cache.require_room(1 + max([slots.lengths[r.index] for r in rows if not r.finished]))
-        with self.taps, self._reroute:
+        with self.taps, self._engine.scope():
             verified = self._over_drafts(trees) if any(map(len, trees)) else self._run(trees)
             if verified is None:
                 trees = [TokenTree.empty()] * len(rows)
@@ -198,7 +198,7 @@ class Forwards:
     def _run(self, trees: Sequence[TokenTree]) -> Verified:
         widest = self._assistant.fixed_width or 1 + max(map(len, trees))
         self._decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
-        verified = self._copies.forward(self.verifier, self._walk.rows, trees)
+        verified = self._engine.forward(self.verifier, self._walk.rows, trees)
         verified.wait()
         return verified
 
@@ -217,7 +217,7 @@ class Forwards:
             self.verifier.undo()
             self._sound = False
             # It may take one token of each row only, as plain decoding feeds them.
-            self.verifier.packed, self.verifier.most_fed = False, 1
+            self.verifier.narrow()
             why = f"a forward over a draft raised {error!r}"
         if not self._hooks.changing:
             name = type(self._call.model).__name__
@@ -236,7 +236,7 @@ class Forwards:
     def catch_up(self, tokens: int) -> None:
         """Feed some of what the cache still lacks of rows of so many generated tokens."""
         self._decode_scope.want(False)
-        with self.taps, self._reroute:
+        with self.taps, self._engine.scope():
             self.verifier.catch_up(self._walk.rows, tokens)
 
     def keep_company(self) -> None:

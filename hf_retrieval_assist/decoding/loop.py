@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,11 +27,9 @@ from ..verification.verified import Verified
 from .call import Call
 from .dice import RowForesight
 from .forwards import Forwards
+from .observer import Observer
 from .pricing import Pricing
 from .walk import Drawn, Walk
-
-if TYPE_CHECKING:
-    from ..extensions.record import CallRecord
 
 
 class Generation:
@@ -54,7 +52,7 @@ class Generation:
         assistant: DraftingPolicy,
         service: Service,
         counts: CallStats,
-        record: CallRecord | None,
+        record: Observer | None,
     ):
         self.call, self.assistant, self.counts, self.record = call, assistant, counts, record
         self.ranks = Ranks.of(call.model)
@@ -97,7 +95,7 @@ class Generation:
         self.forward.pack_due()
         lap("pack")
         rows = self.running
-        drafting = self.pricing.begin(self.forward.verifier, len(rows))
+        drafting = self.pricing.begin(self.forward.verifier, len(rows), self.forward.cost_variant)
         drafts = self.propose(rows, drafting)
         trees = self.plan(rows, drafts, drafting)
         lap("draft")
@@ -138,7 +136,8 @@ class Generation:
     @property
     def plain_step(self) -> float | None:
         """Seconds that a step without drafts is expected to take; None: no step was timed yet."""
-        cost = self.pricing.price(self.forward.verifier, len(self.rows))
+        forward = self.forward
+        cost = self.pricing.price(forward.verifier, len(self.rows), forward.cost_variant)
         return cost.seconds(1) if cost.known else None
 
     def prefill(self) -> None:

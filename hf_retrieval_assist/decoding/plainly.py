@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
 from ..cache.kv_cache import go_back, has_slots
-from ..engines.cpu.reroute import reroute
 from ..host import transformers_private
 from ..policy.account import Account
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import CallStats
 from ..system.log import get_logger
 from .call import Call
-
-if TYPE_CHECKING:
-    from ..extensions.record import CallRecord
+from .observer import Observer
 
 logger = get_logger(__name__)
 
@@ -29,7 +26,7 @@ _LEARNT, _LEARNING = 16, 1 / 64
 _MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
-def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> Any:
+def decode_plainly(call: Call, counts: CallStats, record: Observer | None) -> Any:
     """What plain `generate` returns, from the loop that makes it."""
     result, texts = _sampled(call, counts)
     if record is not None:
@@ -44,7 +41,7 @@ def decode_at_rest(
     texts afterwards, as far as there is time for it."""
     counts.tier, counts.rests = "at rest", 1
     rerouted, before = _reroutes(call, assistant, account), transformers_private.compilations()
-    with reroute(rerouted):
+    with call.engine.plain_scope(rerouted):
         result, texts = _sampled(call, counts)
     ends = time.perf_counter() + _LEARNING * counts.seconds["forward"]
     for i, (prompt_ids, token_ids) in enumerate(zip(call.prompts, texts, strict=True)):
@@ -70,7 +67,7 @@ def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
     In half precision they do whatever that takes: the text depends on how it is rounded, and must
     not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
     """
-    if not assistant.reroute or call.compiles_plainly or call.input_ids.device.type != "cpu":
+    if not assistant.reroute or call.compiles_plainly or not call.engine.has_kernels:
         return False
     return call.model.dtype.itemsize < 4 or account.reroutes()
 

@@ -35,19 +35,17 @@ class Pricing:
         self._cost: CostModel | None = None
         self._unasked = 0  # steps since drafters were asked
 
-    def begin(self, verifier: Verifier, rows: int) -> Drafting:
+    def begin(self, verifier: Verifier, rows: int, variant: str) -> Drafting:
         """A step in which so many rows are running."""
-        return self._assistant.begin(self.price(verifier, rows), self._account)
+        return self._assistant.begin(self.price(verifier, rows, variant), self._account)
 
-    def price(self, verifier: Verifier, rows: int) -> CostModel:
+    def price(self, verifier: Verifier, rows: int, variant: str) -> CostModel:
         """t(n) of the next forward as the tokens of one running row see it, the other rows being
-        fed beside it."""
+        fed beside it; `variant`: how it runs."""
         key, bucket = self._key, size_bucket(verifier.cache.slots.longest)
-        like = bucket, verifier.packed, verifier.manner
+        like = bucket, verifier.packed, variant
         if like != (key.cache_length, key.packed, key.manner):
-            self._key = replace(
-                key, cache_length=bucket, packed=verifier.packed, manner=verifier.manner
-            )
+            self._key = replace(key, cache_length=bucket, packed=verifier.packed, manner=variant)
         self._cost = self._assistant.costs.get(self._key)
         if not verifier.packed:
             return stepped(self._cost, verifier.widths)

@@ -17,16 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
-from ..engines.cuda.fixed_memory import can_stay, stays_in_place
-from ..engines.cuda.recorded_drafts import RecordedDrafts
-from ..extensions.translation.translation import DraftTranslation, TranslatedText, found
 from ..host.first_layers import first_layers
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
+from ..plugins import load
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..types.token_tree import Float32Array, Forest, TokenTree
+from ..verification.engine import engine_of
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import Fed
@@ -90,7 +89,7 @@ class DraftModelDrafter(Drafter):
         self.temperature = temperature
         self.positions = position_limit(model)
         self._tokenizers = assistant_tokenizer, target_tokenizer
-        self._translations = weakref.WeakKeyDictionary[Any, DraftTranslation]()
+        self._translations = weakref.WeakKeyDictionary[Any, Any]()
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
         parameters = inspect.signature(model.forward).parameters
@@ -109,18 +108,16 @@ class DraftModelDrafter(Drafter):
                 f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
                 f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
             )
-        translated = TranslatedText(self._translation(target), prompt_ids)
+        translated = self._translation(target).text(prompt_ids)
         return DraftModelSession(self, prompt_ids, target, translated)
 
-    def _translation(self, target: Target) -> DraftTranslation:
-        """From the draft model's ids to the target's."""
+    def _translation(self, target: Target) -> Any:
+        """What turns the draft model's ids into the target's."""
         key = target if target.model is None else target.model
         with self._lock:
             if key not in self._translations:
-                own, others = self._tokenizers
-                source = found("assistant_tokenizer", own, self.model)
-                goal = found("target_tokenizer", others, target.model)
-                self._translations[key] = DraftTranslation(source, goal, target.vocab_size)
+                between = load("parts", "translation")
+                self._translations[key] = between(self._tokenizers, self.model, target)
             return self._translations[key]
 
     def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
@@ -227,10 +224,10 @@ class _Nodes:
     def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
         self._drafter, self._model, self._group = drafter, drafter.model, group
         (self._cache,) = group.caches
-        device = self._model.device
-        if group.in_place is None and stays_in_place(device) and can_stay(self._cache, device):
+        engine = engine_of(self._model.device)
+        if group.in_place is None and engine.widens:
             service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
-            group.in_place = RecordedDrafts(self._model, self._cache, service, most, graphs)
+            group.in_place = engine.drafts(self._model, self._cache, service, most, graphs)
         self._recorded: Any = group.in_place
 
     def run(self, level: Level | None) -> Tensor:
@@ -300,7 +297,7 @@ class DraftModelSession(RowSession):
         drafter: DraftModelDrafter,
         prompt_ids: NDArray[np.int32],
         target: Target,
-        translated: TranslatedText | None = None,
+        translated: Any = None,
     ):
         model = drafter.model
         config = model.config.get_text_config(decoder=True)

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..drafters.token_recycling import TokenRecyclingDrafter
-from ..engines.cpu.quantized_self import QuantizedSelf
-from ..extensions.heads.features import is_dflash
+from ..plugins import every, load, paths
 from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
 
-if TYPE_CHECKING:
-    from ..extensions.heads.eagle import EagleHead
-
-Source: TypeAlias = Union[
-    Literal["token_recycling", "mtp", "quantized_self"], Drafter, "EagleHead", PreTrainedModel
-]
+Source: TypeAlias = Literal["token_recycling", "mtp", "quantized_self"] | Drafter | nn.Module
 Fallback: TypeAlias = Source | Sequence[Source] | None
-
-
-_NAMES = "'token_recycling', 'mtp', 'quantized_self'"
 
 
 def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
@@ -52,30 +43,23 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
 def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
     if isinstance(fallback, Drafter):
         return fallback
-    if isinstance(fallback, PreTrainedModel):
-        # By what the model is configured to be fed.
-        if not is_dflash(fallback):
-            return DraftModelDrafter(fallback)
-        from ..extensions.heads.dflash import DFlashDrafter
-
-        return DFlashDrafter(fallback)
     if isinstance(fallback, nn.Module):
-        from ..extensions.heads.eagle import EagleDrafter, EagleHead
-
-        if isinstance(fallback, EagleHead):
-            return EagleDrafter(fallback)
-    match fallback:
-        case "token_recycling":
-            return TokenRecyclingDrafter(last_logits=not paper)
-        case "mtp":
-            from ..extensions.heads.mtp import MtpDrafter
-
-            return MtpDrafter()
-        case "quantized_self":
-            return QuantizedSelf()
-        case str():
-            raise ValueError(f"fallback: expected {_NAMES}, got {fallback!r}")
+        for drafter_of in every("heads"):
+            found: Drafter | None = drafter_of(fallback)
+            if found is not None:
+                return found
+    if isinstance(fallback, PreTrainedModel):
+        return DraftModelDrafter(fallback)
+    names = ["token_recycling", *paths("fallbacks")]
+    expected = ", ".join(map(repr, names))
+    if fallback == "token_recycling":
+        return TokenRecyclingDrafter(last_logits=not paper)
+    if isinstance(fallback, str):
+        if fallback not in names:
+            raise ValueError(f"fallback: expected {expected}, got {fallback!r}")
+        drafter: Drafter = load("fallbacks", fallback)()
+        return drafter
     raise TypeError(
-        f"fallback: expected {_NAMES}, a draft model, an EagleHead, a drafter, a list of these or "
-        f"None, got {kind_of(fallback)}"
+        f"fallback: expected {expected}, a draft model, an EagleHead, a drafter, a list of these "
+        f"or None, got {kind_of(fallback)}"
     )

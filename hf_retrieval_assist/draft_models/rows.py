@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicLayer
 from ..cache.kv_cache import SLOT_LAYERS, SlotCache
 from ..cache.slot_layers import SlotLayer
 from ..drafters.base import BatchSession
-from ..engines.cuda.workspace import Workspace
 from ..types.token_tree import Forest, TokenTree
 from ..verification.tree_attention import Fed, LayerMask, Rules, TreeAttention, table_of
 
@@ -55,7 +54,7 @@ class DraftCache(SlotCache):
 
     first = 0
     last: Tensor | None = None
-    held: tuple[Workspace, Tensor] | None = None
+    held: tuple[Any, Tensor] | None = None
 
     def __init__(self, config: Any, rules: Rules, dtype: torch.dtype, rows: int = 1) -> None:
         # A text may be shortened by more than a window would still hold.

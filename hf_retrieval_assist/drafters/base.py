@@ -18,7 +18,6 @@ from ..verification.verified import TopLogits
 
 if TYPE_CHECKING:
     # It takes transformers with it, which other engines draft without.
-    from ..extensions.structured.forms import Forms
     from ..verification.own_forwards import OwnForwards
 
 Float64Array = NDArray[np.float64]
@@ -81,7 +80,7 @@ class Target:
     model: Any = None
     learn: bool = True
     expected: tuple[Int32Array, ...] = ()
-    forms: Forms | None = None
+    forms: Any = None
     foresight: Foresight | None = None
     own: OwnForwards | None = None
     processors: tuple[Any, ...] = ()

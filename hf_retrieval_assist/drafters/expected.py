@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extensions.structured.forms import Forms, schema_forms, tool_forms
+from ..plugins import load
 from ..structures.suffix_automaton import SuffixAutomaton
 from ..system.arguments import encodable
 from ..types.token_tree import Int32Array, checked_ids
@@ -43,7 +43,7 @@ class Expected:
 
     texts: tuple[Int32Array, ...] = ()
     rows: tuple[tuple[Int32Array, ...], ...] = ()
-    forms: Forms | None = None
+    forms: Any = None
 
     @classmethod
     def of(
@@ -61,10 +61,7 @@ class Expected:
 
         forms = None
         if schema is not None or tools:
-            if tokenizer is None:
-                raise TypeError("expecting: expected a tokenizer with schema or tools, got None")
-            found = schema_forms(schema) if schema is not None else []
-            forms = Forms([*found, *tool_forms(tools, tokenizer)], tokenizer)
+            forms = load("parts", "forms")(schema, tools, tokenizer)
         return cls(all_ids(texts), tuple(map(all_ids, rows)), forms)
 
     def __bool__(self) -> bool:

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ..plugins import load, paths
 from ..structures.suffix_tree import MAX_DEPTH, SuffixTree
 from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
@@ -442,10 +443,12 @@ def _shared_outputs(
     if path is not None and url is not None:
         raise ValueError("path: expected none beside url, got both")
     if url is not None:
-        from ..extensions.redis.redis_server import RedisServer
-        from ..extensions.redis.stream import OutputStream
-
-        return OutputStream(RedisServer(url), keep_bytes)
+        scheme = url.partition(":")[0]
+        if scheme not in (known := paths("memories")):
+            expected = ", ".join(f"{one}://" for one in known) or "none that is installed"
+            raise ValueError(f"url: expected one of {expected}, got {scheme or 'no scheme'}")
+        outputs: SharedOutputs = load("memories", scheme)(url, keep_bytes)
+        return outputs
     if path is not None:
         from .log import OutputLog
 

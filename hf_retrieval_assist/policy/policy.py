@@ -25,7 +25,7 @@ from ..drafters.base import (
 )
 from ..drafters.expected import Expected, ExpectedTexts
 from ..drafters.feedback import RowFeedback, prompt_feedback
-from ..extensions.structured.grammar import GrammarDrafter
+from ..plugins import every
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
@@ -64,8 +64,9 @@ class DraftingPolicy:
             raise ValueError(f"fixed_width: expected at least 1, got {fixed_width}")
         if graphs not in (True, False, "fused"):
             raise ValueError(f"graphs: expected True, False or 'fused', got {graphs!r}")
-        # The rule of a paper knows of no grammar.
-        self.drafters = (*drafters, *([] if budget == "paper" else [GrammarDrafter()]))
+        # The rule of a paper knows of no others.
+        others = [] if budget == "paper" else [make() for make in every("drafters")]
+        self.drafters = (*drafters, *others)
         self.planner = Planner(budget, max_nodes)
         self.reroute = reroute
         self.graphs = graphs

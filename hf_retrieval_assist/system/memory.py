@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+SHORTAGES = (MemoryError, torch.OutOfMemoryError)
+"""What happens for reasons of the moment, and says nothing of a model."""
+
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..assistants import Assistant
-from ..engines.cpu.reroute import reroute
 from ..extensions.record.html import table
 from ..extensions.record.record import Record
 from ..extensions.record.steps import MODEL
 from ..policy.cost_store import CostModels
 from ..presets import SamAssistant, SuffixAssistant
 from ..system.arguments import kind_of, require_at_least
+from ..verification.engine import engine_of
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding
 _APART = 1.1  # times as fast as another one: less is noise wherever anything else runs
@@ -274,7 +274,7 @@ def _call(generate: Any, inputs: Inputs, name: str, assistant: Any) -> tuple[flo
     """Seconds and token ids of a call under a seed, decoded as a trial's name says."""
     lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if name == LOOKUP else {}
     torch.manual_seed(_SEED)
-    with reroute(name == KERNELS):
+    with engine_of(inputs["input_ids"].device).plain_scope(name == KERNELS):
         started = time.perf_counter()
         ids = generate(**inputs, assistant=assistant, **lookup)
         seconds = time.perf_counter() - started

@@ -16,6 +16,7 @@ from ..cache.states import States
 from ..host.transformers_private import kwargs_after
 from ..types.row_text import RowText
 from ..types.token_tree import TokenTree
+from .options import Bounds
 from .verified import Verified
 from .verifiers import Verifier
 
@@ -139,8 +140,6 @@ class StepVerifier(ChainVerifier):
     Rows have got equally far.
     """
 
-    most_fed = 1
-
     @classmethod
     def after(cls, verifier: Verifier, model_kwargs: dict[str, Any]) -> StepVerifier:
         """One that goes on where another has got to, whose memory it takes over.
@@ -150,8 +149,10 @@ class StepVerifier(ChainVerifier):
         """
         verifier.abandon()
         states = verifier.states if isinstance(verifier, ChainVerifier) else States(verifier.cache)
-        new = cls(verifier.model, verifier.cache, model_kwargs, verifier.prompt_ids, states=states)
-        new.begun, new.reach = verifier.begun, verifier.reach
+        bounds = Bounds(most_fed=1, reach=verifier.reach)
+        texts = verifier.cache, model_kwargs, verifier.prompt_ids
+        new = cls(verifier.model, *texts, bounds, states=states)
+        new.begun = verifier.begun
         new.repeated, new.recordings = verifier.repeated, verifier.recordings
         return new
 

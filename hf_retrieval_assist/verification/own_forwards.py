@@ -43,7 +43,7 @@ class OwnForwards:
             deepest: how deep a tree of a row may be; None without limit.
         """
         self._deepest = deepest
-        if type(verifier) is TreeVerifier:
+        if isinstance(verifier, TreeVerifier) and verifier.lends_cache:
             self._verifier, self._rows = verifier, rows
 
     @property

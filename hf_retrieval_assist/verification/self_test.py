@@ -24,16 +24,17 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..cache.kv_cache import SlotCache
-from ..engines.cpu.recording import same_bits
-from ..engines.cuda.fixed_verifier import ForwardOptions
-from ..engines.cuda.replay import SHORTAGES
 from ..host.callers_hooks import HookWatch
 from ..host.model_state import Attributes, autocast_dtypes, restored, torch_setting
 from ..host.positions import named_lengths
 from ..host.told import Moving
 from ..host.transformers_private import input_device, kwargs_after, takes_positions
+from ..system.memory import SHORTAGES
+from ..system.tensors import same_bits
 from ..types.row_text import RowText
 from ..types.token_tree import TokenTree
+from .engine import engine_of
+from .options import ForwardOptions
 from .reach import find_reach
 from .tiers import Service, Tier, cache_for
 from .traces import Traces
@@ -207,7 +208,8 @@ class _Probe:
         cache = SlotCache(self.config, forgets=service.forgets(rows))
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
-        self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())
+        engine, options = engine_of(input_device(model)), ForwardOptions()
+        self.verifier = engine.verifier(service, model, cache, kwargs, self.prompt, options)
         return self
 
     def narrow_error(self, expected: torch.Tensor) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
 from ..cache.kv_cache import SLOT_LAYERS
-from ..engines.cpu.norms import learn_norms
-from ..engines.cpu.scopes import is_exchangeable
-from ..engines.cuda.fixed_attention import has_triton
-from ..engines.cuda.fixed_memory import stays_in_place
-from ..engines.cuda.replay import SHORTAGES
 from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
 from ..host.lookups import lookups_of
 from ..host.model_state import Attributes, has_changing_hooks, model_settings
 from ..host.plain_step import has_own_loop, why_exchanged
 from ..host.private_names import why_plain
 from ..host.ranks import Ranks
+from ..host.scopes import is_exchangeable
 from ..host.told import Moving
 from ..host.transformers_private import (
     CACHE,
@@ -41,7 +38,10 @@ from ..host.transformers_private import (
 from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
+from ..system.memory import SHORTAGES
 from ..system.modules import modules_of
+from .engine import Engine, engine_of
+from .options import Demand
 from .self_test import examined
 from .tiers import Service, Tier, has_padding
 from .tree_attention import layer_masks, single_mask
@@ -64,22 +64,6 @@ _MOST_KEPT = 16
 # Verdicts in a row of which none was found again: what changes with every call is not tested
 # before every call.
 _MOST_NEW = 8
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What calls want of a model's forwards, beside their inputs.
-
-    Attributes:
-        width: tokens per row that they may feed.
-        states: whether they return hidden states or attentions.
-        stays: whether they are worth memory that stays in place, where there is such, under masks
-            over all of it: they are recorded, or of one width.
-    """
-
-    width: int = 65
-    states: bool = False
-    stays: bool = False
 
 
 _OTHER_RANK = "another process that computes this model cannot verify drafts as this one can"
@@ -170,7 +154,8 @@ def choose_service(
     # Ranks test together or not at all, and go on by what all of them have found.
     if not ranks.lowest(why is None):
         return Service(Tier.PLAIN, why or _OTHER_RANK)
-    packs = batch_size > 1 and _packs(model, model_kwargs)
+    engine = engine_of(input_device(model))
+    packs = batch_size > 1 and engine.packs and _packs(model, model_kwargs)
     several = has_padding(model_kwargs) or (batch_size > 1 and not is_pipeline(model))
     rows = 2 if several else 1
     if batch_size > rows > 1 and has_changing_hooks(model):
@@ -189,17 +174,17 @@ def choose_service(
             return Service(Tier.PLAIN, why)
         if not (ranks.several or verdicts.is_worth_a_test(key)):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
-        does = "measures forwards and chooses kernels"
-        if stays_in_place(input_device(model)):
-            does = "may compile attention (7 s, kept by Triton) and record graphs (0.5 s a width)"
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
-            f"verified, {does}; later ones start at once"
+            f"verified, {engine.first_call}; later ones start at once"
         )
-        learn_norms(model)
+        engine.prepare(model)
         shortage, lookups = None, lookups_of(model)
+        candidates = _candidates(engine, model, packs, demand)
         try:
-            service = _first_right(model, model_kwargs, rows, packs, demand, verdicts.moving)
+            service = _first_right(
+                model, model_kwargs, rows, candidates, demand.width, verdicts.moving
+            )
             service = replace(service, lookups=lookups)
         except SHORTAGES as error:
             shortage = f"no memory to test how drafts are verified ({error!r}); free some of it"
@@ -271,13 +256,13 @@ def _first_right(
     model: Any,
     model_kwargs: dict[str, Any],
     rows: int,
-    packs: bool,
-    demand: Demand,
+    candidates: Sequence[Service],
+    width: int,
     moving: Moving,
 ) -> Service:
     reason = ""
-    for service in _candidates(model, packs, demand):
-        found = examined(model, service, model_kwargs, rows, demand.width, moving)
+    for service in candidates:
+        found = examined(model, service, model_kwargs, rows, width, moving)
         if isinstance(found, Service) and found.tier is Tier.PLAIN:
             return found
         if isinstance(found, Service):
@@ -291,9 +276,9 @@ def _first_right(
     return Service(Tier.PLAIN, reason)
 
 
-def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
+def _candidates(engine: Engine, model: Any, packs: bool, demand: Demand) -> list[Service]:
     """Tiers that the model's properties allow, best first."""
-    config, device = model.config.get_text_config(decoder=True), input_device(model)
+    config = model.config.get_text_config(decoder=True)
     name = cache_name(model) or CACHE
     chain = Service(Tier.CHAIN, "", cache_name=name)
     stateful, layers = is_stateful(model), DynamicCache(config=config).layers
@@ -304,35 +289,27 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
         return [replace(chain, reason="it has a convolution state"), replay]
     if (why := _why_no_tree(model, config)) is not None:
         return [replace(chain, reason=why)]
-    # Attentions that a call returns have as many columns as slots are in use.
-    in_place = stays_in_place(device) and not demand.states
-    stays = in_place and demand.stays
     slides = all(getattr(layer, "sliding_window", None) for layer in layers)
     tree = Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, slides=slides)
-    trees = [replace(tree, in_place=stays)]
+    trees = [tree]
     if rules := layer_masks(config):
-        trees.insert(0, replace(trees[0], reason="a mask per layer type", rules=rules))
-    kernels = in_place and has_triton(device)
-    by_triton = [replace(x, in_place=True, attention_by="triton") for x in trees if kernels]
+        trees.insert(0, replace(tree, reason="a mask per layer type", rules=rules))
+    trees = engine.candidates(model, trees, demand, packs)
     if (why := why_no_mask(model.config)) is not None:
-        return [*by_triton, replace(chain, reason=why)]
-    if packs and not stays:
-        trees = [*(replace(service, packed=True) for service in trees), *trees]
-    return [*by_triton, *trees, chain]
+        trees, chain = [x for x in trees if x.attention_by != "mask"], replace(chain, reason=why)
+    return [*trees, chain]
 
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the rows of a batch may be fed behind one another where no memory stays in place:
-    nothing comes with the rows whose meaning is not known, and every layer is here."""
+    """Whether the rows of a batch may be fed behind one another: nothing comes with the rows whose
+    meaning is not known, and every layer is here."""
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()
         if name not in PER_TOKEN | _OF_PROMPTS
     )
     known = is_exchangeable(attention_of(model.config))
-    device = input_device(model)
-    alone = device.type == "cpu" and not stays_in_place(device) and not is_pipeline(model)
-    return known and not foreign and alone
+    return known and not foreign and not is_pipeline(model)
 
 
 def _why_no_tree(model: Any, config: Any) -> str | None:

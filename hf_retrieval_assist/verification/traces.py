@@ -27,13 +27,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..engines.cpu.recording import memory_of
 from ..host.callers_hooks import has_callers_hooks
 from ..host.lookups import lookups_of
 from ..host.model_state import own_names
 from ..host.told import Teller
 from ..host.transformers_private import hooks_of
 from ..system.modules import modules_of
+from ..system.tensors import memory_of
 from .reach import has_ropes
 
 DRAWS = "its forward draws random numbers, and fewer forwards draw others"

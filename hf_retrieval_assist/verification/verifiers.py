@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..cache.kv_cache import SlotCache
-from ..engines.cpu.packed_attention import PackedAttention, spans_of
-from ..engines.cpu.repeated_forward import RepeatedForward, can_repeat
-from ..engines.cpu.scopes import Attention, attending
-from ..host.lookups import ForwardLookups
+from ..host.scopes import Attention, attending
 from ..host.transformers_private import CACHE_NAMES, attention_of, forward_parameters, input_device
 from ..system.lazy import cached_property
 from ..types.row_text import RowText
 from ..types.token_tree import Limits, TokenTree
+from .options import Bounds
 from .reach import UNLIMITED
 from .tree_attention import Fed, FedTokens, TreeAttention
 from .verified import Verified
@@ -40,6 +37,7 @@ class Verifier:
         cache: its self-attention cache, filled by the prefill.
         model_kwargs: `generate`'s, after the prefill.
         prompt_ids: int64 [batch, length], as the rows of text begin.
+        bounds: what a forward may feed.
 
     Attributes:
         begun: slots per row that held the prompt.
@@ -48,23 +46,17 @@ class Verifier:
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
         packed: whether a forward costs what all rows feed together, so that rows which have ended
             cost nothing; otherwise it is as wide as the widest row.
-        most_tokens: that a forward may feed, filler included, where it is to round as plain
-            decoding does; None: any number.
-        most_fed: tokens per row that a forward may feed.
+        most_fed, most_tokens, reach: see :class:`~.options.Bounds`.
         chains: whether drafts have to be single paths.
-        reach: how far it may reach.
-        reads: which copies forwards read in the place of weights.
         attention_by: what computes attention.
+        manner: how forwards run; the cost of a width is its own.
         repeated, recordings: forwards that were repeated from a recording, and recordings that were
             made.
     """
 
     packed = False
-    reads = ""
-    most_tokens: int | None = None
-    most_fed = 1 << 30
     chains = False
-    reach = UNLIMITED
+    manner = ""
     repeated = recordings = 0
 
     def __init__(
@@ -73,8 +65,10 @@ class Verifier:
         cache: SlotCache,
         model_kwargs: dict[str, Any],
         prompt_ids: torch.Tensor,
+        bounds: Bounds = Bounds(),  # noqa: B008, a tuple
     ):
         self.model = model
+        self.most_fed, self.most_tokens, self.reach = bounds
         self.call = model
         self.widths: tuple[int, ...] = ()
         self.cache = cache
@@ -98,10 +92,9 @@ class Verifier:
         self.begun = cache.slots.longest
         self.feeding = False
 
-    @property
-    def manner(self) -> str:
-        """How forwards run; the cost of a width is its own."""
-        return self.reads
+    def narrow(self) -> None:
+        """Feed one token of each row from now on, as plain decoding does."""
+        self.most_fed = 1
 
     @property
     def processed(self) -> list[int]:
@@ -249,42 +242,21 @@ class Verifier:
 class TreeVerifier(Verifier):
     """Verifies one token tree per row; see the module's docstring.
 
-    A forward over padded rows costs their number times the widest tree. Packed, the model is shown
-    one row of tokens, [1, tokens], with the positions that they have in their texts: every row adds
-    what it feeds and no filler, and rows that have ended are not there. Only attention has to know
-    of rows; it is exchanged for the forward and looks every token up in its own row's slots.
+    A forward over padded rows costs their number times the widest tree.
 
     Args:
         attention: builds the masks.
-        packed: whether rows that would need filler are packed.
-        repeats: what the model's forward looks up, where forwards may be repeated from what was
-            recorded of earlier ones; None: they may not.
+
+    Attributes:
+        lends_cache: whether a drafter that runs the model itself may write behind the texts.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        attention: TreeAttention,
-        packed: bool = False,
-        repeats: ForwardLookups | None = None,
-    ):
+    lends_cache = True
+
+    def __init__(self, *args: Any, attention: TreeAttention):
         super().__init__(*args)
         self.attention = attention
-        self.packed = packed
-        self._repeated: RepeatedForward | None = None
-        if repeats is not None and can_repeat(self.model, self.cache, repeats):
-            self.call = self._repeated = RepeatedForward(
-                self.model, self.cache, self.kwargs, repeats
-            )
-            if len(self.prompt_ids) == 1 and not packed:
-                self.widths = self._repeated.widths
         self._unsound = False  # whether drafts since the last `forget` had NaN for logits
-
-    @property
-    def manner(self) -> str:
-        if self._repeated is None or not self._repeated.repeats:
-            return super().manner
-        return f"{self.reads} repeated".lstrip()
 
     def _bucket(self, width: int) -> int:
         fitting = (bucket for bucket in self.widths if width <= bucket <= self.most_fed)
@@ -308,22 +280,14 @@ class TreeVerifier(Verifier):
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
     ) -> Verified:
         """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
-        # Other processes may wait for a forward in which no row has anything to feed.
-        members = [row.index for row in rows] or [0] if self.packed else None
         width = self._bucket(1 + max(map(len, trees)))
-        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members, width)
-        # Rows that need no filler cost less side by side.
-        if self.packed and (len(fed.rows) < len(trees) or not fed.real.all()):
-            return self._feed_packed(fed, len(trees))
+        return self._feed_lines(FedTokens.of(roots, trees, self.cache.slots.lengths, None, width))
+
+    def _feed_lines(self, fed: FedTokens) -> Verified:
+        """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
         outputs = self._run(ids, fed.width, self._tree_arguments(lines))
-        if self.packed:
-            verified = Verified(outputs.logits.flatten(0, 1)[None], fed.begins.tolist(), outputs)
-        else:
-            verified = Verified(outputs.logits, [0] * len(trees), outputs)
-        if self._repeated is not None:
-            verified.typical = self._repeated.typical
-        return verified
+        return Verified(outputs.logits, [0] * len(ids), outputs)
 
     def _tree_arguments(self, fed: Fed) -> dict[str, Any]:
         """Masks, with which layers show no more slots than needed, and positions of each line."""
@@ -337,39 +301,6 @@ class TreeVerifier(Verifier):
         if fed.rows is not None:
             positions = positions[..., fed.rows, :]
         return {"attention_mask": masks, "position_ids": positions + fed.depths}
-
-    def _feed_packed(self, fed: FedTokens, batch: int) -> Verified:
-        slots, (ids, lines) = self.cache.slots, fed.packed(self.device)
-        arguments = self._tree_arguments(lines)
-        arguments["position_ids"] = arguments["position_ids"].transpose(-1, -2)
-        for name, types in self._token_types(1).items():
-            arguments[name] = types[lines.rows].T
-        in_use = fed.lengths + fed.counts
-        spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
-        places = self._on_device(lines.rows), self._on_device(fed.slots[fed.real])
-        extent = slots.longest + fed.width
-        try:
-            slots.places, slots.extent = places, extent
-            with self._attending(PackedAttention(spans, extent)):
-                outputs = self._run(ids.T, len(ids), arguments)
-        finally:
-            slots.free()
-        begins = np.zeros(batch, np.int64)
-        begins[fed.rows] = fed.begins
-        return Verified(outputs.logits, begins.tolist(), outputs)
-
-    def _on_device(self, indices: Any) -> torch.Tensor:
-        return torch.from_numpy(indices[None]).to(self.device)
-
-    def finish(self, tokens: int) -> None:
-        self._leave_recordings()
-        super().finish(tokens)
-
-    def _leave_recordings(self) -> None:
-        """Leave what was recorded to the model's next calls."""
-        if self._repeated is not None:
-            self.repeated, self.recordings = self._repeated.repeated, self._repeated.recordings
-            self._repeated.give_back()
 
     def draft(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
         """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.
@@ -410,7 +341,6 @@ class TreeVerifier(Verifier):
         self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
 
     def abandon(self) -> None:
-        self._leave_recordings()
         # What sets places may have been interrupted before its end.
         self.cache.slots.free()
         super().abandon()

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from hf_retrieval_assist.verification import service
+from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 
 
 class DenseAttention:
@@ -49,7 +49,7 @@ def _shown(seen, capacity):
 
 def install(monkeypatch):
     """Let it compute attention; returns the widths that it will be given."""
-    monkeypatch.setattr(service, "has_triton", lambda device: True)
+    monkeypatch.setattr(cuda_engine, "has_triton", lambda device: True)
     module = SimpleNamespace(TritonAttention=DenseAttention)
     monkeypatch.setitem(sys.modules, "hf_retrieval_assist.engines.cuda.triton_attention", module)
     DenseAttention.widths.clear()

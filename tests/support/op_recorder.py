@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
+from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda import fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.types.token_tree import TokenTree
-from hf_retrieval_assist.verification import service
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
 from .lossless import run
@@ -62,7 +62,7 @@ def record(compute):
 def serve_in_place(monkeypatch):
     """Serve calls on the CPU as on an accelerator that records."""
     monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
-    monkeypatch.setattr(service, "has_triton", lambda device: False)
+    monkeypatch.setattr(cuda_engine, "has_triton", lambda device: False)
     monkeypatch.setattr(replay, "recorder", lambda *_: record)
 
 

@@ -9,11 +9,13 @@ from hf_retrieval_assist import Assistant, reroute
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS
 from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
-from hf_retrieval_assist.engines.cpu.scopes import attending
-from hf_retrieval_assist.engines.cuda.fixed_verifier import ForwardOptions
+from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
+from hf_retrieval_assist.host.scopes import attending
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.types.token_tree import TokenTree
+from hf_retrieval_assist.verification.engine import engine_of
+from hf_retrieval_assist.verification.options import ForwardOptions
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
@@ -43,7 +45,8 @@ def started(model, packed, pads, tier=Tier.TREE):
     cache.begin(ROWS)
     rules = layer_masks(config) or single_mask(config)
     service = Service(tier, "", rules, packed=packed)
-    verifier = service.verifier(model, cache, kwargs, ids, ForwardOptions())
+    engine = engine_of(ids.device)
+    verifier = engine.verifier(service, model, cache, kwargs, ids, ForwardOptions())
     rows = [RowText(row, ids[row], 32) for row in range(ROWS)]
     for row in rows:
         row.generated.append(7 + row.index)
@@ -165,7 +168,7 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
     cache = DynamicCache(config=model.config)
     assistant = oracle_assistant(plain, mask)
     with monkeypatch.context() as patched:
-        patched.setattr(TreeVerifier, "_feed_packed", without_memory)
+        patched.setattr(CpuTreeVerifier, "_feed_packed", without_memory)
         # It goes on without drafts, rows side by side.
         assert torch.equal(plain, run(model, ids, mask, assistant, **options))
         patched.setattr(TreeVerifier, "_feed", without_memory)

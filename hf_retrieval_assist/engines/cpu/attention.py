@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ...host.scopes import asks_for_more
 from .recording import Attend, UnrecordableError, thread
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest
@@ -34,17 +35,6 @@ TUNING_SLOTS = 512
 
 # Scores of one group of heads that the kernel may keep at a time, 128 MiB.
 MAX_SCORES = 1 << 25
-
-
-def asks_for_more(options: dict[str, Any], unknown: tuple[str, ...] = ()) -> bool:
-    """Whether options of an attention function ask for more than attention, by these names too."""
-    if options.get("dropout") or options.get("output_attentions"):
-        return True
-    # Every layer of every forward asks, and a generator takes longer than all the rest.
-    for name in ("position_bias", "cache", *unknown):  # noqa: SIM110
-        if options.get(name) is not None:
-            return True
-    return False
 
 
 def _cases(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Candidates]:

@@ -22,7 +22,6 @@ from ...types.row_text import RowText
 from ...types.token_tree import TokenTree
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier, Verifier
-from ..cuda.fixed_verifier import FixedVerifier
 from .compact import COMPACT, CompactProduct, compactable
 from .linear import MAX_ROWS, StandIn, is_kernel
 from .quantized import WEIGHTS
@@ -131,15 +130,13 @@ class Copies:
     def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
         """Read copies in forwards to come, those that there are and the prompt's forward has shown
         nothing against."""
-        if isinstance(verifier, FixedVerifier):  # recorded or compiled
-            self._compact.leave()
-        if not (type(verifier) is TreeVerifier and self._are_own(logits)):
+        if not (isinstance(verifier, TreeVerifier) and self._are_own(logits)):
             self._output.leave()
-        self._pack(verifier, [part for part in self._parts if part.weights and all(part.kept)])
+        self._pack([part for part in self._parts if part.weights and all(part.kept)])
 
-    def pack_due(self, verifier: Verifier) -> None:
+    def pack_due(self) -> None:
         """Make the copies that have become worth it; to be called once for each forward."""
-        self._pack(verifier, [part for part in self._parts if part.is_due()])
+        self._pack([part for part in self._parts if part.is_due()])
 
     def forward(
         self, verifier: Verifier, rows: Sequence[RowText], trees: Sequence[TokenTree]
@@ -155,7 +152,6 @@ class Copies:
             return verified
         # The model makes something else of its logits, this time.
         self._output.leave()
-        self._name_manner(verifier)
         if screened is None:
             return verified
         assert isinstance(verifier, TreeVerifier)
@@ -166,7 +162,13 @@ class Copies:
     def _parts(self) -> tuple[_Part, _Part]:
         return self._output, self._compact
 
-    def _pack(self, verifier: Verifier, parts: list[_Part]) -> None:
+    @property
+    def names(self) -> str:
+        """What is read in forwards to come, which then have a time of their own."""
+        names = zip(("screened", "compact"), self._parts, strict=True)
+        return " ".join(name for name, part in names if part.serves)
+
+    def _pack(self, parts: list[_Part]) -> None:
         for part in parts:
             part.pack()
         if self._output in parts:
@@ -179,13 +181,6 @@ class Copies:
             }
             if not self._products:  # the values of all weights need float32
                 self._compact.leave()
-        if parts:
-            self._name_manner(verifier)
-
-    def _name_manner(self, verifier: Verifier) -> None:
-        """Say what is read in forwards to come, which then have a time of their own."""
-        names = zip(("screened", "compact"), self._parts, strict=True)
-        verifier.reads = " ".join(name for name, part in names if part.serves)
 
     def _logits(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Stands for the output layer."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...host.scopes import Attention
 from ...system.lazy import cached_property
-from .scopes import Attention
 
 
 @dataclass(frozen=True)

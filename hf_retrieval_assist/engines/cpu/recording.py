@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from ...system.tensors import memory_of, same_bits
 from .skinny import RepeatedElements
 
 aten = torch.ops.aten
@@ -353,24 +354,6 @@ class Recorder(TorchDispatchMode):
             raise UnrecordableError(f"{type(tensor).__name__} is no dense tensor of the host")
         if tensor.numel() and memory_of(tensor) not in self._known:
             raise UnrecordableError("an operator reads a tensor that is not the model's")
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits, those of NaN and the signs of zeros among them."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    first, second = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
-    return torch.equal(first, second)
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """The address of what a tensor is a view of; 0 where it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (
-        Exception
-    ):  # whatever its kind raises, as sparse ones do and those that are not there yet
-        return 0
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -25,11 +25,12 @@ from ...host.transformers_private import CACHE, attention_of, hooks_of
 from ...system import changes
 from ...system.locks import Lock
 from ...system.log import get_logger
+from ...system.memory import SHORTAGES
 from ...system.modules import modules_of
+from ...system.tensors import same_bits
 from ...verification.recorded_state import recorded_state
-from ..cuda.replay import SHORTAGES
 from .linear import MAX_ROWS
-from .recording import Program, Recorder, UnrecordableError, same_bits
+from .recording import Program, Recorder, UnrecordableError
 
 logger = get_logger(__name__)
 

@@ -24,9 +24,10 @@ from types import TracebackType
 import torch
 import torch.nn.functional as F
 
+from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
 from . import norms, skinny
+from .attention import attention, plain_attention
 from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
-from .scopes import Exchange, innermost, leave_to, register
 from .skinny import route_depth, set_route_depth
 
 __all__ = ["all_scopes_left", "reroute", "standing_in"]
@@ -46,26 +47,27 @@ def _take_back() -> None:
 
 _exchange = Exchange(_put, _take_back)
 
+_NAME = "sdpa"  # transformers' for the attention that the kernel computes
+OUTSIDE[plain_attention] = attention
+ROUTES.append(lambda name: name == _NAME and route_depth() > 0)
+
 
 def _go_to_depth(depth: int) -> None:
     """Let the running thread be in so many scopes."""
     _exchange.want(depth > 0)
-    register("sdpa", innermost(), depth)
+    register(_NAME, innermost(), depth > 0)
     set_route_depth(depth)
 
 
 @contextmanager
 def all_scopes_left() -> Iterator[None]:
-    """Scope at whose end the running thread is in the scopes of kernels that it was in before.
-
-    Python may raise KeyboardInterrupt before the first line of a scope's `__exit__`. Such a scope
-    would go on for ever, and later forwards of the thread would be taken for those inside of it.
-    """
-    depth, scope, outer = route_depth(), innermost(), stand_ins()
+    """Scope at whose end the running thread is in the scopes that it was in before, those of the
+    kernels included; see :func:`~...host.scopes.scopes_left`."""
+    depth, outer = route_depth(), stand_ins()
     try:
-        yield
+        with scopes_left():
+            yield
     finally:
-        leave_to(scope)
         set_stand_ins(outer)
         _go_to_depth(depth)
 

@@ -15,7 +15,6 @@ import torch
 from ...cache.blocks import Block, Home, Kind
 from ...cache.slot_layers import SlotLayer, kinds_of, move_in_turn
 from ...verification.tree_attention import Rules
-from .fixed_attention import AttentionBy
 
 # The smallest difference of two capacities.
 _MIN_STEP = 256
@@ -82,7 +81,7 @@ class Shape:
     top_k: int = 0
     vocab_size: int = 0
     taps: tuple[tuple[int, ...], ...] = ()
-    attention_by: AttentionBy = "mask"
+    attention_by: str = "mask"
     exact: bool = False
     states: tuple[int, int] = (0, 0)
     window: int | None = None

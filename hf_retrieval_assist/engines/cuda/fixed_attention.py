@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
-
-AttentionBy = Literal["triton", "mask"]
-"""The kernels of :mod:`.triton_attention`, or the model's own function under a mask over the whole
-capacity."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ recording serves every step of a width; see :mod:`.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,53 +21,17 @@ from ...host.feature_taps import FeatureTaps
 from ...host.transformers_private import attention_of, why_no_mask
 from ...types.row_text import RowText
 from ...types.token_tree import TokenTree
+from ...verification.options import ForwardOptions
 from ...verification.tree_attention import Fed, FedTokens, Int64Array
 from ...verification.verified import TopLogits, Verified
 from ...verification.verifiers import TreeVerifier
 from .arena import Shape
-from .fixed_attention import AttentionBy
 from .fixed_memory import FixedMemory
 from .replay import Shown
 from .workspace import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
-
-Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], list[int] | None]
-"""Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
-the call chooses behind each row's root and its nodes, row by row, all on the device. Returns where
-each row begins there; None where it cannot say."""
-
-
-@dataclass(frozen=True)
-class ForwardOptions:
-    """What a call wants of its forwards.
-
-    Attributes:
-        taps: the hidden states that drafters learn from; entered round every forward.
-        top_k: how many of every node's largest logits they learn from.
-        capacity: slots that the call will need, as far as that is known.
-        keeps_cache: whether the cache outlives the call.
-        most_tokens: see :class:`~...verification.verifiers.Verifier`.
-        recorded: whether forwards in memory that stays in place may be repeated from a recording.
-        fused: whether such a recording runs small kernels as one.
-        repeats: whether others may be, those of our kernels on a CPU.
-        choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
-            behind the forward and no part of a recording, which so serves calls of all settings.
-        fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
-            filled up to the next width, of trees.
-    """
-
-    taps: FeatureTaps | None = None
-    top_k: int = 0
-    capacity: int = 0
-    keeps_cache: bool = True
-    most_tokens: int | None = None
-    recorded: bool = False
-    fused: bool = False
-    repeats: bool = False
-    choose: Choose | None = None
-    fixed_width: int | None = None
 
 
 class FixedVerified(Verified):
@@ -116,17 +79,17 @@ class FixedVerifier(TreeVerifier):
 
     Args:
         options: what the call wants.
-        by: what computes attention.
+        by: what computes attention: "triton", the kernels of :mod:`.triton_attention`; "mask",
+            the model's own function under a mask over the whole capacity.
 
     Attributes:
         summarises: whether the results of a forward are brought to the host.
     """
 
     summarises = True
+    lends_cache = False
 
-    def __init__(
-        self, *args: Any, options: ForwardOptions, by: AttentionBy = "mask", **kwargs: Any
-    ):
+    def __init__(self, *args: Any, options: ForwardOptions, by: str = "mask", **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.options = options
         self.taps = options.taps or FeatureTaps(self.model, [])
@@ -171,7 +134,7 @@ class FixedVerifier(TreeVerifier):
         self._prepared(ids, 1, self._token_types(1) | arguments)
 
     @property
-    def manner(self) -> str:
+    def manner(self) -> str:  # type: ignore[override]
         manner = "recorded" if self.memory.records else "in place"
         return manner if self.options.choose is None else f"{manner} choosing"
 

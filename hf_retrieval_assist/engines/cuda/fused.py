@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...host.scopes import Exchange
 from ...system.locks import Lock
 from ...system.log import get_logger
-from ..cpu.scopes import Exchange
 
 logger = get_logger(__name__)
 

@@ -14,9 +14,10 @@ import torch
 
 from ...draft_models.rows import DraftCache
 from ...host.transformers_private import with_cache
+from ...verification.options import ForwardOptions
 from ...verification.tiers import Service
 from ...verification.tree_attention import Fed, TreeAttention
-from .fixed_verifier import FixedVerifier, ForwardOptions
+from .fixed_verifier import FixedVerifier
 
 
 class RecordedDrafts(FixedVerifier):

@@ -23,11 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...system.locks import DRAWS, Lock
+from ...system.memory import SHORTAGES
 
 aten = torch.ops.aten
-
-SHORTAGES = (MemoryError, torch.OutOfMemoryError)
-"""What happens for reasons of the moment, and says nothing of a model."""
 
 # From this release on, a capture that something broke ends like others.
 _ENDS_BROKEN_CAPTURES = Version("2.13.0.dev0") <= Version(torch.__version__)

@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.attention import asks_for_more
-from ..cpu.scopes import Attention
+from ...host.scopes import Attention, asks_for_more
 from .fixed_attention import Seen
 
 # Slots of a part at least, and programs for each multiprocessor, as far as parts can bring them.

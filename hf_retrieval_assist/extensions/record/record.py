@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ...drafters.base import Drafter
 from ...policy.stats import CallStats
 from ...types.token_tree import Int32Array
 from . import html
@@ -33,6 +34,21 @@ class Record:
         self.tokenizer = tokenizer
         self.on_step = on_step
         self.calls: list[CallRecord] = []
+
+    def observe(
+        self,
+        prompts: Sequence[Int32Array],
+        call: CallStats,
+        drafters: tuple[Drafter, ...],
+        others: Sequence[Record] = (),
+    ) -> CallRecord:
+        """What a call that starts now is to tell its steps to, for this record and others."""
+        records = self, *others
+        listeners = [record.on_step for record in records if record.on_step is not None]
+        observed = CallRecord(prompts, call, drafters, listeners)
+        for record in records:
+            record.calls.append(observed)
+        return observed
 
     def __len__(self) -> int:
         return len(self.calls)

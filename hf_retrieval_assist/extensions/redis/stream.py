@@ -194,3 +194,10 @@ def _say_last_words(reference: weakref.ref[OutputStream]) -> None:
     stream = reference()
     if stream is not None and stream._pending and not stream._failures:
         stream.sync(_LAST_WORDS)
+
+
+def outputs_at(url: str, keep_bytes: int) -> OutputStream:
+    """The outputs that a server of `redis://`, `rediss://` or `unix://` holds."""
+    from .redis_server import RedisServer
+
+    return OutputStream(RedisServer(url), keep_bytes)

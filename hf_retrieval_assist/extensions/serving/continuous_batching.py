@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ import transformers
 from ...assistants import Assistant
 from ...drafters.base import Target
 from ...drafters.feedback import RowFeedback
-from ...engines.cpu.norms import learn_norms
-from ...engines.cpu.reroute import reroute
 from ...host import transformers_private
 from ...host.private_names import CONTINUOUS_BATCHING, absent
 from ...policy.account import Drafting
@@ -32,6 +30,7 @@ from ...policy.policy import AssistantSession
 from ...policy.stats import CallStats
 from ...system.log import get_logger
 from ...types.token_tree import Limits, TokenTree
+from ...verification.engine import engine_of
 from ...verification.verified import TopLogits
 
 if TYPE_CHECKING:
@@ -89,9 +88,9 @@ class RequestDrafts:
         self._told: set[type[Exception]] = set()
         self._drafting: Drafting | None = None
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
-        self._rerouted = assistant.reroute and model.device.type == "cpu"
-        if self._rerouted:
-            learn_norms(model)
+        self._engine = engine_of(model.device)
+        self._rerouted = assistant.reroute and self._engine.has_kernels
+        self._engine.prepare(model)
 
     def check_twin(self, assistant: Assistant) -> None:
         """ValueError for an assistant of a request that is no twin of the manager's."""
@@ -101,9 +100,9 @@ class RequestDrafts:
                 f"got {assistant!r}"
             )
 
-    def scope(self) -> reroute:
+    def scope(self) -> AbstractContextManager[Any]:
         """In which steps are computed."""
-        return reroute(self._rerouted)
+        return self._engine.plain_scope(self._rerouted)
 
     def propose(
         self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int

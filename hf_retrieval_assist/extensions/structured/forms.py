@@ -46,6 +46,14 @@ class Form:
     choices: tuple[tuple[str, ...], ...]
 
 
+def expected_forms(schema: Any, tools: Sequence[Any], tokenizer: Any) -> Forms:
+    """What `Assistant.expecting` makes of its arguments; raises what that says."""
+    if tokenizer is None:
+        raise TypeError("expecting: expected a tokenizer with schema or tools, got None")
+    found = schema_forms(schema) if schema is not None else []
+    return Forms([*found, *tool_forms(tools, tokenizer)], tokenizer)
+
+
 class Forms:
     """Forms, any of which may be filled in anywhere in an output, with the tokenizer of the model.
 

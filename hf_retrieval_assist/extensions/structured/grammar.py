@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +19,8 @@ from numpy.typing import NDArray
 from ...drafters.base import Drafter, DraftSession, Feedback, Target
 from ...structures import draft_tree
 from ...types.token_tree import Float32Array, TokenTree
+from .constraint import Constraint, constraint_of
 from .forms import Forms
-
-if TYPE_CHECKING:
-    from .constraint import Constraint
-
-_CONSTRAINTS = "hf_retrieval_assist.extensions.structured"  # may be left out of an installation
 
 _SKIPPED = 3  # parts that an output may leave out before another one of its form is recognised
 _TELLING = 4  # characters of a part that is recognised out of turn
@@ -72,13 +65,10 @@ class GrammarDrafter(Drafter):
     certain = True
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        forms = constraint = None
+        forms = None
         if target.forms is not None:
             forms = FormSession(target.forms, prompt_ids, target.vocab_size)
-        if target.processors and find_spec(_CONSTRAINTS):
-            found = import_module(f"{_CONSTRAINTS}.constraint")
-            constraint = found.constraint_of(target.processors, target.row)
-        return GrammarSession(constraint, forms)
+        return GrammarSession(constraint_of(target.processors, target.row), forms)
 
     def priors(self) -> Float32Array:
         return _PRIORS

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from ...drafters.base import Target
 from ...types.token_tree import TokenTree
 
 _CONTEXT = 8  # tokens in front of a piece of text, so that it is cut as in the middle of a text
@@ -111,6 +112,10 @@ class DraftTranslation:
         return TokenTree.chain(
             found[:known], draft.probs[nodes][:known], draft.classes[nodes][:known]
         )
+
+    def text(self, prompt_ids: Sequence[int] | NDArray[np.int32]) -> TranslatedText:
+        """A text of the target that drafts of the other vocabulary are made for, [length] ids."""
+        return TranslatedText(self, prompt_ids)
 
 
 class TranslatedText:
@@ -211,7 +216,23 @@ def _space_sign(tokenizer: Tokenizer) -> Any:
     return next(iter(spelt.values()))[0] if spelt else None
 
 
-def found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) -> Tokenizer:
+def translation_between(
+    tokenizers: tuple[Any, Any], draft_model: Any, target: Target
+) -> DraftTranslation:
+    """From a draft model's ids to a target's.
+
+    Args:
+        tokenizers: of the two; None: the one in the model's folder.
+
+    Raises:
+        ValueError: a tokenizer is missing.
+    """
+    source = _found("assistant_tokenizer", tokenizers[0], draft_model)
+    goal = _found("target_tokenizer", tokenizers[1], target.model)
+    return DraftTranslation(source, goal, target.vocab_size)
+
+
+def _found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) -> Tokenizer:
     """The tokenizer that was given, or the one in the model's folder.
 
     Raises:

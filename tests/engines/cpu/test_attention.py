@@ -13,8 +13,8 @@ from hf_retrieval_assist.engines.cpu.attention import (
     plain_attention,
 )
 from hf_retrieval_assist.engines.cpu.reroute import reroute
-from hf_retrieval_assist.engines.cpu.scopes import attending
 from hf_retrieval_assist.engines.cpu.skinny import MAX_QUERIES
+from hf_retrieval_assist.host.scopes import attending
 from tests.support.products import kernels_serving
 from tests.support.threads import elsewhere
 

@@ -12,7 +12,6 @@ from hf_retrieval_assist.engines.cpu import compact, copies, linear
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
 from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
-from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
@@ -113,11 +112,11 @@ def test_memory_is_the_users_to_give(limit, read):
 
 
 @pytest.mark.parametrize(
-    ("kind", "screened", "compacted"),
-    [(TreeVerifier, True, True), (ChainVerifier, False, True), (FixedVerifier, False, False)],
+    ("kind", "screened"),
+    [(TreeVerifier, True), (ChainVerifier, False)],
 )
-def test_what_verifies_decides_what_is_read(kind, screened, compacted, products):
-    """Only trees are screened; what is recorded or compiled reads no copies."""
+def test_what_verifies_decides_what_is_read(kind, screened, products):
+    """Only trees are screened."""
     model = rounded(tie_word_embeddings=True)
     WEIGHTS.of(model.lm_head.weight)
     COMPACT.of(model.lm_head.weight)
@@ -125,8 +124,6 @@ def test_what_verifies_decides_what_is_read(kind, screened, compacted, products)
     model.extra = other
     COMPACT.of(other.weight)
     found, made = Copies.of(model, True, False, None), kind.__new__(kind)
-    if kind is not FixedVerifier:  # which names its own
-        made.reads = ""
     with torch.no_grad():
         with found.watching():
             logits = model(PROMPT).logits
@@ -135,9 +132,8 @@ def test_what_verifies_decides_what_is_read(kind, screened, compacted, products)
             model.lm_head(torch.randn(1, HIDDEN))
             other(torch.randn(1, HIDDEN))
     assert bool(watch.screened) == screened
-    assert len(products) == (0 if not compacted else 1 if screened else 2)
-    if kind is not FixedVerifier:
-        assert made.reads == ("screened compact" if screened else "compact")
+    assert len(products) == (1 if screened else 2)
+    assert found.names == ("screened compact" if screened else "compact")
 
 
 @pytest.mark.parametrize("draws", [False, True])

@@ -9,11 +9,10 @@ from transformers import DynamicCache
 
 from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import quantized, weight_copies
+from hf_retrieval_assist.engines.cpu import quantized, tree_verifier, weight_copies
 from hf_retrieval_assist.engines.cpu import quantized_self as module
 from hf_retrieval_assist.engines.cpu.linear import stand_ins
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import verifiers
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
@@ -87,7 +86,7 @@ def test_batches_are_plain(name, sampling):
 
 def test_a_level_is_one_forward_for_all_rows(monkeypatch):
     # Forwards that are repeated are seen by nobody.
-    monkeypatch.setattr(verifiers, "can_repeat", lambda *_: False)
+    monkeypatch.setattr(tree_verifier, "can_repeat", lambda *_: False)
     llama = build(transformers.LlamaForCausalLM)
     llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
     with fed_shapes(llama) as shapes:

@@ -12,11 +12,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_retrieval_assist import reroute
 from hf_retrieval_assist.engines import cpu as kernels
 from hf_retrieval_assist.engines.cpu.reroute import all_scopes_left
-from hf_retrieval_assist.engines.cpu.scopes import attending, innermost
 from hf_retrieval_assist.engines.cpu.skinny import in_route, route_depth
+from hf_retrieval_assist.host import scopes as scopes_module
+from hf_retrieval_assist.host.scopes import attending, innermost
 from tests.support.threads import elsewhere
 
-FOLDER = str(Path(kernels.__file__).parent)
+FILES = str(Path(kernels.__file__).parent), scopes_module.__file__
 
 
 class Interrupt:
@@ -26,7 +27,7 @@ class Interrupt:
         self.left = place
 
     def trace(self, frame, event, argument):
-        if not frame.f_code.co_filename.startswith(FOLDER):
+        if not frame.f_code.co_filename.startswith(FILES):
             return None
         # A tracer can raise where a block of `with` ends, which is no place for signals.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)

@@ -20,6 +20,7 @@ from transformers.integrations import moe
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cuda import arena, fixed_memory, fixed_verifier, replay
+from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda.arena import Arena
 from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
@@ -324,7 +325,7 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     [("sdpa", "ZeroDivisionError"), ("eager", "expected one that models look up")],
 )
 def test_kernels_that_fail_their_test_are_told(attention, why, monkeypatch, told):
-    monkeypatch.setattr(service, "has_triton", lambda device: True)
+    monkeypatch.setattr(cuda_engine, "has_triton", lambda device: True)
     broken = SimpleNamespace(TritonAttention=lambda *_: None if attention == "eager" else 1 / 0)
     name = "hf_retrieval_assist.engines.cuda.triton_attention"
     monkeypatch.setitem(sys.modules, name, broken)

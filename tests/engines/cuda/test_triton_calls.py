@@ -10,8 +10,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda import fixed_verifier, replay
-from hf_retrieval_assist.verification import service
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing
@@ -44,7 +44,7 @@ def attended(monkeypatch):
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
     monkeypatch.setattr(replay, "recorder", lambda *_: None)
-    monkeypatch.setattr(service, "has_triton", lambda device: True)
+    monkeypatch.setattr(cuda_engine, "has_triton", lambda device: True)
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
     return calls_of(monkeypatch, triton_attention, "tree_attention")

@@ -3,15 +3,15 @@
 transformers looks attention functions up by name in a registry. While any thread is in a scope that
 concerns one of them, one function stands there instead, and no other ever does: it asks the scope
 that its own thread is in. Inside :class:`attending` a model's attention goes to the function of the
-scope; within :class:`~.reroute.reroute` the `sdpa` function is the one of :mod:`.attention`.
-Everything else, such as a model that a hook of this model calls, reaches the function that stood
-there.
+scope. Everything else, such as a model that a hook of this model calls, reaches the function that
+stood there, or what an engine has in its place (`OUTSIDE`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -19,12 +19,17 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...system.locks import Lock
-from .attention import attention, plain_attention
-from .skinny import route_depth
+from ..system.locks import Lock
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """(module, query, key, value, mask, **options) -> [batch, queries, heads, width], and weights."""
+
+OUTSIDE: dict[Attention, Attention] = {}
+"""What an engine computes in a function's place outside of :class:`attending`."""
+
+ROUTES: list[Callable[[str], bool]] = []
+"""Of each engine with scopes of its own, whether the running thread is in one that concerns a name.
+"""
 
 
 class Exchange:
@@ -87,6 +92,20 @@ class attending:  # noqa: N801, a context manager reads as a verb
         leave_to(self.outer)
 
 
+@contextmanager
+def scopes_left() -> Iterator[None]:
+    """Scope at whose end the running thread is in the scopes that it was in before.
+
+    Python may raise KeyboardInterrupt before the first line of a scope's `__exit__`. Such a scope
+    would go on for ever, and later forwards of the thread would be taken for those inside of it.
+    """
+    outer = innermost()
+    try:
+        yield
+    finally:
+        leave_to(outer)
+
+
 class _Thread(threading.local):
     scope: attending | None = None
 
@@ -102,25 +121,36 @@ def innermost() -> attending | None:
 def leave_to(outer: attending | None) -> None:
     """Leave the running thread's scopes inside of `outer`; None: all of them."""
     while (scope := _thread.scope) is not None and scope is not outer:
-        register(scope.name, scope.outer, route_depth())
+        register(scope.name, scope.outer, any([is_routed(scope.name) for is_routed in ROUTES]))
         _thread.scope = scope.outer
 
 
-def register(name: str, scope: attending | None, depth: int) -> None:
+def register(name: str, scope: attending | None, routed: bool) -> None:
     """Register our function under a name, or not, as a thread wants it that is in these scopes.
 
     Args:
         scope: the innermost of :class:`attending`.
-        depth: the number of :class:`~.reroute.reroute`.
+        routed: whether it is in a scope of an engine that concerns the name.
     """
     while scope is not None and scope.name != name:
         scope = scope.outer
-    _registered(name).want(scope is not None or (name == "sdpa" and depth > 0))
+    _registered(name).want(scope is not None or routed)
 
 
 def is_exchangeable(name: str) -> bool:
     """Whether models reach an attention implementation through transformers' registry."""
     return name in ALL_ATTENTION_FUNCTIONS
+
+
+def asks_for_more(options: dict[str, Any], unknown: tuple[str, ...] = ()) -> bool:
+    """Whether options of an attention function ask for more than attention, by these names too."""
+    if options.get("dropout") or options.get("output_attentions"):
+        return True
+    # Every layer of every forward asks, and a generator takes longer than all the rest.
+    for name in ("position_bias", "cache", *unknown):  # noqa: SIM110
+        if options.get(name) is not None:
+            return True
+    return False
 
 
 class _Routed:
@@ -132,7 +162,7 @@ class _Routed:
 
     def __init__(self, plain: Attention):
         self.stands_for = plain
-        self._outside: Attention = attention if plain is plain_attention else plain
+        self._outside: Attention = OUTSIDE.get(plain, plain)
 
     def __call__(self, module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         if torch.compiler.is_compiling():  # which sees no scopes

@@ -1,0 +1,109 @@
+"""The engine of CPUs: kernels for few rows, copies of weights, packed rows, repeated forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...types.row_text import RowText
+from ...types.token_tree import TokenTree
+from ...verification.engine import Engine, EngineCall
+from ...verification.options import Bounds, Demand, ForwardOptions, Wanted
+from ...verification.tiers import Service
+from ...verification.tree_attention import TreeAttention
+from ...verification.verified import Verified
+from ...verification.verifiers import Verifier
+from .copies import Copies
+from .linear import MAX_ROWS
+from .norms import learn_norms
+from .reroute import all_scopes_left, reroute
+from .tree_verifier import CpuTreeVerifier
+
+
+class CpuEngine(Engine):
+    """See the module's docstring."""
+
+    name = "cpu"
+    first_call = "measures forwards and chooses kernels"
+    packs = has_kernels = True
+
+    def serves(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def prepare(self, model: Any) -> None:
+        learn_norms(model)
+
+    def candidates(
+        self, model: Any, trees: Sequence[Service], demand: Demand, packs: bool
+    ) -> list[Service]:
+        packed = [replace(tree, packed=True) for tree in trees if packs]
+        return [*packed, *trees]
+
+    def scopes_left(self) -> AbstractContextManager[None]:
+        return all_scopes_left()
+
+    def plain_scope(self, wanted: bool) -> AbstractContextManager[Any]:
+        return reroute(wanted)
+
+    def call(self, model: Any, wanted: Wanted) -> CpuCall:
+        return CpuCall(model, wanted)
+
+    def tree_verifier(
+        self,
+        service: Service,
+        arguments: tuple[Any, ...],
+        bounds: Bounds,
+        attention: TreeAttention,
+        options: ForwardOptions,
+    ) -> Verifier:
+        repeats = options.recorded and options.by_kernels and not options.states
+        return CpuTreeVerifier(
+            *arguments,
+            bounds,
+            attention=attention,
+            packed=service.packed,
+            repeats=service.lookups if repeats else None,
+        )
+
+
+class CpuCall(EngineCall):
+    """The kernels' part in one call, and that of copies of its model's weights."""
+
+    def __init__(self, model: Any, wanted: Wanted):
+        # Methods that are chosen by timings need not give the same bits on every rank.
+        self.by_kernels = wanted.reroute and not wanted.several
+        self._reroute = reroute(self.by_kernels)
+        self._copies = Copies()
+        if self.by_kernels:
+            self._copies = Copies.of(model, wanted.screens, wanted.draws, wanted.extra_memory)
+            # More tokens would not be rounded in half precision as plain decoding rounds them.
+            if model.dtype.itemsize < 4 and wanted.batch <= MAX_ROWS:
+                self.most_tokens = MAX_ROWS
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return self._reroute
+
+    def prefill(self) -> AbstractContextManager[Any]:
+        return self._copies.watching()
+
+    def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
+        self._copies.begin(verifier, logits)
+
+    def between_steps(self, verifier: Verifier) -> None:
+        if self.by_kernels:
+            self._copies.pack_due()
+
+    def forward(
+        self, verifier: Verifier, rows: Sequence[RowText], trees: Sequence[TokenTree]
+    ) -> Verified:
+        return self._copies.forward(verifier, rows, trees)
+
+    def go_on_plainly(self) -> None:
+        self._copies = Copies()
+
+    def cost_variant(self, verifier: Verifier) -> str:
+        return " ".join(filter(None, (self._copies.names, verifier.manner)))

@@ -1,0 +1,83 @@
+"""The engine of CUDA devices: memory that stays in place, recorded there, attention by Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...cache.kv_cache import SlotCache
+from ...cache.slot_layers import SlotLayer
+from ...host.transformers_private import input_device
+from ...verification.engine import Engine, tree_attention
+from ...verification.options import Bounds, Demand, ForwardOptions
+from ...verification.tiers import Service
+from ...verification.verifiers import Verifier
+from .fixed_attention import has_triton
+from .fixed_memory import can_stay, stays_in_place
+from .fixed_verifier import WIDTHS, FixedVerifier
+from .recorded_drafts import RecordedDrafts
+from .workspace import WORKSPACES
+
+
+class CudaEngine(Engine):
+    """See the module's docstring."""
+
+    name = "cuda"
+    first_call = "may compile attention (7 s, kept by Triton) and record graphs (0.5 s a width)"
+    widens = True
+
+    def serves(self, device: torch.device) -> bool:
+        return stays_in_place(device)
+
+    def records(self, model: Any) -> bool:
+        return WORKSPACES.records(model, input_device(model))
+
+    def candidates(
+        self, model: Any, trees: Sequence[Service], demand: Demand, packs: bool
+    ) -> list[Service]:
+        # Attentions that a call returns have as many columns as slots are in use.
+        if demand.states:
+            return list(trees)
+        found = [replace(tree, in_place=demand.stays) for tree in trees]
+        if has_triton(input_device(model)):
+            by_triton = [replace(x, in_place=True, attention_by="triton") for x in found]
+            found = by_triton + found
+        return found
+
+    def reserve(self, model: Any, cache: SlotCache, batch: int, capacity: int) -> None:
+        found = WORKSPACES.reserve(model, batch, capacity + WIDTHS[-1])
+        cache.reserved = found
+        if found is not None:
+            found.arena.offer([x for x in cache.layers if isinstance(x, SlotLayer)])
+
+    def verifier(
+        self,
+        service: Service,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+        options: ForwardOptions,
+    ) -> Verifier:
+        if not (service.in_place and can_stay(cache, input_device(model))):
+            return super().verifier(service, model, cache, model_kwargs, prompt_ids, options)
+        fixed, tested = options.fixed_width, [width for width in WIDTHS if width <= service.width]
+        if fixed not in (None, *tested):
+            raise ValueError(f"fixed_width: expected one of {tested}, got {fixed}")
+        return FixedVerifier(
+            *(model, cache, model_kwargs, prompt_ids),
+            Bounds(fixed or service.width, options.most_tokens, service.reach),
+            attention=tree_attention(service, model, model_kwargs),
+            options=options,
+            by=service.attention_by,
+        )
+
+    def drafts(
+        self, model: Any, cache: SlotCache, service: Service, most: int, recorded: bool
+    ) -> Any:
+        if not can_stay(cache, model.device):
+            return None
+        return RecordedDrafts(model, cache, service, most, recorded)
