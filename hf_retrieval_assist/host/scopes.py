@@ -121,7 +121,9 @@ def innermost() -> attending | None:
 def leave_to(outer: attending | None) -> None:
     """Leave the running thread's scopes inside of `outer`; None: all of them."""
     while (scope := _thread.scope) is not None and scope is not outer:
-        register(scope.name, scope.outer, any([is_routed(scope.name) for is_routed in ROUTES]))
+        # No generator, which an interrupt would leave half run.
+        routed = [is_routed(scope.name) for is_routed in ROUTES]
+        register(scope.name, scope.outer, any(routed))
         _thread.scope = scope.outer
 
 

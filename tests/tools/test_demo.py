@@ -12,9 +12,8 @@ from hf_retrieval_assist.tools import demo_model
 from hf_retrieval_assist.tools.cli import main, models
 from hf_retrieval_assist.tools.demo import comparison, show
 from hf_retrieval_assist.tools.demo.comparison import Run, Task, Written, compare
-
-from ..support.byte_model import small_model
-from ..support.fixed_costs import FixedCosts
+from tests.support.byte_model import small_model
+from tests.support.fixed_costs import FixedCosts
 
 SHORT = tuple(Task(task.title, task.prompt, 24, task.sampling) for task in comparison.TASKS)
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -9,11 +9,10 @@ from hf_retrieval_assist import SamAssistant, SuffixAssistant, suggest
 from hf_retrieval_assist.extensions.record.record import Record
 from hf_retrieval_assist.tools import suggestion as module
 from hf_retrieval_assist.tools.suggestion import COPIES, KERNELS, LOOKUP, PLAIN, Suggestion, Trial
+from tests.support.byte_model import small_model
+from tests.support.lossless import PROMPT, build
 from tests.support.rounding import near
-
-from .support.byte_model import small_model
-from .support.lossless import PROMPT, build
-from .support.watching import calls_of
+from tests.support.watching import calls_of
 
 
 def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch):

@@ -7,11 +7,10 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM
 from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.decoding.loop import Generation
-
-from .support.accelerator import DEVICE, Accelerator
-from .support.heads import DRAFTERS, as_launches, layers_of, put_head
-from .support.lossless import build, padded
-from .support.oracle_drafter import oracle_assistant
+from tests.support.accelerator import DEVICE, Accelerator
+from tests.support.heads import DRAFTERS, as_launches, layers_of, put_head
+from tests.support.lossless import build, padded
+from tests.support.oracle_drafter import oracle_assistant
 
 # What the first forward of a width does besides: it takes memory.
 ALLOCATIONS = [("loop", "kernel", f"aten.{name}.default") for name in ("zeros", "new_zeros")]

@@ -15,16 +15,16 @@ from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
+from tests.support.heads import DRAFTERS, layers_of
+from tests.support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
+from tests.support.op_recorder import growing, hidden_states_told, idle
+from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant
+from tests.support.rounding import OF_MODEL, within
 from tests.support.threads import in_threads
+from tests.support.tree_case import TOLERANCE, Case
+from tests.support.watching import calls_of
 
-from .decoding.test_node_choices import OPTIONS as CHOICES
-from .support.heads import DRAFTERS, layers_of
-from .support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
-from .support.op_recorder import growing, hidden_states_told, idle
-from .support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant
-from .support.rounding import OF_MODEL, within
-from .support.tree_case import TOLERANCE, Case
-from .support.watching import calls_of
+from .test_node_choices import OPTIONS as CHOICES
 
 pytestmark = [
     pytest.mark.cuda,

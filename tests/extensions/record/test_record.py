@@ -15,13 +15,12 @@ from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.extensions.record.pieces import readable, text_pieces
 from hf_retrieval_assist.extensions.record.steps import MODEL, same_paths
+from tests.support.byte_model import small_model
+from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
+from tests.support.oracle_drafter import OracleDrafter
 from tests.support.rounding import near
-
-from ..support.byte_model import small_model
-from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
-from ..support.oracle_drafter import OracleDrafter
-from ..support.threads import in_threads
-from ..support.trees import paths, trees
+from tests.support.threads import in_threads
+from tests.support.trees import paths, trees
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,10 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
 from hf_retrieval_assist.extensions.serving import continuous_batching as batching
-
-from .support.lossless import build
-from .support.memories import wait_until
-from .support.tiny_models import VOCAB
-from .support.watching import calls_of
+from tests.support.lossless import build
+from tests.support.memories import wait_until
+from tests.support.tiny_models import VOCAB
+from tests.support.watching import calls_of
 
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
@@ -27,8 +26,7 @@ if Version(transformers.__version__) < Version("5.20"):
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_retrieval_assist.extensions.serving.transformers_batching import DraftedRequest
-
-from .support.batching import (
+from tests.support.batching import (
     LENGTH,
     drafted,
     greedy,

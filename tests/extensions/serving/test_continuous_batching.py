@@ -16,17 +16,15 @@ from hf_retrieval_assist.engines.cpu import norms
 from hf_retrieval_assist.extensions.serving import continuous_batching
 from hf_retrieval_assist.host.private_names import PrivateName
 from hf_retrieval_assist.types.token_tree import TokenTree
-
-from .support.fixed_costs import FixedCosts
-from .support.laws import assert_follows, exact_law
-from .support.lossless import build
+from tests.support.fixed_costs import FixedCosts
+from tests.support.laws import assert_follows, exact_law
+from tests.support.lossless import build
 
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
 
 from hf_retrieval_assist.extensions.serving import transformers_batching as hosted
-
-from .support.batching import (
+from tests.support.batching import (
     LENGTH,
     drafted,
     greedy,
@@ -38,8 +36,8 @@ from .support.batching import (
     run,
     small,
 )
-from .support.scripted import Scripted
-from .support.watching import calls_of
+from tests.support.scripted import Scripted
+from tests.support.watching import calls_of
 
 
 @pytest.mark.parametrize(

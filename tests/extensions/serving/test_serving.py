@@ -23,10 +23,9 @@ from transformers.cli.serving.utils import (
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.extensions.serving.managers import Parser, parsed
-
-from .support.memories import wait_until
-from .support.redis_process import free_port
-from .support.served import (
+from tests.support.memories import wait_until
+from tests.support.redis_process import free_port
+from tests.support.served import (
     ANSWERS,
     CALL,
     LIST,

@@ -7,8 +7,8 @@ import pytest
 from hf_retrieval_assist import TokenTree
 from hf_retrieval_assist.extensions.structured.constraint import constraint_of
 from hf_retrieval_assist.extensions.structured.grammar import GrammarSession
+from tests.support.watching import calls_of
 
-from ..support.watching import calls_of
 from .libraries import LIBRARIES, SCHEMA, VOCABULARY, xgrammar_processor
 
 
