@@ -193,6 +193,10 @@ class Engine:
         """One of the tree tier; `arguments` are a verifier's first four."""
         return TreeVerifier(*arguments, bounds, attention=attention)
 
+    def holds(self, cache: SlotCache) -> bool:
+        """Whether a cache's layers may stay in memory in which forwards are recorded."""
+        return False
+
     def drafts(
         self, model: Any, cache: SlotCache, service: Service, most: int, recorded: bool
     ) -> Any:

@@ -13,11 +13,11 @@ from hf_retrieval_assist import EagleHead, EarlyExit
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.extensions.heads import mtp
+from hf_retrieval_assist.extensions.heads.borrowed import BorrowedLayers, TargetShape
 from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
 from hf_retrieval_assist.extensions.heads.eagle_format import HeadConfig, default_boundaries
 from hf_retrieval_assist.extensions.heads.mtp import MtpDrafter, MtpLayers
-from hf_retrieval_assist.extensions.serving.borrowed import BorrowedLayers, TargetShape
 
 from .accelerator import DEVICE
 from .lossless import build

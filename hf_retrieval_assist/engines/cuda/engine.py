@@ -75,6 +75,10 @@ class CudaEngine(Engine):
             by=service.attention_by,
         )
 
+    def holds(self, cache: SlotCache) -> bool:
+        layers = cache.slot_layers
+        return bool(layers) and can_stay(cache, layers[0].keys.device)
+
     def drafts(
         self, model: Any, cache: SlotCache, service: Service, most: int, recorded: bool
     ) -> Any:

@@ -23,7 +23,7 @@ from ...draft_models.growth import GrowthLimits
 from ...draft_models.rows import DraftCache
 from ...drafters.base import FeedbackNeeds, Target
 from ...verification.tree_attention import LayerMask
-from ..serving.borrowed import BorrowedLayers, TargetShape
+from .borrowed import BorrowedLayers, TargetShape
 from .checkpoints import check_fit, local_folder
 from .eagle_format import (
     ATTENTION,

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..serving.borrowed import TargetShape
+from .borrowed import TargetShape
 from .checkpoints import Tensors, read_json, read_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -11,7 +11,6 @@ from typer import Argument, BadParameter, Option
 
 from ...corpus.datastore import Datastore
 from ...corpus.readers import Skipped, load_encoder, read_texts
-from ...extensions.ray.cluster import RayExecutor
 from ...system.arguments import byte_count
 from ...types.token_tree import Ids
 
@@ -62,6 +61,8 @@ def build(
     options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
     documents: Iterable[Ids] = encoder.encode_stream(texts)
     if ray is not None:
+        from ...extensions.ray.cluster import RayExecutor
+
         cluster = options["executor"] = RayExecutor(ray)
         documents = cluster.encode_stream(tokenizer, texts)
     began = time.perf_counter()
