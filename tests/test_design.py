@@ -3,9 +3,6 @@ how near is near enough."""
 
 import ast
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from transformers import LlamaForCausalLM
@@ -88,50 +85,6 @@ def test_a_token_goes_the_way_that_is_told():
     # Before them comes the walk of the prefill's token.
     steps = went[went.index("propose") :]
     assert steps == list(STAGES) * assistant.stats.last.forwards
-
-
-WITHOUT = """
-from hf_retrieval_assist import OutputMemory, SamAssistant
-from tests.support.lossless import build, run
-from transformers import LlamaForCausalLM
-import torch
-
-model, assistant = build(LlamaForCausalLM), SamAssistant(memory=OutputMemory())
-options = {"do_sample": True, "temperature": 0.7}
-assert torch.equal(run(model, **options), run(model, **options, assistant=assistant))
-assert assistant.stats.last.tier == "tree", assistant.stats.last
-"""
-
-
-# What may be absent all at once: features that nothing else needs.
-FEATURES = (
-    "extensions/structured/*_matcher.py",
-    "extensions/record",
-    "extensions/serving",
-    "extensions/vllm",
-)
-FEATURES += (
-    "extensions/vllm",
-    "extensions/redis",
-    "extensions/ray",
-    "tools",
-    "simulation.py",
-    "memory/log.py",
-)
-FEATURES += ("extensions/heads/eagle*.py", "extensions/heads/mtp*.py", "extensions/heads/dflash.py")
-FEATURES += ("extensions/heads/layers_follower.py",)
-
-
-def test_the_rest_works_where_single_features_are_absent(tmp_path):
-    copy = tmp_path / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FEATURES:
-        absent = [*copy.glob(name)]
-        assert absent, name
-        for path in absent:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, check=True)
 
 
 # What compares numbers, and the arguments that say how near they have to be.
