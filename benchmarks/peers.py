@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from hf_retrieval_assist.tools.demo.comparison import TASKS
-from hf_retrieval_assist.types.token_tree import Float32Array
+from hf_retrieval_assist.types.evidence import EvidenceClasses
 
 from .inputs import UNTUNED, Prompt, load, model_name, read_prompts
 from .methods import Method, assisted, prompt_lookup
@@ -194,15 +194,13 @@ class AdaPldDrafter(Drafter):
     """
 
     name = "adapld"
+    evidence = EvidenceClasses(_RATES)
 
     def __init__(self, layer: int) -> None:
         self.needs = FeedbackNeeds(hidden_layers=(layer, -1))
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         return AdaPldSession(prompt_ids, target.require_model("AdaPLD"))
-
-    def priors(self) -> Float32Array:
-        return _RATES
 
 
 class AdaPldSession(DraftSession):

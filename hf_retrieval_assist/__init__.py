@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .simulation import SimulationReport as SimulationReport
     from .simulation import simulate as simulate
     from .tools.suggestion import suggest as suggest
+    from .types.evidence import EvidenceClasses as EvidenceClasses
     from .types.token_tree import TokenTree as TokenTree
 
 require_compiled()
@@ -54,6 +55,7 @@ _NAMES = {
     "drafters.base": "DraftSession Drafter",
     "hook": "install uninstall",
     "memory.output_memory": "OutputMemory",
+    "types.evidence": "EvidenceClasses",
     "policy.cost_store": "CostModels",
     "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
     "simulation": "SimulationReport simulate",

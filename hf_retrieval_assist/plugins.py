@@ -41,6 +41,7 @@ _OURS: dict[str, dict[str, str]] = {
         "forms": "extensions.structured.forms:expected_forms",
         "html": "extensions.record.html:assistant_html",
         "record": "extensions.record:Record",
+        "recorded_layers": "extensions.heads.recorded_layers:RecordedLayers",
         "translation": "extensions.translation.translation:translation_between",
     },
     "names": {

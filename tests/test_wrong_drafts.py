@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist import Assistant, TokenTree
+from hf_retrieval_assist.types.evidence import EvidenceClasses
 from tests.support.lossless import run, same
 from tests.support.scripted import Scripted
 
 
 def fixed(tree, n_classes=0):
     """Drafts the same arrays at every step."""
-    priors = np.full(n_classes, 0.5, np.float32)
-    return Scripted(lambda budget: tree, name="outsider", priors=lambda: priors)
+    evidence = EvidenceClasses([0.5] * n_classes)
+    return Scripted(lambda budget: tree, name="outsider", evidence=evidence)
 
 
 def tree(token_ids, parents, probs, classes=None):

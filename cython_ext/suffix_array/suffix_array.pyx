@@ -84,36 +84,6 @@ cdef class SuffixArray:
         return matcher.occurrences(matcher.match_length)
 
 
-cdef inline int32_t bucket(double value, const double[::1] edges) noexcept nogil:
-    """How many of the ascending edges are at or below the value."""
-    cdef int32_t i = 0
-    while i < edges.shape[0] and value >= edges[i]:
-        i += 1
-    return i
-
-
-def classes_by_count(
-    const int64_t[::1] counts, const int64_t[::1] parent_counts, const int32_t[::1] contexts,
-    const double[::1] context_edges, const double[::1] share_edges, const double[::1] count_edges,
-):
-    """The class of evidence behind each node of a selection.
-
-    Nodes are told apart by context length, by their share of their parent's occurrences and by how
-    many those are, each bucketed at its ascending edges; the class is the bucket's index in row-major
-    order. Returns int32 [nodes].
-    """
-    cdef Py_ssize_t i
-    cdef int32_t row
-    cdef int32_t[::1] classes = np.empty(counts.shape[0], np.int32)
-    with nogil:
-        for i in range(counts.shape[0]):
-            row = bucket(contexts[i], context_edges) * <int32_t>(share_edges.shape[0] + 1)
-            row += bucket(<double>counts[i] / <double>parent_counts[i], share_edges)
-            row *= <int32_t>(count_edges.shape[0] + 1)
-            classes[i] = row + bucket(<double>parent_counts[i], count_edges)
-    return np.asarray(classes)
-
-
 cdef class SuffixMatcher:
     """The suffixes of a growing text that occur in a :class:`SuffixArray`, with all their places.
 

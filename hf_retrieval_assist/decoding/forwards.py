@@ -82,8 +82,7 @@ class Forwards:
             extra_memory=assistant.extra_memory,
             several=several,
             batch=call.batch_size,
-            screens=walk.screens,
-            draws=walk.select.sampling is not None,
+            select=walk.rowwise,
         )
         self._engine = call.engine.call(call.model, wanted)
         self._sound = True
@@ -161,7 +160,7 @@ class Forwards:
             fused=assistant.graphs == "fused",
             by_kernels=self._engine.by_kernels,
             states=bool(states),
-            choose=self._walk.node_choices(assistant.fixed_width),
+            select=self._walk.rowwise,
             fixed_width=assistant.fixed_width,
         )
 

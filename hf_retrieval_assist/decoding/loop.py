@@ -25,10 +25,10 @@ from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service
 from ..verification.verified import Verified
 from .call import Call
-from .dice import RowForesight
 from .forwards import Forwards
 from .observer import Observer
 from .pricing import Pricing
+from .selection import RowPreview
 from .walk import Drawn, Walk
 
 
@@ -274,8 +274,8 @@ class Generation:
         call = self.call
         graphs = call.may_record(self.assistant.graphs)
         for row, prompt_ids in zip(self.rows, call.prompts, strict=True):
-            foresight = RowForesight(self.walk.select, self.walk.dice, row)
-            target = replace(call.target, foresight=foresight, own=self.own_forwards, graphs=graphs)
+            preview = RowPreview(self.walk.select, row)
+            target = replace(call.target, preview=preview, own=self.own_forwards, graphs=graphs)
             session = self.assistant.start(prompt_ids, target, row.index, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)

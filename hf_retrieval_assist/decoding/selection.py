@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +11,15 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
-from ..drafters.base import ChildDraw
-from ..engines.cpu.screen import Sampling
-from ..host.plain_step import Rules, choosers_exchanged
+from ..drafters.base import ChildDraw, Preview
+from ..host.plain_step import CHOOSERS, Rules
 from ..structures.lookups import Snapshot
 from ..types.row_text import RowText, shown
-from ..verification.largest import greatest
+from ..verification.largest import greatest, largest
+from .draws import KnownDraws
+from .quotients import drawn
 
-Draw = Callable[[torch.Tensor], list[int]]
-
-# Processors of transformers that look at nothing but the scores.
-_BLIND = frozenset(
+BLIND = frozenset(
     (
         logits_process.EpsilonLogitsWarper,
         logits_process.EtaLogitsWarper,
@@ -35,6 +33,7 @@ _BLIND = frozenset(
         logits_process.TypicalLogitsWarper,
     )
 )
+"""Processors of transformers that look at nothing but the scores."""
 
 # Processors of transformers that look up their own state by the row's number in the batch.
 _ROW_BOUND = (
@@ -60,9 +59,7 @@ def _last_of_sequences(processor: Any, row: RowText) -> torch.Tensor:
     )
 
 
-# Processors of transformers that change the logits of known tokens only, whatever others are, and
-# keep nothing of what they are shown.
-_TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
+TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
     logits_process.MinLengthLogitsProcessor: _listed("eos_token_id"),
     logits_process.MinNewTokensLengthLogitsProcessor: _listed("eos_token_id"),
     logits_process.NoBadWordsLogitsProcessor: _last_of_sequences,
@@ -72,11 +69,13 @@ _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
     logits_process.SuppressTokensAtBeginLogitsProcessor: _listed("begin_suppress_tokens"),
     logits_process.SuppressTokensLogitsProcessor: _listed("suppress_tokens"),
 }
+"""Processors of transformers that change the logits of known tokens only, whatever others are, and
+keep nothing of what they are shown; given one and a row, the tokens."""
 
 ROWWISE = frozenset(
     (
-        *_BLIND,
-        *_TOUCHING,
+        *BLIND,
+        *TOUCHING,
         *_ROW_BOUND,
         logits_process.BarkEosPrioritizerLogitsProcessor,
         stopping_criteria.EosTokenCriteria,
@@ -93,13 +92,6 @@ ROWWISE = frozenset(
 keep something of the batch, look at one row for all, or call what a caller gave them; what
 subclasses do nobody knows."""
 
-# Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
-_SAMPLING = {
-    logits_process.TemperatureLogitsWarper: "temperature",
-    logits_process.TopPLogitsWarper: "top_p",
-    logits_process.MinPLogitsWarper: "min_p",
-}
-
 
 class TokenSelector:
     """The logits processors on the true prefix, then argmax or one random draw.
@@ -110,14 +102,18 @@ class TokenSelector:
     Args:
         processors: as `generate` prepared them.
         do_sample: draw from the processed distribution instead of taking its maximum.
-        batch_size: rows of the call; see :meth:`process`.
+        rows: of the call.
+
+    Attributes:
+        draws: the call's random draws.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, batch_size: int):
-        self.processors = processors
-        self.do_sample = do_sample
-        self.batch_size = batch_size
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, rows: Sequence[RowText]):
+        self.processors, self.do_sample, self.rows = processors, do_sample, rows
         self.rules = Rules(processors, ROWWISE)
+        self.draws = KnownDraws(rows)
+        self._blind = BLIND & self.rules.kinds
+        self._device = rows[0].device
 
     @property
     def kinds(self) -> list[type | None] | None:
@@ -125,57 +121,13 @@ class TokenSelector:
         chosen by functions that are not known."""
         if not self.rules.hold:
             return None
-        return [self.rules.kind(processor) for processor in self.processors]
+        known = self.rules.kinds
+        return [type(one) if type(one) in known else None for one in self.processors]
 
     @property
     def blind(self) -> bool:
         """Whether processors look at nothing but the scores."""
-        kinds = self.kinds
-        return kinds is not None and all(kind in _BLIND for kind in kinds)
-
-    @property
-    def shortlist(self) -> int:
-        """How many of a row's greatest logits its token is chosen from, where only they and those
-        of `touched` matter; 0 where all do, or processors are not known.
-
-        What follows on a top-k warper sees nothing else. So does whoever takes the greatest.
-        """
-        kinds = self.kinds
-        if kinds is None:
-            return 0
-        count = 0 if self.do_sample else 1
-        for processor, kind in zip(self.processors, kinds, strict=True):
-            if count and kind in _BLIND and self.do_sample:
-                continue  # behind top-k
-            if kind is logits_process.TopKLogitsWarper:
-                count = processor.top_k
-            elif kind is not logits_process.TemperatureLogitsWarper and kind not in _TOUCHING:
-                return 0
-        return count
-
-    @property
-    def sampling(self) -> Sampling | None:
-        """By what tokens are drawn from all others; None where something else decides."""
-        kinds: Any = self.kinds if self.do_sample else None
-        if kinds is None or kinds != [kind for kind in _SAMPLING if kind in kinds]:
-            return None
-        for one in self.processors:
-            removed = getattr(one, "filter_value", -math.inf)
-            if removed != -math.inf or getattr(one, "min_tokens_to_keep", 1) != 1:
-                return None
-        names = map(_SAMPLING.__getitem__, kinds)
-        values = zip(names, self.processors, strict=True)
-        return Sampling(**{name: float(getattr(one, name)) for name, one in values})
-
-    def touched(self, row: RowText, vocab_size: int) -> torch.Tensor | None:
-        """int64 [n], different: the tokens whose logits processors may change; None: none."""
-        found = [
-            _TOUCHING[type(one)](one, row) for one in self.processors if type(one) in _TOUCHING
-        ]
-        if not found:
-            return None
-        ids = torch.cat(found).unique()
-        return ids[(ids >= 0) & (ids < vocab_size)]
+        return self._blind.issuperset(map(type, self.processors)) and self.rules.hold
 
     @property
     def greedy(self) -> bool:
@@ -188,6 +140,14 @@ class TokenSelector:
         tensors = [x for one in held for x in one.values() if isinstance(x, torch.Tensor)]
         return Snapshot([*self.processors], [], [self.processors], tensors)
 
+    def choose(self, rows: Sequence[RowText], logits: torch.Tensor) -> list[int]:
+        """The next tokens of rows from their logits [rows, vocab_size]."""
+        return self.pick(rows, self.process(rows, self.copied(logits)))
+
+    def copied(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy in float32 on the prompt's device, as plain decoding makes one."""
+        return logits.to(copy=True, dtype=torch.float32, device=self._device)
+
     def process(self, rows: Sequence[RowText], logits: torch.Tensor) -> torch.Tensor:
         """Processed scores [rows, vocab_size] of rows that may have got unequally far.
 
@@ -197,17 +157,32 @@ class TokenSelector:
         """
         if self.blind:
             return process_blindly(self.processors, logits)
-        if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
+        if len(rows) == len(self.rows) and len({len(row) for row in rows}) == 1:
             with shown(rows) as ids:
                 return self.processors(ids, logits)
-        return torch.cat(
-            [
-                self._process(self.processors, row.index, row.ids, one)
-                for row, one in zip(rows, logits.split(1), strict=True)
-            ]
-        )
+        parts = zip(rows, logits.split(1), strict=True)
+        return torch.cat([self._process(self.processors, row, row.ids, one) for row, one in parts])
 
-    def foresee(
+    def pick(self, rows: Sequence[RowText], scores: torch.Tensor) -> list[int]:
+        """The next tokens of rows from their processed scores [rows, vocab_size]."""
+        if self.do_sample:
+            return self.draws.draw(torch.nn.functional.softmax(scores, dim=-1), rows)
+        return (greatest(scores) if CHOOSERS.hold else torch.argmax(scores, dim=-1)).tolist()
+
+    @staticmethod
+    def verify(scores: torch.Tensor, below: ChildDraw | None) -> int:
+        """The token of processed scores [vocab_size] by residual sampling.
+
+        Args:
+            scores: of one row.
+            below: the children that were drawn below this place; None: none were.
+        """
+        law = torch.nn.functional.softmax(scores, dim=-1)
+        if below is None:
+            return drawn(law[None])[0]
+        return verify_node(law, below.draft.to(law.device), below.children.to(law.device))[1]
+
+    def preview(
         self, row: RowText, logits: torch.Tensor, paths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """Processed scores float32 [nodes, vocab_size] of logits behind drafted tokens.
@@ -220,55 +195,65 @@ class TokenSelector:
             logits: [nodes, vocab_size].
             paths: for each node, the drafted tokens that lead to it.
         """
-        scores = logits.to(copy=True, dtype=torch.float32, device=row.device)
+        scores, kind = self.copied(logits), self.rules.kind
         known = LogitsProcessorList(
-            one
-            for one in self.processors
-            if (kind := self.rules.kind(one)) in _BLIND or kind in _TOUCHING
+            one for one in self.processors if kind(one) in BLIND or kind(one) in TOUCHING
         )
-        if all(type(processor) in _BLIND for processor in known):
+        if BLIND.issuperset(map(type, known)):
             return process_blindly(known, scores)
-        return torch.cat(
-            [
-                self._process(
-                    known, row.index, torch.cat([row.ids, row.ids.new_tensor([path])], 1), one
-                )
-                for path, one in zip(paths, scores.split(1), strict=True)
-            ]
-        )
+        texts = [torch.cat([row.ids, row.ids.new_tensor([path])], 1) for path in paths]
+        parts = zip(texts, scores.split(1), strict=True)
+        return torch.cat([self._process(known, row, text, one) for text, one in parts])
 
     def _process(
-        self, processors: LogitsProcessorList, row: int, ids: torch.Tensor, scores: torch.Tensor
+        self, processors: LogitsProcessorList, row: RowText, ids: torch.Tensor, scores: torch.Tensor
     ) -> torch.Tensor:
-        """Of the row of this number, whose text is int64 [1, length]."""
+        """Processed scores [1, vocab_size] of a row, behind the text int64 [1, length]."""
+        batch_size = len(self.rows)
         for processor in processors:
-            if self.batch_size > 1 and isinstance(processor, _ROW_BOUND):
-                texts = ids.expand(self.batch_size, -1)
-                repeated = processor(texts, scores.repeat(self.batch_size, 1))
-                scores = repeated[row : row + 1]
+            if batch_size > 1 and isinstance(processor, _ROW_BOUND):
+                repeated = processor(ids.expand(batch_size, -1), scores.repeat(batch_size, 1))
+                scores = repeated[row.index : row.index + 1]
             else:
                 scores = processor(ids, scores)
         return scores
-
-    def choose(self, scores: torch.Tensor, draw: Draw) -> list[int]:
-        """The tokens of processed scores [rows, vocab_size]; `draw` draws from probabilities."""
-        if self.do_sample:
-            return draw(torch.nn.functional.softmax(scores, dim=-1))
-        return (torch.argmax(scores, dim=-1) if choosers_exchanged() else greatest(scores)).tolist()
-
-    @staticmethod
-    def verify(scores: torch.Tensor, drawn: ChildDraw) -> int:
-        """The token of processed scores [vocab_size] by residual sampling.
-
-        Args:
-            scores: of one row.
-            drawn: the children that were drawn below this place.
-        """
-        law = torch.nn.functional.softmax(scores, dim=-1)
-        return verify_node(law, drawn.draft.to(law.device), drawn.children.to(law.device))[1]
 
 
 def process_blindly(processors: LogitsProcessorList, scores: torch.Tensor) -> torch.Tensor:
     """Processed scores [n, vocab_size] of whatever texts, which each new token would first have to
     be brought to the device for. For processors that look at nothing but the scores."""
     return processors(scores.new_empty((len(scores), 0), dtype=torch.long), scores)
+
+
+@dataclass(eq=False)
+class RowPreview(Preview):
+    """What one row of a call would choose.
+
+    Attributes:
+        select: how the call chooses.
+        row: the text.
+    """
+
+    select: TokenSelector
+    row: RowText
+
+    @property
+    def draws(self) -> bool:
+        return self.select.do_sample
+
+    def knows(self, vocab_size: int) -> bool:
+        return not self.draws or self.select.draws.works(vocab_size)
+
+    def best(
+        self, logits: torch.Tensor, paths: Sequence[Sequence[int]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.select.preview(self.row, logits, paths)
+        if not self.draws:
+            return largest(scores, count)
+        probs, draws = scores.softmax(dim=-1), self.select.draws
+        if draws.reaches([self.row], probs.shape[1]):
+            known = len(self.row.generated)
+            for law, path in zip(probs, paths, strict=True):
+                law /= draws.noise(known + len(path), self.row.index)
+        best, ids = largest(probs, count)
+        return best.log(), ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -134,17 +135,11 @@ class Stopping:
 
 def _parts_of(criteria: StoppingCriteriaList, rules: Rules) -> Iterator[_Part]:
     """The criteria in their order, those that are asked behind one another together."""
-    others = StoppingCriteriaList()
-    for criterion in criteria:
-        if rules.kind(criterion) is None:
-            others.append(criterion)
-            continue
-        if others:
-            yield others
-            others = StoppingCriteriaList()
-        yield criterion
-    if others:
-        yield others
+    for known, group in groupby(criteria, lambda criterion: rules.kind(criterion) is not None):
+        if known:
+            yield from group
+        else:
+            yield StoppingCriteriaList(group)
 
 
 def _listed(ids: Any) -> frozenset[int]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
+from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Preview, Target
 from ..host.first_layers import first_layers
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
@@ -24,14 +24,14 @@ from ..host.transformers_private import with_cache
 from ..plugins import load
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..types.token_tree import Float32Array, Forest, TokenTree
+from ..types.token_tree import Forest, TokenTree
 from ..verification.engine import engine_of
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import Fed
 from .growth import Choice, Level
 from .rows import DraftCache, Group, RowSession, fed_texts, fills_of, groups, parts, proposed
-from .sequoia import PRIORS, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
+from .sequoia import EVIDENCE, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
@@ -68,6 +68,7 @@ class DraftModelDrafter(Drafter):
 
     name = "draft model"
     costly = True
+    evidence = EVIDENCE
 
     def __init__(
         self,
@@ -139,12 +140,12 @@ class DraftModelDrafter(Drafter):
         new = max(len(row.text) - group.caches[0].slots.lengths[row.index] for row in asked)
         started = time.perf_counter()
         # The draws of texts that have ended may no longer be known.
-        foresights = [row.foresight if row in asked else None for row in group.rows]
+        previews = [row.preview if row in asked else None for row in group.rows]
         draws: Draws = []
-        choose: Choice = partial(foreseen, foresights)
+        choose: Choice = partial(foreseen, previews)
         if self.temperature is not None:
             choose = partial(drawn, self.temperature, draws)
-        trees = grow(shape, choose, _Nodes(self, group, asked[0].graphs).run, foresights)
+        trees = grow(shape, choose, _Nodes(self, group, asked[0].graphs).run, previews)
         if new <= _LEVEL_LIKE:
             seconds = (time.perf_counter() - started) / (shape.levels - 1)
             asked[0].chooser.observe_pass(seconds)
@@ -165,10 +166,6 @@ class DraftModelDrafter(Drafter):
                 self._choosers[fingerprint] = chooser
             return self._choosers[fingerprint]
 
-    def priors(self) -> Float32Array:
-        """The model's own probabilities, as if it were right about them at any rank."""
-        return PRIORS
-
 
 class EarlyExit(Drafter):
     """Drafts by leaving the target early: its first layers, final norm and output layer.
@@ -187,6 +184,7 @@ class EarlyExit(Drafter):
 
     name = "early exit"
     costly = True
+    evidence = EVIDENCE
 
     def __init__(self, layer: int, **sizes: Any) -> None:
         require_at_least(1, layer=layer)
@@ -208,10 +206,6 @@ class EarlyExit(Drafter):
                 shallow = first_layers(model, self.layer)
                 self._drafters[model] = DraftModelDrafter(shallow, **self._sizes)
             return self._drafters[model]
-
-    def priors(self) -> Float32Array:
-        """As for any draft model."""
-        return PRIORS
 
 
 def _weight_bytes(model: Any) -> int:
@@ -286,7 +280,7 @@ class DraftModelSession(RowSession):
         text: ids of the whole text, the draft model's.
         chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
         graphs: whether forwards may be recorded where they stay in place.
-        foresight: what tells how the target will draw the text's tokens; None: nothing does.
+        preview: what tells how the target will draw the text's tokens; None: nothing does.
         shape, tree: of the draft in the cache behind the text.
         draws: of the text, then of each node that was fed: the law of its children, and what was
             drawn.
@@ -306,7 +300,7 @@ class DraftModelSession(RowSession):
         self.drafter, self.graphs, self._translated = drafter, target.graphs, translated
         self.chooser = drafter.chooser(target.fingerprint, target.model)
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
-        self.foresight = _foresight(target, drafter.temperature) if translated is None else None
+        self.preview = _preview(target, drafter.temperature) if translated is None else None
         self._valid = _ALL
         self.shape = self.chooser.shape()
         self.forget_draft()
@@ -381,15 +375,15 @@ class DraftModelSession(RowSession):
                 self.chooser.observe(children, rank)
 
 
-def _foresight(target: Target, temperature: float | None) -> Foresight | None:
+def _preview(target: Target, temperature: float | None) -> Preview | None:
     """What tells how the target will draw; None where it does not, or nobody knows.
 
     An accelerator would wait for the host at every level.
     """
-    foresight = target.foresight
-    if foresight is None or temperature is not None or target.device.type != "cpu":
+    preview = target.preview
+    if preview is None or temperature is not None or target.device.type != "cpu":
         return None
-    return foresight if foresight.draws and foresight.knows(target.vocab_size) else None
+    return preview if preview.draws and preview.knows(target.vocab_size) else None
 
 
 @torch.no_grad()

@@ -21,20 +21,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..system.arguments import require_at_least
+from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, Forest, Int32Array
 from ..verification.largest import largest, most_probable
 from ..verification.tree_attention import Fed
 
-# Evidence: how likely the drafting model holds the token after its parent, its place among the
-# siblings, and how deep it stands, for a model is trusted less the longer it feeds on its own
-# output.
-PROB_EDGES = np.array([0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95], np.float32)
-PROB_MIDDLES = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.88, 0.98], np.float32)
-RANKS = 4
-DEPTHS = 4
-
-PRIORS: Float32Array = np.repeat(PROB_MIDDLES, RANKS * DEPTHS)
-"""Of the evidence classes: the model's probabilities, as if right at any rank and depth."""
+_MIDDLES = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.88, 0.98])
+EVIDENCE = EvidenceClasses(
+    np.broadcast_to(_MIDDLES[:, None, None], (8, 4, 4)),
+    np.array([0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95], np.float32),
+    *((1, 2, 3), (2, 3, 4)),
+)
+"""How likely the drafting model holds the token after its parent, its place among the siblings, and
+how deep it stands, for a model is trusted less the longer it feeds on its own output. At first its
+probabilities are taken for right at any rank and depth."""
 
 
 class Level(NamedTuple):
@@ -286,7 +286,4 @@ of the root); int32 [n]."""
 
 def by_probability(evidence: Float32Array, ranks: NDArray[Any], depths: Int32Array) -> Int32Array:
     """Classes where the evidence is the log-probability of a node after its parent."""
-    bucket = np.searchsorted(PROB_EDGES, np.exp(evidence), side="right")
-    rank = np.minimum(ranks, RANKS - 1)
-    depth = np.minimum(depths, DEPTHS) - 1
-    return ((bucket * RANKS + rank) * DEPTHS + depth).astype(np.int32)
+    return EVIDENCE.of(np.exp(evidence), ranks, depths)

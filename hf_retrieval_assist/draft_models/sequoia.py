@@ -18,12 +18,13 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..drafters.base import Float64Array, Foresight
+from ..drafters.base import Float64Array, Preview
 from ..structures import draft_tree
 from ..system.lazy import cached_property
 from ..system.locks import Lock
 from ..system.running_mean import toward
-from ..types.token_tree import Float32Array, Int32Array, TokenTree, ancestor_mask
+from ..types.evidence import EvidenceClasses
+from ..types.token_tree import Int32Array, TokenTree, ancestor_mask
 from .growth import Choice, Chosen, Level, Run, likeliest, paths_to
 from .residual import draw_children
 
@@ -35,20 +36,17 @@ _RECONSIDER = 32  # steps from one look at what the tree was solved for to the n
 _TOLERANCE = 0.1  # relative change of the times, absolute change of p, that asks for another tree
 _PASS_MEMORY = 0.1  # share of a new timing in the mean time of a pass
 
-# Evidence: the draft model's probability of the node given its parent, and its rank.
-PROB_EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97], np.float32)
-PROB_MIDDLES = np.array(
+_MIDDLES = np.array(
     [0.005, 0.02, 0.045, 0.08, 0.15, 0.25, 0.37, 0.52, 0.67, 0.82, 0.93, 0.98], np.float32
 )
-RANKS = 4  # the last one stands for all further ranks
-
-_FORESEEN = np.outer(0.4 + 0.5 * PROB_MIDDLES, [1.0, 0.2, 0.1, 0.03])
-
-PRIORS: Float32Array = np.concatenate([np.repeat(PROB_MIDDLES, RANKS), _FORESEEN.ravel()]).astype(
-    np.float32
+_EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97], np.float32)
+_LEADS = np.outer(0.4 + 0.5 * _MIDDLES, [1.0, 0.2, 0.1, 0.03])
+EVIDENCE = EvidenceClasses(
+    [np.broadcast_to(_MIDDLES[:, None], _LEADS.shape), _LEADS], (1,), _EDGES, (1, 2, 3)
 )
-"""Of the evidence classes: the model's own probabilities, as if right about them at any rank; then,
-where the draws are known, how far the node leads among the first choices."""
+"""Whether the draws are known, the draft model's probability of the node given its parent, or how
+far it leads among the first choices, and its rank, the last one standing for all further ranks. At
+first the model's own probabilities are taken for right at any rank."""
 
 # Choices that a node is weighed against where the draws are known.
 _COMPARED = 4
@@ -371,20 +369,20 @@ def drawn(
 
 
 def foreseen(
-    foresights: Sequence[Foresight | None], logits: Tensor, count: int, levels: Sequence[Level]
+    previews: Sequence[Preview | None], logits: Tensor, count: int, levels: Sequence[Level]
 ) -> Chosen:
-    """A `Choice` of what rows will draw where they have a foresight, elsewhere of the likeliest."""
+    """A `Choice` of what rows will draw where they have a preview, elsewhere of the likeliest."""
     ids, log_probs, _ = likeliest(logits, count, levels)
-    for row, foresight in enumerate(foresights):
-        if foresight is not None:
+    for row, preview in enumerate(previews):
+        if preview is not None:
             most = max(count, _COMPARED)
-            scores, found = foresight.best(logits[row], paths_to(levels, row), most)
+            scores, found = preview.best(logits[row], paths_to(levels, row), most)
             ids[row], log_probs[row] = found[:, :count], scores.log_softmax(-1)[:, :count]
     return Chosen(ids, log_probs, log_probs)
 
 
 def grow(
-    shape: TreeShape, choose: Choice, run: Run, foresights: Sequence[Foresight | None]
+    shape: TreeShape, choose: Choice, run: Run, previews: Sequence[Preview | None]
 ) -> list[TokenTree]:
     """A tree of one shape for each row.
 
@@ -392,7 +390,7 @@ def grow(
         shape: the trees'.
         choose: the children of a node.
         run: the forwards.
-        foresights: of each row; None: its draws are not known.
+        previews: of each row; None: its draws are not known.
     """
     levels: list[Level] = []
     tokens, log_probs = [], []  # of each level [rows, nodes]
@@ -411,18 +409,10 @@ def grow(
     bits = torch.cat(log_probs, dim=1).float().view(torch.int32)
     drafted = torch.stack([torch.cat(tokens, dim=1).int(), bits]).cpu().numpy()
     trees = []
-    for ids, rates, foresight in zip(
-        drafted[0], np.exp(drafted[1].view(np.float32)), foresights, strict=True
+    for ids, rates, preview in zip(
+        drafted[0], np.exp(drafted[1].view(np.float32)), previews, strict=True
     ):
         probs = draft_tree.path_products(shape.parents, rates)
-        classes = classes_by_rank(rates, shape.ranks, foresight is not None)
+        classes = EVIDENCE.of(preview is not None, rates, shape.ranks)
         trees.append(TokenTree(ids, shape.parents, probs, classes))
     return trees
-
-
-def classes_by_rank(rates: Float32Array, ranks: Int32Array, foreseen: bool = False) -> Int32Array:
-    """int32 [n]: class of each node from the model's probability of it and its rank; or, where the
-    draws are known, from its share among the first choices."""
-    bins = np.searchsorted(PROB_EDGES, rates)
-    first = len(PRIORS) // 2 if foreseen else 0
-    return (first + bins * RANKS + np.minimum(ranks, RANKS - 1)).astype(np.int32)

@@ -7,7 +7,6 @@ after it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -17,31 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.draft_tree import path_products
-from ..structures.suffix_array import classes_by_count
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
-from ..types.token_tree import Float32Array, Ids, Int32Array, TokenTree, checked_documents
+from ..types.evidence import EvidenceClasses
+from ..types.token_tree import Ids, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 
-# Evidence of a chain: tokens matched and depth, up to these numbers, and whether the match has one
-# earlier occurrence or several (then they may have gone on differently).
-_CHAIN_MATCHES = [1, 2, 3, 4, 6, 8, 12, 20]
-_CHAIN_DEPTHS = [1, 2, 4, 8, 16]
-# Evidence of a counted node, from these numbers on: tokens matched up to its parent, the share of
-# the parent's occurrences that go on with it, and whether those are several: if not, a share of 1
-# says little.
-_TREE_EDGES = tuple(
-    np.array(edges, np.float64)
-    for edges in ((2, 3, 5, 9, 17, 33), (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0), (2,))
-)
-
-# Acceptance measured for these classes: the share of drafted nodes that the recorded text went on
+# Priors are measured: the share of drafted nodes that the recorded text went on
 # with, among those whose parents it went on with. Real chat, programs, worked mathematics, SQL and
 # file edits; a kind of text counts at most a thousand nodes per class, and thin classes are drawn
 # towards the next shorter match.
 
-# float32 [matches, several earlier occurrences or one, depths].
-_CHAIN_PRIORS = np.array(
+# A chain's nodes are told apart by tokens matched, whether the match has one earlier occurrence or
+# several, which may have gone on differently, and depth.
+_CHAIN = EvidenceClasses(
     [
         [[0.272, 0.469, 0.539, 0.616, 0.726, 0.811], [0.347, 0.489, 0.565, 0.727, 0.811, 0.926]],
         [[0.393, 0.514, 0.551, 0.660, 0.769, 0.856], [0.445, 0.558, 0.641, 0.791, 0.927, 0.983]],
@@ -53,7 +41,7 @@ _CHAIN_PRIORS = np.array(
         [[0.788, 0.768, 0.776, 0.689, 0.859, 0.958], [0.836, 0.833, 0.806, 0.879, 0.970, 0.997]],
         [[0.831, 0.815, 0.851, 0.844, 0.928, 0.939], [0.992, 0.987, 0.993, 0.995, 0.996, 0.994]],
     ],
-    np.float32,
+    *((2, 3, 4, 5, 7, 9, 13, 21), (1,), (2, 3, 5, 9, 17)),
 )
 # float32 [matches, shares + 1], the last one of parents that occurred once.
 _TREE_RATES = np.array(
@@ -68,23 +56,23 @@ _TREE_RATES = np.array(
     ],
     np.float32,
 )
-_TREE_PRIORS = np.stack(
-    np.broadcast_arrays(_TREE_RATES[:, -1:], _TREE_RATES[:, :-1]), axis=2
-).ravel()
+# Counted nodes are told apart by tokens matched up to the parent, the share of the parent's
+# occurrences that go on with them, and whether those are several: if not, a share of 1 says little.
+_TREE = EvidenceClasses(
+    np.stack(np.broadcast_arrays(_TREE_RATES[:, -1:], _TREE_RATES[:, :-1]), axis=2),
+    *((2, 3, 5, 9, 17, 33), (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0), (2,)),
+)
 
 
-def counted_tree(
-    found: tuple[NDArray[Any], ...], edges: Sequence[NDArray[np.float64]], priors: Float32Array
-) -> TokenTree:
+def counted_tree(found: tuple[NDArray[Any], ...], evidence: EvidenceClasses) -> TokenTree:
     """What a structure that counts has selected (see `SuffixMatcher.select`), as a draft.
 
     Args:
-        edges: by which :func:`classes_by_count` tells nodes apart.
-        priors: float32 [classes], rates of these.
+        evidence: by the context's length, a node's share of its parent's occurrences, and these.
     """
     token_ids, parents, counts, parent_counts, contexts = found
-    classes = classes_by_count(counts, parent_counts, contexts, *edges)
-    return TokenTree(token_ids, parents, path_products(parents, priors[classes]), classes)
+    classes = evidence.of(contexts, counts / parent_counts, parent_counts)
+    return TokenTree(token_ids, parents, path_products(parents, evidence.priors[classes]), classes)
 
 
 @dataclass(eq=False)
@@ -127,13 +115,13 @@ class AutomatonDrafter(Drafter):
 
     name = "automaton"
     origins = ("text",)
+    evidence = _CHAIN
 
     def __init__(self, max_draft: int = 40, min_match: int = 1, latest: bool = True) -> None:
         require_at_least(1, max_draft=max_draft, min_match=min_match)
         self.max_draft = max_draft
         self.min_match = min_match
         self.latest = latest
-        self.depths = np.searchsorted(_CHAIN_DEPTHS, np.arange(1, max_draft + 1)).astype(np.int32)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
         automaton = SuffixAutomaton(capacity=len(prompt_ids))
@@ -156,15 +144,10 @@ class AutomatonDrafter(Drafter):
         # Only a prompt, or an expected text, holds ids that the output layer has no row for.
         foreign = np.flatnonzero(tokens >= vocab_size)
         tokens = tokens[: foreign[0]] if len(foreign) else tokens
-        _, occurrences, depths = _CHAIN_PRIORS.shape
-        unique = cursor.earliest == cursor.latest
-        row = occurrences * bisect_left(_CHAIN_MATCHES, cursor.length) + unique
-        classes = row * depths + self.depths[: len(tokens)]
-        probs = np.cumprod(self.priors()[classes], dtype=np.float32)
+        depths = np.arange(1, len(tokens) + 1)
+        classes = _CHAIN.of(cursor.length, cursor.earliest == cursor.latest, depths)
+        probs = np.cumprod(_CHAIN.priors[classes], dtype=np.float32)
         return TokenTree.chain(tokens, probs, classes)
-
-    def priors(self) -> Float32Array:
-        return _CHAIN_PRIORS.ravel()
 
 
 @dataclass(eq=False)
@@ -187,6 +170,7 @@ class StaticAutomatonDrafter(Drafter):
 
     name = "corpus automaton"
     origins = ("corpus",)
+    evidence = _TREE
 
     corpus: InitVar[Iterable[Ids]]
     max_draft: int = 40
@@ -216,7 +200,4 @@ class StaticAutomatonDrafter(Drafter):
         if cursor.length < self.min_match or budget <= 0:
             return TokenTree.empty()
         found = cursor.draft_tree(min(budget, self.max_draft), self.max_children, self.min_prob)
-        return counted_tree(found, _TREE_EDGES, _TREE_PRIORS)
-
-    def priors(self) -> Float32Array:
-        return _TREE_PRIORS
+        return counted_tree(found, _TREE)

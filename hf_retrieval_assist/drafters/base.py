@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..host.fingerprint import fingerprint
-from ..types.token_tree import Float32Array, Int32Array, TokenTree
+from ..types.evidence import EvidenceClasses
+from ..types.token_tree import Int32Array, TokenTree
 from ..verification.verified import TopLogits
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Graphs = bool | Literal["fused"]
 """Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
 
 
-class Foresight(Protocol):
+class Preview(Protocol):
     """What the target would choose in one text of a call, were given logits its own."""
 
     @property
@@ -65,7 +66,7 @@ class Target:
         learn: whether the text may teach other sessions anything.
         expected: int32 [n] each, texts that the output is expected to resemble.
         forms: that the output is expected to fill in; None: none.
-        foresight: what the call would choose of a drafter's logits, its random draws included; None
+        preview: what the call would choose of a drafter's logits, its random draws included; None
             where there is no call, as in a simulation.
         own: the model's forwards behind the call's texts; None where nothing is drafted for, as in
             a call at rest.
@@ -81,7 +82,7 @@ class Target:
     learn: bool = True
     expected: tuple[Int32Array, ...] = ()
     forms: Any = None
-    foresight: Foresight | None = None
+    preview: Preview | None = None
     own: OwnForwards | None = None
     processors: tuple[Any, ...] = ()
     row: int = 0
@@ -261,12 +262,15 @@ class Drafter(ABC):
         costly: drafting takes a share of a forward's time, so the loop drafts with it only where
             that pays.
         certain: its estimate of a node counts even where an earlier drafter has estimated the node.
+        evidence: the classes that `TokenTree.classes` of its drafts may name. Calibration starts
+            from their priors.
     """
 
     name: str = "drafter"
     needs: FeedbackNeeds = FeedbackNeeds()
     costly: bool = False
     certain: bool = False
+    evidence: EvidenceClasses = EvidenceClasses()
 
     @abstractmethod
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
@@ -298,13 +302,6 @@ class Drafter(ABC):
     def defers(self) -> bool:
         """Whether an earlier drafter's estimate of a node stands against this one's."""
         return not (self.costly or self.certain)
-
-    def priors(self) -> Float32Array:
-        """float32 [classes]: for each evidence class that `TokenTree.classes` of this drafter may
-        name, the probability that a node is accepted given that its parent was, before any
-        observation. Calibration starts here.
-        """
-        return np.empty(0, np.float32)
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -14,17 +14,13 @@ from numpy.typing import NDArray
 from ..corpus.datastore import Datastore
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
+from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, TokenTree
 from .automaton import MatchSession, counted_tree
 from .base import Drafter, Target
 
-# Buckets of the evidence for a node: tokens of context before it, its share of the occurrences of
-# that context, and how many those are. Their typical values stand for them in the priors.
-_EDGES = (
-    np.array([2.0, 3.0, 5.0, 9.0, 16.0]),
-    np.array([0.03, 0.1, 0.25, 0.5, 0.75, 0.95]),
-    np.array([2.0, 4.0, 16.0]),
-)
+# Nodes are told apart by tokens of context before them, their share of the occurrences of that
+# context, and how many those are. Typical values of buckets stand for them in the priors.
 _TYPICAL_SHARES = np.array([0.012, 0.055, 0.16, 0.36, 0.62, 0.86, 1.0])
 _TYPICAL_COUNTS = np.array([1.0, 2.4, 7.0, 64.0])
 
@@ -39,14 +35,16 @@ _LEAST_PRIOR = 0.005
 
 
 def _priors() -> Float32Array:
-    """float32 [contexts x shares x counts], in the order of :func:`classes_by_count`."""
+    """float32 [contexts, shares, counts]."""
     contexts = np.maximum(_TYPICAL_COUNTS, 1 / _TYPICAL_SHARES[:, None])
     hits = _TYPICAL_SHARES[:, None] * contexts - _DISCOUNTS[:, None, None]
     priors = hits / (contexts + _STRENGTHS[:, None, None])
-    return np.maximum(priors, _LEAST_PRIOR).astype(np.float32).ravel()
+    return np.maximum(priors, _LEAST_PRIOR).astype(np.float32)
 
 
-_PRIORS = _priors()
+_EVIDENCE = EvidenceClasses(
+    _priors(), (2, 3, 5, 9, 16), (0.03, 0.1, 0.25, 0.5, 0.75, 0.95), (2, 4, 16)
+)
 
 
 @dataclass(eq=False)
@@ -67,6 +65,7 @@ class RestDrafter(Drafter):
 
     name = "rest"
     origins = ("corpus",)
+    evidence = _EVIDENCE
 
     datastore: Datastore
     max_match: int = 16
@@ -94,8 +93,4 @@ class RestDrafter(Drafter):
         """The most frequent continuations."""
         most = min(budget, self.max_nodes)
         found = matcher.select(most, self.continuation, self.sources)
-        return counted_tree(found, _EDGES, _PRIORS)
-
-    def priors(self) -> Float32Array:
-        """See :meth:`Drafter.priors`; classes are those of :func:`classes_by_count`."""
-        return _PRIORS.copy()
+        return counted_tree(found, _EVIDENCE)

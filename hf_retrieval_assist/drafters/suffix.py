@@ -24,10 +24,12 @@ from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Mixer, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
+from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
 from .base import BatchSession, Drafter, Feedback, Target
 
-_FREQUENCIES = 10  # classes of scored drafts
+# Scored drafts know of no other evidence than the frequency of each token, in tenths.
+_FREQUENCIES = EvidenceClasses((np.arange(10) + 0.5) / 10)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class SuffixDrafter(Drafter):
         self.min_prob = min_prob
         self.tree = tree
         self.scored = scored
+        if scored:  # mixed probabilities are no rates of classes
+            self.evidence = _FREQUENCIES
         self.learn = learn
         self.learn_prompts = learn_prompts
         self.by_prompt = by_prompt
@@ -128,12 +132,6 @@ class SuffixDrafter(Drafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
         target.require_ids("corpus", self._largest_id)
         return SuffixSession(self, prompt_ids, target)
-
-    def priors(self) -> Float32Array:
-        if not self.scored:
-            return np.empty(0, np.float32)  # mixed probabilities are no rates of classes
-        # Scored drafts know of no other evidence than the frequency of each token.
-        return ((np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES).astype(np.float32)
 
     @property
     def longest_context(self) -> int:
@@ -194,7 +192,7 @@ class SuffixDrafter(Drafter):
 def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
     """A scored draft without foreign ids, classed by each token's frequency after its parent."""
     above = np.append(draft.probs, np.float32(1))[draft.parents]
-    classes = np.minimum(draft.probs / above * _FREQUENCIES, _FREQUENCIES - 1).astype(np.int32)
+    classes = np.minimum(draft.probs / above * 10, 9).astype(np.int32)
     tree = TokenTree(draft.token_ids, draft.parents, draft.probs, classes)
     return tree.without(draft.token_ids >= vocab_size)
 

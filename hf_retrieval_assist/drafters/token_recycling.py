@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from ..structures import successors
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..types.token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ..types.evidence import EvidenceClasses
+from ..types.token_tree import Forest, Int32Array, TokenTree
 from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Target
 
 # Parents and ranks, int32 [n]: node "rank r below p" stands for the r-th likeliest successor of p's
@@ -78,7 +79,7 @@ _LAST_LOGITS_PRIORS = np.array(
     dtype=np.float32,
 )
 _FIRST_LAST_LOGITS = _PRIORS.size
-_RATES = np.concatenate([_PRIORS.ravel(), _LAST_LOGITS_PRIORS.ravel()])
+_EVIDENCE = EvidenceClasses(np.concatenate([_PRIORS.ravel(), _LAST_LOGITS_PRIORS.ravel()]))
 # All of them, the first ones with the two likeliest tokens after each.
 _LAST_LOGITS_TREE = (*(8,), *(1, 1, 1, 1, 1, 0, 0, 0), *(1, 1, 1, 1, 1), *(0, 0, 0, 0, 0))
 _KINDS = _PRIORS.shape[1]
@@ -141,6 +142,7 @@ class TokenRecyclingDrafter(Drafter):
 
     name = "token_recycling"
     origins = ("token recycling", "last logits")
+    evidence = _EVIDENCE
 
     def __init__(
         self, top_k: int = 8, template: str | Sequence[int] = "2.2.2", last_logits: bool = False
@@ -198,9 +200,6 @@ class TokenRecyclingDrafter(Drafter):
         with self._lock:
             self._tables.clear()
 
-    def priors(self) -> Float32Array:
-        return _RATES
-
     def origins_of(self, classes: Int32Array) -> Int32Array:
         return (classes >= _FIRST_LAST_LOGITS).astype(np.int32)
 
@@ -215,7 +214,7 @@ class TokenRecyclingDrafter(Drafter):
                 template = successors.Template(
                     np.append(parents, below),
                     np.append(own_ranks, more_ranks),
-                    _RATES,
+                    _EVIDENCE.priors,
                     _KINDS,
                     _FIRST_TEXT_KIND,
                     _FIRST_LAST_LOGITS,

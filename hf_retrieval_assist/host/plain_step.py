@@ -175,12 +175,8 @@ class Rules:
 
 
 _LISTS = ((LogitsProcessorList, "__call__"), (StoppingCriteriaList, "__call__"))
-_choosers = Rules((), frozenset())
-
-
-def choosers_exchanged() -> bool:
-    """Whether a function that chooses tokens is another than PyTorch's own."""
-    return not _choosers.hold
+CHOOSERS = Rules((), frozenset())
+"""Hold while the functions that choose tokens are PyTorch's own."""
 
 
 def is_known_streamer(streamer: Any) -> bool:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..structures import evidence
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
+from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, Forest, Int32Array, Int64Array
 
 Float64Array = NDArray[np.float64]
@@ -62,7 +63,7 @@ class Calibrator:
     by one thread at a time.
 
     Args:
-        priors: float32 [classes], the rates before any observation, each in [0, 1].
+        classes: of the drafter.
         beside: the drafter adds to what others have drafted. What those have drafted as well they
             judge better: their probability stands. What they have not is worth less than its
             evidence says, and counted apart. Nothing to a drafter without classes, whose
@@ -72,10 +73,8 @@ class Calibrator:
         n_classes: evidence classes that a draft may name.
     """
 
-    def __init__(self, priors: Float32Array, beside: bool = False):
-        if priors.ndim != 1 or not ((priors >= 0) & (priors <= 1)).all():
-            raise ValueError(f"priors: expected one dimension in [0, 1], got {priors}")
-        self.n_classes = len(priors)
+    def __init__(self, classes: EvidenceClasses, beside: bool = False):
+        self.n_classes, priors = len(classes), classes.priors
         self.beside = beside and self.n_classes > 0
         if self.beside:
             priors = np.concatenate([priors, _ALONE * priors])

@@ -96,7 +96,7 @@ class DraftingPolicy:
                 # The judgement of costly drafters is better and stays; papers know of no others.
                 paper = self.planner.budget == "paper"
                 self._calibrators[fingerprint] = tuple(
-                    Calibrator(drafter.priors(), beside=number > 0 and drafter.defers and not paper)
+                    Calibrator(drafter.evidence, beside=number > 0 and drafter.defers and not paper)
                     for number, drafter in enumerate(self.drafters)
                 )
             return self._calibrators[fingerprint]

@@ -147,6 +147,8 @@ class TokenTree(_Nodes):
 
     def child(self, parent: int, token: int) -> int:
         """Index of the child of `parent` (−1: the root) that carries `token`, or −1."""
+        if not self.token_ids.size:
+            return -1
         found = np.flatnonzero((self.parents == parent) & (self.token_ids == token))
         return int(found[0]) if len(found) else -1
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from ..host.feature_taps import FeatureTaps
-from ..types.token_tree import TokenTree
 from .reach import UNLIMITED, Reach
-
-Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], list[int] | None]
-"""Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
-the call chooses behind each row's root and its nodes, row by row, all on the device. Returns where
-each row begins there; None where it cannot say."""
 
 
 class Bounds(NamedTuple):
@@ -57,16 +48,14 @@ class Wanted:
         reroute, extra_memory: the assistant's options.
         several: whether the model is spread over processes, which have to compute the same bits.
         batch: rows.
-        screens: whether the call needs of its logits no more than which token they choose.
-        draws: whether tokens are drawn from all others.
+        select: what chooses the tokens of rows on their own; None: more is done with logits.
     """
 
     reroute: bool = True
     extra_memory: int | None = None
     several: bool = False
     batch: int = 1
-    screens: bool = False
-    draws: bool = False
+    select: Any = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +72,7 @@ class ForwardOptions:
         fused: whether a recording on a GPU runs small kernels as one.
         by_kernels: whether an engine's own kernels compute them.
         states: whether hidden states or attentions of every forward are looked at.
-        choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
-            behind the forward and no part of a recording, which so serves calls of all settings.
+        select: see :class:`Wanted`.
         fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
             filled up to the next width, of trees.
     """
@@ -98,5 +86,5 @@ class ForwardOptions:
     fused: bool = False
     by_kernels: bool = False
     states: bool = False
-    choose: Choose | None = None
+    select: Any = None
     fixed_width: int | None = None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -69,31 +68,102 @@ _MOST_NEW = 8
 _OTHER_RANK = "another process that computes this model cannot verify drafts as this one can"
 
 
-class _Verdicts:
-    """What was found out about a model, by everything that it depends on, the newest last.
+class _Trial(NamedTuple):
+    """A test of how a call's model is served, over so many rows; whether they may be packed."""
 
-    Attributes:
-        lock: held while the model is tested.
-        moving: attributes that its forwards change, by which no verdict is told.
-    """
+    engine: Engine
+    model: Any
+    model_kwargs: dict[str, Any]
+    rows: int
+    packs: bool
+    demand: Demand
+
+    def run(self, ranks: Ranks, moving: Moving) -> tuple[Service, bool]:
+        """The verdict, and whether it holds for later calls too."""
+        model, shortage = self.model, False
+        logger.warning_once(
+            f"{type(model).__name__}: the first call with an assistant tests how drafts are "
+            f"verified, {self.engine.first_call}; later ones start at once"
+        )
+        self.engine.prepare(model)
+        lookups = lookups_of(model)
+        try:
+            service = replace(self._first_right(moving), lookups=lookups)
+        except SHORTAGES as error:
+            shortage = True
+            why = f"no memory to test how drafts are verified ({error!r}); free some of it"
+            service = Service(Tier.PLAIN, why)
+        worth = -[*Tier].index(service.tier)
+        if ranks.lowest(worth) != worth:
+            return Service(Tier.PLAIN, _OTHER_RANK), False
+        # As the test has shown.
+        if (shown := why_plain_with_hooks(model, self.model_kwargs)) is not None:
+            return Service(Tier.PLAIN, shown), False
+        if service.tier is Tier.PLAIN and any(map(only_looks, all_hooks(model))):
+            return replace(service, lacked_hooks=not shortage), False
+        logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
+        return service, not shortage
+
+    def _first_right(self, moving: Moving) -> Service:
+        model, reason = self.model, ""
+        for service in _candidates(self.engine, model, self.packs, self.demand):
+            width = self.demand.width
+            found = examined(model, service, self.model_kwargs, self.rows, width, moving)
+            if isinstance(found, Service) and found.tier is Tier.PLAIN:
+                return found
+            if isinstance(found, Service):
+                return replace(found, reason=reason or found.reason)
+            reason = f"{service.tier.value} failed its test: {found}"
+            if service.attention_by != "mask":
+                logger.warning_once(
+                    f"{type(model).__name__}: the kernels of {service.attention_by} do not serve "
+                    f"its attention, which goes on slower ({found})"
+                )
+        return Service(Tier.PLAIN, reason)
+
+
+class _Verdicts:
+    """What was found out about a model, by everything that it depends on, the newest last."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.moving = Moving()
+        self._lock = Lock()  # held while the model is tested
+        # Attributes that its forwards change, by which no verdict is told.
+        self._moving = Moving()
         self._found: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._new = 0
         self._refused: Any = None
         self._watched: tuple[Attributes, Any] | None = None
 
-    def key(self, model: Any, demand: Any) -> Any:
-        """All that a verdict depends on.
+    def get_or_test(self, trial: _Trial, ranks: Ranks) -> Service:
+        """A verdict that was found before, or by a test, which all ranks make or none."""
+        with self._lock:
+            demand = trial.demand
+            wanted = trial.rows, trial.packs, demand.states, demand.stays, changes.said()
+            key = self._key(trial.model, wanted)
+            known = self._get(key, demand.width)
+            if ranks.lowest(known is not None) and known is not None:
+                return known
+            why = "its caller has compiled it in place; leave that to `generate` (compile_config)"
+            if not ranks.lowest(not is_compiled(trial.model)):
+                return Service(Tier.PLAIN, why)
+            why = "its hooks or settings are others in every call; keep them"
+            if not (ranks.several or self._is_worth_a_test(key)):
+                return Service(Tier.PLAIN, why)
+            service, holds = trial.run(ranks, self._moving)
+            if holds:
+                # The test may have shown more attributes that move.
+                self._found[self._key(trial.model, wanted)] = demand.width, service
+                self._watched = Attributes(trial.model), wanted
+                self._new += 1
+                while len(self._found) > _MOST_KEPT:
+                    self._found.popitem(last=False)
+            return service
 
-        Args:
-            demand: of the call, beside the width.
-        """
-        return model_settings(model, self.moving), model.dtype, demand
+    def _key(self, model: Any, wanted: Any) -> Any:
+        """All that a verdict depends on beside the width."""
+        return model_settings(model, self._moving), model.dtype, wanted
 
-    def get(self, key: Any, width: int) -> Service | None:
+    def _get(self, key: Any, width: int) -> Service | None:
         asked, service = self._found.get(key, (0, None))
         if service is None or asked < width or service.lookups.changed() is not None:
             return None
@@ -101,32 +171,26 @@ class _Verdicts:
         self._new = 0
         return service
 
-    def is_worth_a_test(self, key: Any) -> bool:
+    def _is_worth_a_test(self, key: Any) -> bool:
         """Whether a new verdict will be found again, as far as that is known: some are now and
         then, or this one was asked for in the call before too."""
         again, self._refused = key == self._refused, key
         return again or self._new < _MOST_NEW
 
-    def add(self, model: Any, demand: Any, width: int, service: Service) -> None:
-        self._found[self.key(model, demand)] = width, service
-        self._watched = Attributes(model), demand
-        self._new += 1
-        while len(self._found) > _MOST_KEPT:
-            self._found.popitem(last=False)
-
     def learn(self, model: Any) -> None:
         """At the end of a call: what its forwards and hooks have made of the lists and objects that
         the model holds makes no other model of it, if its verdict is new."""
-        watched, self._watched = self._watched, None
-        if watched is None:
-            return
-        before, demand = watched
-        changed = [*before.changed(model, plain=False)]
-        for owner, names in changed:
-            self.moving.add(owner, names)
-        if changed:
-            newest = next(reversed(self._found))
-            self._found[self.key(model, demand)] = self._found[newest]
+        with self._lock:
+            watched, self._watched = self._watched, None
+            if watched is None:
+                return
+            before, wanted = watched
+            changed = [*before.changed(model, plain=False)]
+            for owner, names in changed:
+                self._moving.add(owner, names)
+            if changed:
+                newest = next(reversed(self._found))
+                self._found[self._key(model, wanted)] = self._found[newest]
 
 
 _services: weakref.WeakKeyDictionary[Any, _Verdicts] = weakref.WeakKeyDictionary()
@@ -148,65 +212,28 @@ def choose_service(
         batch_size: rows, of which no mask tells where nothing is padded.
         demand: what the call wants of forwards.
     """
-    demand = demand or Demand()
     ranks = Ranks.of(model)
     why = _why_plain(model, model_kwargs, ranks.several)
-    # Ranks test together or not at all, and go on by what all of them have found.
+    # Ranks go on by what all of them have found.
     if not ranks.lowest(why is None):
         return Service(Tier.PLAIN, why or _OTHER_RANK)
-    engine = engine_of(input_device(model))
-    packs = batch_size > 1 and engine.packs and _packs(model, model_kwargs)
+    with _lock:
+        verdicts = _services.setdefault(model, _Verdicts())
     several = has_padding(model_kwargs) or (batch_size > 1 and not is_pipeline(model))
     rows = 2 if several else 1
     if batch_size > rows > 1 and has_changing_hooks(model):
         # They may know of each row, as PEFT's with an adapter for each do.
         rows = batch_size
-    with _lock:
-        verdicts = _services.setdefault(model, _Verdicts())
-    with verdicts.lock:
-        wanted = rows, packs, demand.states, demand.stays, changes.said()
-        key = verdicts.key(model, wanted)
-        known = verdicts.get(key, demand.width)
-        if ranks.lowest(known is not None) and known is not None:
-            return known
-        if not ranks.lowest(not is_compiled(model)):
-            why = "its caller has compiled it in place; leave that to `generate` (compile_config)"
-            return Service(Tier.PLAIN, why)
-        if not (ranks.several or verdicts.is_worth_a_test(key)):
-            return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
-        logger.warning_once(
-            f"{type(model).__name__}: the first call with an assistant tests how drafts are "
-            f"verified, {engine.first_call}; later ones start at once"
-        )
-        engine.prepare(model)
-        shortage, lookups = None, lookups_of(model)
-        candidates = _candidates(engine, model, packs, demand)
-        try:
-            service = _first_right(
-                model, model_kwargs, rows, candidates, demand.width, verdicts.moving
-            )
-            service = replace(service, lookups=lookups)
-        except SHORTAGES as error:
-            shortage = f"no memory to test how drafts are verified ({error!r}); free some of it"
-            service = Service(Tier.PLAIN, shortage)
-        worth = -[*Tier].index(service.tier)
-        if ranks.lowest(worth) != worth:
-            return Service(Tier.PLAIN, _OTHER_RANK)
-        if (why := why_plain_with_hooks(model, model_kwargs)) is not None:  # as the test has shown
-            return Service(Tier.PLAIN, why)
-        if service.tier is Tier.PLAIN and any(map(only_looks, all_hooks(model))):
-            return replace(service, lacked_hooks=shortage is None)
-        if shortage is None:
-            verdicts.add(model, wanted, demand.width, service)
-        logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
-        return service
+    engine = engine_of(input_device(model))
+    packs = batch_size > 1 and engine.packs and _packs(model, model_kwargs)
+    trial = _Trial(engine, model, model_kwargs, rows, packs, demand or Demand())
+    return verdicts.get_or_test(trial, ranks)
 
 
 def learn_moving(model: Any) -> None:
     """At the end of a call: see what it has changed of the model."""
     if (verdicts := _services.get(model)) is not None:
-        with verdicts.lock:
-            verdicts.learn(model)
+        verdicts.learn(model)
 
 
 def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) -> str | None:
@@ -250,30 +277,6 @@ def _why_plain_in_training(model: Any) -> str | None:
     if model.training and keeps_no_activations(model):
         return "gradient checkpointing keeps no cache; call model.eval()"
     return None
-
-
-def _first_right(
-    model: Any,
-    model_kwargs: dict[str, Any],
-    rows: int,
-    candidates: Sequence[Service],
-    width: int,
-    moving: Moving,
-) -> Service:
-    reason = ""
-    for service in candidates:
-        found = examined(model, service, model_kwargs, rows, width, moving)
-        if isinstance(found, Service) and found.tier is Tier.PLAIN:
-            return found
-        if isinstance(found, Service):
-            return replace(found, reason=reason or found.reason)
-        reason = f"{service.tier.value} failed its test: {found}"
-        if service.attention_by != "mask":
-            logger.warning_once(
-                f"{type(model).__name__}: the kernels of {service.attention_by} do not serve its "
-                f"attention, which goes on slower ({found})"
-            )
-    return Service(Tier.PLAIN, reason)
 
 
 def _candidates(engine: Engine, model: Any, packs: bool, demand: Demand) -> list[Service]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..engines.cpu.screen import Screened
+from ..types.row_text import RowText
 from .largest import greatest, largest
 
 # Logits looked at together, so that a long prompt needs no large temporaries.
@@ -86,11 +86,9 @@ class Verified:
         typical: whether the forward took the time that others like it will take.
         width: tokens fed per row, or of all packed rows.
         roots: the place of each row's root among the tokens of all rows, row by row.
-        screened: what tells the logits exactly, where they are approximations.
     """
 
     typical = True
-    screened: Screened | None = None
 
     def __init__(self, logits: torch.Tensor, roots: Sequence[int], outputs: Any):
         self.outputs = outputs
@@ -100,7 +98,19 @@ class Verified:
         self._logits = logits.flatten(0, 1)
         self._best: list[int] | None = None
 
-    def logits(self, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
+    def choose(self, rows: Sequence[RowText], nodes: Sequence[int], select: Any) -> list[int]:
+        """The next tokens of rows, each behind one fed token of its own.
+
+        Args:
+            nodes: the fed tokens.
+            select: the call's :class:`~..decoding.selection.TokenSelector`.
+        """
+        if select.greedy:
+            return self.best(rows, nodes)
+        chosen: list[int] = select.choose(rows, self.logits(rows, nodes))
+        return chosen
+
+    def logits(self, rows: Sequence[RowText], nodes: Sequence[int]) -> torch.Tensor:
         """[rows, vocab_size] behind one fed token of each of these rows."""
         places = self.places(rows, nodes)
         step = places[1] - places[0] if len(places) > 1 else 1
@@ -108,9 +118,9 @@ class Verified:
             return self._logits[places[0] : places[-1] + 1 : step]
         return self._logits[places]
 
-    def places(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    def places(self, rows: Sequence[RowText], nodes: Sequence[int]) -> list[int]:
         """The places of fed tokens, one of each of these rows, among the tokens of all rows."""
-        return [self.roots[row] + node for row, node in zip(rows, nodes, strict=True)]
+        return [self.roots[row.index] + node for row, node in zip(rows, nodes, strict=True)]
 
     def of_row(self, row: int, nodes: int) -> torch.Tensor:
         """[1 + nodes, vocab_size] behind a row's root and its nodes."""
@@ -120,8 +130,7 @@ class Verified:
     def top(self, row: int, nodes: int) -> TopLogits:
         """The largest logits behind a row's root and its nodes."""
         first = self.roots[row]
-        logits = self._logits if self.screened is None else self.screened.near
-        return TopLogits(logits, np.arange(first, first + 1 + nodes))
+        return TopLogits(self._logits, np.arange(first, first + 1 + nodes))
 
     @property
     def is_sound(self) -> bool:
@@ -134,20 +143,13 @@ class Verified:
         if self._logits.device.type != "cpu":
             self._find_best()
 
-    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    def best(self, rows: Sequence[RowText], nodes: Sequence[int]) -> list[int]:
         """The most probable token behind one fed token of each of these rows."""
-        if self.screened is not None:
-            return [self.screened.argmax(place) for place in self.places(rows, nodes)]
         if self._logits.device.type == "cpu":
             # A token's logits cost as much as the walk saves by not looking at them.
             return greatest(self.logits(rows, nodes)).tolist()
         best = self._find_best()
         return [best[place] for place in self.places(rows, nodes)]
-
-    def chosen(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
-        """What the call chooses behind one fed token of each of these rows, where that was found
-        together with the forward; None: the walk has to."""
-        return None
 
     def _find_best(self) -> list[int]:
         if self._best is None:

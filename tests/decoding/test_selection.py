@@ -98,7 +98,7 @@ def test_rows_one_by_one_are_the_batches_rows(name):
         assert torch.equal(made(IDS, None), torch.cat([single[2], single[3], single[0]]))
         return
     rows = [RowText(i, ids, 4) for i, ids in enumerate(IDS)]
-    select = TokenSelector(LogitsProcessorList([made]), do_sample=False, batch_size=ROWS)
+    select = TokenSelector(LogitsProcessorList([made]), do_sample=False, rows=rows)
     # In another order than the batch's, and one of them twice.
     single = {i: select.process([rows[i]], scores[i : i + 1].clone()) for i in (2, 0, 0, 1)}
     expected = made(IDS, scores.clone())

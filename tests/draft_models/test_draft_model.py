@@ -8,9 +8,9 @@ import transformers
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.assistants import Assistant
-from hf_retrieval_assist.decoding import dice
+from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.draft_models.sequoia import PRIORS, classes_by_rank
+from hf_retrieval_assist.draft_models.sequoia import EVIDENCE
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import PHRASE, PROMPT, build, run, same
@@ -117,13 +117,13 @@ def test_a_draft_model_as_large_as_the_target_is_not_asked():
 
 def test_classes_are_near_their_priors_and_foreseen_nodes_have_their_own():
     rates, ranks = np.linspace(0, 1, 50, dtype=np.float32), np.arange(50, dtype=np.int32) % 7
-    classes, drawn = (classes_by_rank(rates, ranks, foreseen=told) for told in (False, True))
+    classes, drawn = (EVIDENCE.of(told, rates, ranks) for told in (False, True))
     assert classes.min() >= 0
-    assert np.abs(PRIORS[classes] - rates).max() < 0.09
-    assert (drawn == classes + len(PRIORS) // 2).all()
-    assert drawn.max() < len(PRIORS)
+    assert np.abs(EVIDENCE.priors[classes] - rates).max() < 0.09
+    assert (drawn == classes + len(EVIDENCE) // 2).all()
+    assert drawn.max() < len(EVIDENCE)
     # Of the first rank, the surer the model, the surer the draft.
-    assert (np.diff(PRIORS[drawn[::7]]) >= 0).all()
+    assert (np.diff(EVIDENCE.priors[drawn[::7]]) >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
     options = {"do_sample": True, "max_new_tokens": 40, **options}
     for foreseen in (True, False):
         if not foreseen:
-            monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
+            monkeypatch.setattr(draws, "draws_by_quotients", lambda *key: False)
         steps[foreseen] = 0
         for seed in range(2):
             _, _, assistant = agreeing(
@@ -216,8 +216,8 @@ def test_only_texts_that_are_asked_are_foreseen():
             looked.append(row)
             return logits.topk(count)
 
-        foresight = SimpleNamespace(draws=True, knows=lambda size: True, best=best)
-        return drafter.start(np.array([3, 1, 4], np.int32), Target(VOCAB, foresight=foresight))
+        preview = SimpleNamespace(draws=True, knows=lambda size: True, best=best)
+        return drafter.start(np.array([3, 1, 4], np.int32), Target(VOCAB, preview=preview))
 
     rows = [started(0), started(1)]
     for budgets, expected in (([4, 4], {0, 1}), ([4, 0], {0})):

@@ -67,7 +67,7 @@ def test_drafts_keep_the_contract(datastore, seed, budget, sources):
 
 
 def test_priors_rise_with_the_evidence(datastore):
-    priors = RestDrafter(datastore).priors().reshape(6, 7, 4)
+    priors = RestDrafter(datastore).evidence.priors.reshape(6, 7, 4)
     assert priors.dtype == np.float32
     assert ((priors > 0) & (priors < 1)).all()
     assert (np.diff(priors[:, 1:], axis=1) >= 0).all(), "share of the parent's occurrences"

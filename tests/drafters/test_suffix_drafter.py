@@ -130,7 +130,7 @@ def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, 
     check(tree, budget, branching)
     assert (tree.token_ids < 5).all()
     assert not len(tree.classes) or 0 <= tree.classes.min() <= tree.classes.max() < 10
-    assert len(drafter.priors()) == 10
+    assert len(drafter.evidence) == 10
     text = np.array(prompt + output, np.int32)
     own = SuffixTree(8)
     own.extend(own.add_sequence(), text)

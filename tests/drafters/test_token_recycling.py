@@ -149,7 +149,7 @@ def test_confident_successors_are_drafted_as_more_probable():
     session.commit([1], None)
     unsure = session.propose(8)
     assert sure.probs[0] > unsure.probs[0] > unsure.probs[1] > sure.probs[1]
-    assert np.array_equal(sure.probs, drafter.priors()[sure.classes])
+    assert np.array_equal(sure.probs, drafter.evidence.priors[sure.classes])
 
 
 def test_a_successor_that_stays_first_is_drafted_as_more_probable():
@@ -300,7 +300,7 @@ def test_last_logits_are_classed_by_rank_and_by_what_is_known():
             int(tree.token_ids[i]): int(tree.classes[i]) for i in np.flatnonzero(tree.parents < 0)
         }
 
-    first = drafter.priors().size - 16
+    first = drafter.evidence.priors.size - 16
     unknown = session.propose(64)
     assert classes(unknown) == {3: first + 1, 1: first + 2, 2: first + 3}
     assert drafter.origins_of(unknown.classes).tolist() == [1, 1, 1, 0, 0]

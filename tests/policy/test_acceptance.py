@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.policy.acceptance import Calibrator
 from hf_retrieval_assist.structures import draft_tree, evidence
+from hf_retrieval_assist.types.evidence import EvidenceClasses
 from hf_retrieval_assist.types.token_tree import Forest, TokenTree
 from tests.support.rounding import near
 from tests.support.threads import in_threads
@@ -123,8 +124,19 @@ def test_the_oldest_of_many_open_proposals_gives_way():
     assert len(text) == 4
 
 
+def test_classes_number_the_buckets_row_by_row():
+    counts, totals, contexts = np.array([1, 9, 10]), np.array([10, 10, 10]), np.array([1, 2, 3])
+    told = EvidenceClasses(np.full((2, 3, 3), 0.5), [2.0], [0.5, 1.0], [10.0, 11.0])
+    classes = told.of(contexts, counts / totals, totals)
+    assert classes.tolist() == [0 * 9 + 0 * 3 + 1, 1 * 9 + 1 * 3 + 1, 1 * 9 + 2 * 3 + 1]
+    assert classes.dtype == np.int32
+    assert len(told) == 18
+    with pytest.raises(ValueError, match=r"priors: expected \[2, 3\] rates"):
+        EvidenceClasses(np.full((2, 3, 3), 0.5), [2.0], [0.5, 1.0])
+
+
 def test_priors_come_first_and_counts_take_over():
-    calibrator = Calibrator(np.array([0.2, 0.9]))
+    calibrator = Calibrator(EvidenceClasses([0.2, 0.9]))
     classes = np.array([0, 1, 1], np.int32)
     assert calibrator.rates(classes) == near([0.2, 0.9, 0.9])
     rng = np.random.default_rng(0)
@@ -135,7 +147,7 @@ def test_priors_come_first_and_counts_take_over():
 
 
 def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
-    calibrator, rates = Calibrator(np.array([0.5])), []
+    calibrator, rates = Calibrator(EvidenceClasses([0.5])), []
     for step in range(160):
         observe(calibrator, 0, step >= 80)
         rates.append(calibrator.rates(np.zeros(1, np.int32))[0])
@@ -144,7 +156,7 @@ def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
 
 
 def test_probabilities_are_products_of_rates():
-    calibrator = Calibrator(np.array([0.5, 0.25]))
+    calibrator = Calibrator(EvidenceClasses([0.5, 0.25]))
     tree = TokenTree.build([7, 8, 7], [-1, -1, 1], [0.9, 0.8, 0.7], [0, 1, 0])
     calibrated = Session(calibrator).calibrate(tree)
     assert calibrated.fault(1 << 30, 1 << 30) is None
@@ -153,7 +165,7 @@ def test_probabilities_are_products_of_rates():
 
 
 def test_nodes_without_a_class_keep_their_rate():
-    calibrator = Calibrator(np.array([0.5]))
+    calibrator = Calibrator(EvidenceClasses([0.5]))
     tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
     session = Session(calibrator)
     assert session.calibrate(tree).probs == near([0.8, 0.2, 0.1])
@@ -166,7 +178,7 @@ EARLIER = TokenTree.build([7, 8], [-1, 0], [0.3, 0.2])
 
 
 def test_what_others_have_drafted_they_judge():
-    session = Session(Calibrator(np.array([0.5, 0.9]), beside=True))
+    session = Session(Calibrator(EvidenceClasses([0.5, 0.9]), beside=True))
     tree = TokenTree.build([9, 7, 8, 6], [-1, -1, 1, 2], [0.9, 0.8, 0.7, 0.6], [1, 0, 1, 0])
     calibrated = session.calibrate(tree, EARLIER)
     assert calibrated.fault(1 << 30, 1 << 30) is None
@@ -176,7 +188,7 @@ def test_what_others_have_drafted_they_judge():
 
 
 def test_what_a_drafter_has_alone_is_counted_apart():
-    calibrator = Calibrator(np.array([0.5]), beside=True)
+    calibrator = Calibrator(EvidenceClasses([0.5]), beside=True)
     for _ in range(400):
         session = Session(calibrator)
         session.calibrate(TokenTree.build([7, 9], [-1, -1], [0.5, 0.5], [0, 0]), EARLIER)
@@ -190,7 +202,7 @@ def test_what_a_drafter_has_alone_is_counted_apart():
 
 
 def test_drafters_without_classes_judge_for_themselves_beside_others():
-    session = Session(Calibrator(np.empty(0), beside=True))
+    session = Session(Calibrator(EvidenceClasses(), beside=True))
     session.commit([1, 2, 3])  # for which nothing was proposed
     tree = TokenTree.chain([7, 8], [0.9, 0.8])
     assert session.calibrate(tree, EARLIER).probs == near([0.9, 0.8])
@@ -198,7 +210,7 @@ def test_drafters_without_classes_judge_for_themselves_beside_others():
 
 
 def test_reliability_compares_predicted_and_observed():
-    calibrator = Calibrator(np.linspace(0.05, 0.95, 10))
+    calibrator = Calibrator(EvidenceClasses(np.linspace(0.05, 0.95, 10)))
     assert np.isnan(calibrator.reliability().ratio)
     rng = np.random.default_rng(0)
     truth = np.linspace(0.02, 0.9, 10)
@@ -215,12 +227,12 @@ def test_reliability_compares_predicted_and_observed():
 
 @pytest.mark.parametrize("priors", [[1.5], [-0.1], [float("nan")], [[0.5]]])
 def test_rejects_priors_that_are_no_rates(priors):
-    with pytest.raises(ValueError, match=r"priors: expected one dimension in \[0, 1\]"):
-        Calibrator(np.array(priors))
+    with pytest.raises(ValueError, match=r"priors: expected \[1\] rates in \[0, 1\]"):
+        EvidenceClasses(priors)
 
 
 def test_threads_may_share_the_counts():
-    calibrator = Calibrator(np.array([0.5, 0.5]))
+    calibrator = Calibrator(EvidenceClasses([0.5, 0.5]))
 
     def run():
         session = Session(calibrator)

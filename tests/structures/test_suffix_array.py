@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.corpus.build import align_suffixes, bucket_starts, count_codes, rank_codes
-from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher, classes_by_count
+from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher
 
 VOCAB = 5
 
@@ -180,14 +180,6 @@ def test_ranks_widen_with_the_number_of_distinct_codes():
     ranks = rank_codes(codes, 2, count_codes(codes, 2, 299))
     assert ranks.shape == (300, 2)
     assert (ranks.reshape(-1) == codes).all()
-
-
-def test_classes_number_the_buckets_row_by_row():
-    counts, totals = np.array([1, 9, 10]), np.array([10, 10, 10])
-    contexts = np.array([1, 2, 3], np.int32)
-    edges = np.array([2.0]), np.array([0.5, 1.0]), np.array([10.0, 11.0])
-    classes = classes_by_count(counts, totals, contexts, *edges)
-    assert classes.tolist() == [0 * 9 + 0 * 3 + 1, 1 * 9 + 1 * 3 + 1, 1 * 9 + 2 * 3 + 1]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,6 @@ def check_draft(tree, drafter, budget):
     """The contract, and probabilities that are the products of the classes' priors."""
     assert tree.fault(1 << 30, 1 << 30) is None
     assert len(tree) <= budget
-    rates = drafter.priors()[tree.classes]
+    rates = drafter.evidence.priors[tree.classes]
     expected = [rates[tree.path(node)].prod() for node in range(len(tree))]
     np.testing.assert_allclose(tree.probs, expected, rtol=1e-5, atol=0)

@@ -329,7 +329,7 @@ def lag(cuda, monkeypatch):
     def chosen(choices, logits, trees, out):
         cuda.queued.append(lambda: choose(choices, logits, trees, out))
         ends = list(accumulate(1 + len(tree) for tree in trees))
-        return [0, *ends[:-1]] if any(not row.finished for row in choices.rows) else None
+        return [0, *ends[:-1]] if any(not row.finished for row in choices.select.rows) else None
 
     monkeypatch.setattr(NodeChoices, "__call__", chosen)
     monkeypatch.setattr(Arena, "move", queued(Arena.move))

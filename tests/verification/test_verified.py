@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
 from hf_retrieval_assist.verification import verified
 from hf_retrieval_assist.verification.verified import TopLogits, Verified
 
@@ -39,7 +40,7 @@ def test_a_forward_tells_those_of_a_rows_tokens_in_their_order(screened):
     near = torch.randn(10, 30)
     verified = Verified(logits, [0, 1], None)
     if screened:
-        verified.screened = SimpleNamespace(near=near)
+        verified = ScreenedVerified(verified, SimpleNamespace(near=near))
     expected = (near[6:9] if screened else logits[1, 1:4].float()).topk(3)
     ids, values = verified.top(1, 2).of(np.arange(3), 3, 30)
     assert (ids == expected.indices.numpy()).all()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...decoding.selection import TokenSelector
 from ...host.callers_hooks import has_callers_hooks
 from ...host.transformers_private import global_hooks, hooks_of
 from ...system.memory import may_take
@@ -27,6 +28,7 @@ from .linear import MAX_ROWS, StandIn, is_kernel
 from .quantized import WEIGHTS
 from .reroute import standing_in
 from .screen import Screen, Screened
+from .screened import ScreenedVerified, may_screen, sampling_of
 from .skinny import routed_linear
 from .weight_copies import WeightCopies, packable
 
@@ -99,22 +101,21 @@ class Copies:
         self._state: Any = None
 
     @classmethod
-    def of(cls, model: Any, screens: bool, draws: bool, extra_memory: int | None) -> Copies:
+    def of(cls, model: Any, select: TokenSelector | None, extra_memory: int | None) -> Copies:
         """Those that there is memory for.
 
         Args:
             model: whose layers.
-            screens: whether the call needs of its logits no more than which token they choose.
-            draws: whether tokens are drawn from all others.
+            select: how tokens are chosen; None: the call needs more of its logits than these.
             extra_memory: bytes that copies may take; None: as the machine has them.
         """
         copies = cls()
         copies._sampled = has_callers_hooks(model)
-        output = _output_weight(model) if screens else None
-        if output is not None and draws and _saved_bytes(output) < LEAST_SAVED:
-            output = None
-        if output is not None:
-            copies._output.take([output], extra_memory)
+        if select is not None and may_screen(select):
+            output = _output_weight(model)
+            draws = sampling_of(select) is not None  # from all tokens
+            if output is not None and not (draws and _saved_bytes(output) < LEAST_SAVED):
+                copies._output.take([output], extra_memory)
         beside = sum(map(WEIGHTS.size_of, copies._output.weights))
         copies._compact.take(compactable(model), extra_memory, beside)
         return copies
@@ -148,8 +149,7 @@ class Copies:
             return verified
         screened = self._screened
         if self._are_own(verified.outputs.logits):
-            verified.screened = screened
-            return verified
+            return verified if screened is None else ScreenedVerified(verified, screened)
         # The model makes something else of its logits, this time.
         self._output.leave()
         if screened is None:

@@ -79,7 +79,7 @@ class CpuCall(EngineCall):
         self._reroute = reroute(self.by_kernels)
         self._copies = Copies()
         if self.by_kernels:
-            self._copies = Copies.of(model, wanted.screens, wanted.draws, wanted.extra_memory)
+            self._copies = Copies.of(model, wanted.select, wanted.extra_memory)
             # More tokens would not be rounded in half precision as plain decoding rounds them.
             if model.dtype.itemsize < 4 and wanted.batch <= MAX_ROWS:
                 self.most_tokens = MAX_ROWS

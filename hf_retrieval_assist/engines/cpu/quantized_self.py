@@ -25,6 +25,7 @@ from ...structures.draft_tree import flattened
 from ...structures.evidence import OpenDrafts
 from ...system.arguments import require_at_least
 from ...system.locks import Lock
+from ...types.evidence import EvidenceClasses
 from ...types.token_tree import Float32Array, Forest, Int32Array, TokenTree
 from ...verification.own_forwards import OwnForwards
 from .quantized import QuantizedWeight, quantized_model
@@ -43,8 +44,8 @@ _SECOND = [0.42, 0.27, 0.14, 0.06, 0.02, 0.006, 0.001]
 _THIRD = [0.2, 0.12, 0.06, 0.025, 0.01, 0.003, 0.001]
 _CHANCE = [0.015, 0.06, 0.17, 0.37, 0.62, 0.86, 0.98]
 
-PRIORS: Float32Array = np.array([*_FIRST, *_SECOND, *_THIRD, *_CHANCE], np.float32)
-"""Of the evidence classes: measured on Gemma-3-270M, then the model's own probabilities."""
+EVIDENCE = EvidenceClasses([*_FIRST, *_SECOND, *_THIRD, *_CHANCE])
+"""Priors measured on Gemma-3-270M, then the model's own probabilities."""
 
 # Nodes that are less likely than this are neither drafted nor expanded.
 _LEAST_DRAFTED = 0.02
@@ -97,7 +98,7 @@ class QuantizedSelf(Drafter):
             raise ValueError(f"bits: expected 8, got {bits}")
         require_at_least(1, max_levels=max_levels, width=width)
         self.bits, self.max_levels, self.width = bits, max_levels, width
-        self.calibrator = Calibrator(PRIORS)
+        self.calibrator = Calibrator(EVIDENCE)
         self.certainty = 0.9  # of a first choice, lately
         self.refusals = 0
         self._weights: weakref.WeakKeyDictionary[OwnForwards, Weights] = weakref.WeakKeyDictionary()
@@ -221,14 +222,14 @@ class _Growth(BestFirst):
         log_probs, classes = torch.full((2, *ids.shape), -torch.inf)
         for row, session in enumerate(self._sessions):
             nodes = self._waiting[row].nonzero().flatten()
-            foresight = session.target.foresight
-            assert foresight is not None
+            preview = session.target.preview
+            assert preview is not None
             if len(nodes):
                 paths = paths_to(levels, row)
-                scores, ids[row, nodes] = foresight.best(
+                scores, ids[row, nodes] = preview.best(
                     logits[row, nodes], [paths[node] for node in nodes], count
                 )
-                known = foresight.knows(logits.shape[-1])
+                known = preview.knows(logits.shape[-1])
                 found = evidence_classes(scores.numpy(), known)
                 rates = torch.from_numpy(self._drafter.calibrator.rates(found))
                 self.certainties += rates[:, 0].tolist()
@@ -289,7 +290,7 @@ def evidence_classes(scores: Float32Array, known: bool) -> Int32Array:
     """int32 [nodes, choices]: the class of each choice behind a node.
 
     Args:
-        scores: float32 [nodes, choices], descending, as `Foresight.best` gives them.
+        scores: float32 [nodes, choices], descending, as `Preview.best` gives them.
         known: whether nothing is left to chance; otherwise they are logarithms of probabilities.
     """
     if not known:

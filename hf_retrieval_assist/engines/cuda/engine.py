@@ -18,6 +18,7 @@ from ...verification.verifiers import Verifier
 from .fixed_attention import has_triton
 from .fixed_memory import can_stay, stays_in_place
 from .fixed_verifier import WIDTHS, FixedVerifier
+from .node_choices import NodeChoices
 from .recorded_drafts import RecordedDrafts
 from .workspace import WORKSPACES
 
@@ -73,6 +74,7 @@ class CudaEngine(Engine):
             attention=tree_attention(service, model, model_kwargs),
             options=options,
             by=service.attention_by,
+            choose=NodeChoices.of(options.select, fixed),
         )
 
     def holds(self, cache: SlotCache) -> bool:

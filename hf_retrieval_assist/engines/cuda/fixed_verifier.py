@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,15 +34,35 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
 
 
+class NodeChooser(Protocol):
+    """Chooses behind all nodes of a forward, on the device, before anybody walks.
+
+    What it runs is queued behind the forward and no part of a recording, which so serves calls of
+    all settings.
+    """
+
+    def __call__(
+        self, logits: torch.Tensor, trees: Sequence[TokenTree], out: torch.Tensor
+    ) -> list[int] | None:
+        """Given logits [batch, width, vocab_size] and a tree per row, write what the call chooses
+        behind each row's root and its nodes, row by row, to int64 [batch * width]. Returns where
+        each row begins there; None where it cannot say."""
+
+    def confirms(self, rows: Sequence[RowText], tokens: Sequence[int]) -> bool:
+        """Whether what it wrote are the next tokens of rows still, which then are drawn."""
+
+
+Chosen = tuple[NodeChooser, list[int]]
+"""What has chosen behind the nodes of a forward, and where each row begins in what it wrote."""
+
+
 class FixedVerified(Verified):
     """What a forward left in the buffer that is brought to the host."""
 
-    def __init__(self, shown: Shown, step: Step, typical: bool, chosen: list[int] | None):
+    def __init__(self, shown: Shown, step: Step, typical: bool, chosen: Chosen | None):
         super().__init__(shown.logits, [0] * len(shown.logits), None)
-        self.typical = typical
+        self.typical, self._chosen = typical, chosen
         self._results, self._largest = step.results, step.largest
-        # Where each row begins in what was chosen.
-        self._chosen = chosen
 
     def wait(self) -> None:
         self._results.wait()
@@ -52,18 +72,20 @@ class FixedVerified(Verified):
         self.wait()
         return not bool(self._results.host["sound"].isnan())
 
-    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    def best(self, rows: Sequence[RowText], nodes: Sequence[int]) -> list[int]:
         self.wait()
-        best: list[int] = self._results.host["best"][rows, nodes].tolist()
+        best: list[int] = self._results.host["best"][[row.index for row in rows], nodes].tolist()
         return best
 
-    def chosen(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
-        if self._chosen is None:
-            return None
-        self.wait()
-        places = [self._chosen[row] + node for row, node in zip(rows, nodes, strict=True)]
-        chosen: list[int] = self._results.host["chosen"][places].tolist()
-        return chosen
+    def choose(self, rows: Sequence[RowText], nodes: Sequence[int], select: Any) -> list[int]:
+        if self._chosen is not None:
+            self.wait()
+            chooser, begins = self._chosen
+            places = [begins[row.index] + node for row, node in zip(rows, nodes, strict=True)]
+            tokens: list[int] = self._results.host["chosen"][places].tolist()
+            if chooser.confirms(rows, tokens):
+                return tokens
+        return super().choose(rows, nodes, select)
 
     def top(self, row: int, nodes: int) -> TopLogits:
         if not self._largest:
@@ -81,6 +103,7 @@ class FixedVerifier(TreeVerifier):
         options: what the call wants.
         by: what computes attention: "triton", the kernels of :mod:`.triton_attention`; "mask",
             the model's own function under a mask over the whole capacity.
+        choose: finds what is chosen behind every node; None: the walk does.
 
     Attributes:
         summarises: whether the results of a forward are brought to the host.
@@ -89,9 +112,16 @@ class FixedVerifier(TreeVerifier):
     summarises = True
     lends_cache = False
 
-    def __init__(self, *args: Any, options: ForwardOptions, by: str = "mask", **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        options: ForwardOptions,
+        by: str = "mask",
+        choose: NodeChooser | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.options = options
+        self.options, self._choose = options, choose
         self.taps = options.taps or FeatureTaps(self.model, [])
         self.widths = WIDTHS if options.fixed_width is None else (options.fixed_width,)
         self._by_kernels = by != "mask"
@@ -136,7 +166,7 @@ class FixedVerifier(TreeVerifier):
     @property
     def manner(self) -> str:  # type: ignore[override]
         manner = "recorded" if self.memory.records else "in place"
-        return manner if self.options.choose is None else f"{manner} choosing"
+        return manner if self._choose is None else f"{manner} choosing"
 
     def _feed(
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
@@ -152,9 +182,10 @@ class FixedVerifier(TreeVerifier):
         # Where nothing repeats them, all forwards are alike.
         typical = step.used and (step.decided or not repeats)
         shown = self._run_step(step) if repeats else self._compute(step)
-        choose, chosen = self.options.choose, None
+        choose, chosen = self._choose, None
         if choose is not None:
-            chosen = choose(shown.logits, trees, step.results.device["chosen"])
+            begins = choose(shown.logits, trees, step.results.device["chosen"])
+            chosen = None if begins is None else (choose, begins)
         step.results.fetch()
         step.used = True
         return FixedVerified(shown, step, typical, chosen)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...draft_models.growth import PRIORS
+from ...draft_models.growth import EVIDENCE
 from ...draft_models.rows import DraftCache, Group, RowSession, groups, parts, proposed
 from ...drafters.base import Drafter, Feedback
 from ...system.lazy import cached_property
-from ...types.token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ...types.token_tree import Forest, Int32Array, TokenTree
 from ...verification.tree_attention import Int64Array
 
 DFLASH_SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
@@ -201,6 +201,7 @@ class FeatureDrafter(Drafter):
     """A drafter whose sessions are `FeatureSession`s."""
 
     costly = True
+    evidence = EVIDENCE
 
     @torch.no_grad()
     def propose_rows(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
@@ -212,7 +213,3 @@ class FeatureDrafter(Drafter):
             trees = asked[0].follower.draft(group, rows, max(keeps))
             drafts |= {row: trees[row.index] for row in rows}
         return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
-
-    def priors(self) -> Float32Array:
-        """The model's own probabilities, as if it were right about them at any rank and depth."""
-        return PRIORS

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...cache.states import state_of
 from ...draft_models.growth import BestFirst, GrowthLimits, Level, by_probability
 from ...draft_models.rows import DraftCache, Group, fed_texts, fills_of
+from ...plugins import load
 from ...types.token_tree import Forest, TokenTree
 from ...verification.engine import engine_of
 from .features import FeatureSession, Follower, NewText
@@ -132,9 +133,7 @@ class LayersFollower(Follower):
             return
         super().catch_up(group)
         if _may_stay(group, self.device):
-            from .recorded_layers import RecordedLayers
-
-            group.in_place = RecordedLayers(self, group)
+            group.in_place = load("parts", "recorded_layers")(self, group)
 
     def follow(self, group: Group, text: NewText) -> None:
         """Run all layers, given the target's hidden states before each token."""

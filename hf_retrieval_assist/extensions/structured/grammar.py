@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ...drafters.base import Drafter, DraftSession, Feedback, Target
 from ...structures import draft_tree
-from ...types.token_tree import Float32Array, TokenTree
+from ...types.evidence import EvidenceClasses
+from ...types.token_tree import TokenTree
 from .constraint import Constraint, constraint_of
 from .forms import Forms
 
@@ -48,14 +49,13 @@ _RATES = np.array(
     ],
     np.float32,
 )
-FORM_PRIORS: Float32Array = np.stack([_RATES, 0.8 * _RATES], 2).ravel()
-"""float32 [classes]."""
+_FORM_PRIORS = np.stack([_RATES, 0.8 * _RATES], 2).ravel()
 
 # Before any observation, the rates of the first forced token, of later ones, of the last one, which
 # may be part of a longer one, and of the shorter ones that may stand in the place of any.
 _FORCED = np.array([0.8, 0.9, 0.6, 0.2, 0.1, 0.1, 0.1], np.float32)
 _FIRST, _NEXT, _LAST, _SHORTER = range(4)
-_PRIORS = np.concatenate([FORM_PRIORS, _FORCED])
+_EVIDENCE = EvidenceClasses(np.concatenate([_FORM_PRIORS, _FORCED]))
 
 
 class GrammarDrafter(Drafter):
@@ -63,15 +63,13 @@ class GrammarDrafter(Drafter):
 
     name = "grammar"
     certain = True
+    evidence = _EVIDENCE
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         forms = None
         if target.forms is not None:
             forms = FormSession(target.forms, prompt_ids, target.vocab_size)
         return GrammarSession(constraint_of(target.processors, target.row), forms)
-
-    def priors(self) -> Float32Array:
-        return _PRIORS
 
 
 class GrammarSession(DraftSession):
@@ -108,8 +106,8 @@ class GrammarSession(DraftSession):
             parents += [parent] * len(cuts)
             parent = len(tokens)
             tokens += cuts
-        classes = len(FORM_PRIORS) + np.array(kinds, np.int32)
-        tree = TokenTree.build(tokens, parents, _PRIORS[classes], classes)
+        classes = len(_FORM_PRIORS) + np.array(kinds, np.int32)
+        tree = TokenTree.build(tokens, parents, _EVIDENCE.priors[classes], classes)
         return replace(tree, probs=draft_tree.path_products(tree.parents, tree.probs)).prune(budget)
 
     def restrict(self, tree: TokenTree) -> TokenTree:
@@ -213,7 +211,7 @@ def _extended(part: str, length: int, char: str) -> int:
 
 
 def _tree(paths: Sequence[tuple[int, Sequence[int]]]) -> TokenTree:
-    """The union of paths, the better evidence first, with the classes of `FORM_PRIORS`."""
+    """The union of paths, the better evidence first, with the classes of `_FORM_PRIORS`."""
     nodes: dict[tuple[int, int], int] = {}
     kinds: list[int] = []
     lasts: list[bool] = []
@@ -232,5 +230,5 @@ def _tree(paths: Sequence[tuple[int, Sequence[int]]]) -> TokenTree:
     for parent, kind, last, count in zip(parents, kinds, lasts, passing, strict=True):
         share = count / (len(paths) if parent < 0 else passing[parent])
         classes.append(6 * kind + 2 * (0 if share == 1 else 1 if share >= 0.5 else 2) + last)
-    tree = TokenTree.build(tokens, parents, FORM_PRIORS[classes], classes)
+    tree = TokenTree.build(tokens, parents, _FORM_PRIORS[classes], classes)
     return replace(tree, probs=draft_tree.path_products(tree.parents, tree.probs))

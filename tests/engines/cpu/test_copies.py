@@ -6,12 +6,15 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import compact, copies, linear
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
 from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
+from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
@@ -123,7 +126,8 @@ def test_what_verifies_decides_what_is_read(kind, screened, products):
     other = nn.Linear(HIDDEN, TOKENS, bias=False).bfloat16().float().requires_grad_(False)
     model.extra = other
     COMPACT.of(other.weight)
-    found, made = Copies.of(model, True, False, None), kind.__new__(kind)
+    greedy = TokenSelector(LogitsProcessorList(), False, [RowText(0, PROMPT[0], 4)])
+    found, made = Copies.of(model, greedy, None), kind.__new__(kind)
     with torch.no_grad():
         with found.watching():
             logits = model(PROMPT).logits

@@ -13,8 +13,10 @@ from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import copies
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.screen import Sampling, Screened
+from hf_retrieval_assist.engines.cpu.screened import sampling_of, shortlist_of
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory
+from hf_retrieval_assist.types.row_text import RowText
 from tests.support.copied_models import model_of, watch_screens
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
@@ -194,6 +196,7 @@ class Own(transformers.LogitsProcessor):
         return scores
 
 
+ROWS = [RowText(0, torch.tensor([1, 2]), 4)]
 WARM, TOP = transformers.TemperatureLogitsWarper(0.5), transformers.TopKLogitsWarper(20)
 LOW, NUCLEUS = transformers.MinPLogitsWarper(0.1), transformers.TopPLogitsWarper(0.9)
 
@@ -217,13 +220,13 @@ LOW, NUCLEUS = transformers.MinPLogitsWarper(0.1), transformers.TopPLogitsWarper
 )
 def test_processors_by_which_tokens_are_drawn(processors, sampling, shortlist):
     """What is not known leaves nothing out."""
-    found = TokenSelector(transformers.LogitsProcessorList(processors), True, 1)
-    assert found.sampling == sampling
-    assert found.shortlist == shortlist
+    select = TokenSelector(transformers.LogitsProcessorList(processors), True, ROWS)
+    assert sampling_of(select) == sampling
+    assert shortlist_of(select) == shortlist
 
 
 def test_greedy_tokens_are_of_a_shortlist_unless_a_processor_is_not_known():
     for processors, shortlist in (([], 1), ([Own()], 0), ([WARM], None)):
-        found = TokenSelector(transformers.LogitsProcessorList(processors), False, 1)
-        assert found.sampling is None
-        assert shortlist is None or found.shortlist == shortlist
+        select = TokenSelector(transformers.LogitsProcessorList(processors), False, ROWS)
+        assert sampling_of(select) is None
+        assert shortlist is None or shortlist_of(select) == shortlist

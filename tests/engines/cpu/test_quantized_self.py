@@ -268,12 +268,11 @@ def test_what_a_level_takes_is_tried_now_and_then(llama, priced, depths, monkeyp
 def test_close_choices_fork_and_clear_ones_do_not():
     close = np.log(np.array([[0.4, 0.39, 0.2]], np.float32))
     clear = np.log(np.array([[0.9, 0.05, 0.04]], np.float32))
-    first, second = (
-        module.PRIORS[module.evidence_classes(scores, known=True)][0] for scores in (close, clear)
-    )
+    priors, classes_of = module.EVIDENCE.priors, module.evidence_classes
+    first, second = (priors[classes_of(scores, known=True)][0] for scores in (close, clear))
     assert first[1] > 0.25 > second[1]
     assert second[0] > 0.9 > first[0]
-    chances = module.PRIORS[module.evidence_classes(close, known=False)][0]
+    chances = priors[classes_of(close, known=False)][0]
     assert chances == near([0.37, 0.37, 0.17])
 
 

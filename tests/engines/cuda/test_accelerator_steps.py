@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant
-from hf_retrieval_assist.decoding import dice
+from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.decoding.loop import Generation
 from tests.support.accelerator import DEVICE, Accelerator
 from tests.support.heads import DRAFTERS, as_launches, layers_of, put_head
@@ -115,9 +115,9 @@ def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
 @pytest.fixture
 def known_draws(monkeypatch):
     """A device whose generator is known, as on CUDA."""
-    known = dice._generator_of
+    known = draws._generator_of
     generators = {DEVICE.type: torch.default_generator}
-    monkeypatch.setattr(dice, "_generator_of", lambda d: generators.get(d.type) or known(d))
+    monkeypatch.setattr(draws, "_generator_of", lambda d: generators.get(d.type) or known(d))
 
 
 # Kernels of all nodes together, besides one draw of random numbers for each position; and of one

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist.decoding import dice
-from hf_retrieval_assist.decoding.dice import draws_by_quotients
+from hf_retrieval_assist.decoding import draws
+from hf_retrieval_assist.decoding.draws import draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cuda import node_choices
 from tests.support.lossless import PROMPT, build, late_token, padded
@@ -48,7 +48,7 @@ def draw_rows(monkeypatch, together):
         right = draws_by_quotients(device, rows, vocab_size, count)
         return right and (count == rows if together else count == 1)
 
-    monkeypatch.setattr(dice, "draws_by_quotients", tried)
+    monkeypatch.setattr(draws, "draws_by_quotients", tried)
 
 
 def check(model, rows, **options):

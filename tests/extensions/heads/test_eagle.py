@@ -102,7 +102,7 @@ def test_what_a_tree_may_contain(head, text, features):
     tree = draft_at_once(head, text, features)
     assert set(tree.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
     assert tree.depths.max() <= 4
-    priors = drafter.priors()
+    priors = drafter.evidence.priors
     assert tree.classes.min() >= 0
     assert tree.classes.max() < len(priors)
     # The class is read from the probability given the parent, so its prior is close to it.

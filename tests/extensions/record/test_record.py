@@ -118,7 +118,7 @@ def test_origins_of_the_memory_and_the_text(llama):
 def test_every_class_has_an_origin():
     corpus = [PHRASE * 3]
     for drafter in (AutomatonDrafter(), StaticAutomatonDrafter(corpus), SuffixDrafter(scored=True)):
-        origins = drafter.origins_of(np.arange(len(drafter.priors()), dtype=np.int32))
+        origins = drafter.origins_of(np.arange(len(drafter.evidence), dtype=np.int32))
         assert set(origins.tolist()) == set(range(len(drafter.origins)))
     assert RestDrafter.origins == StaticAutomatonDrafter.origins == ("corpus",)
     assert SuffixDrafter().origins == ("text", "memory")

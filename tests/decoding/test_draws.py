@@ -5,9 +5,9 @@ import torch
 import transformers
 from transformers import LogitsProcessorList, StoppingCriteria
 
-from hf_retrieval_assist.decoding import dice as module
-from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients
-from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.decoding import draws as module
+from hf_retrieval_assist.decoding.draws import KnownDraws, draws_by_quotients
+from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
@@ -45,14 +45,15 @@ def test_foreseen_draws_are_multinomials(width):
     left = torch.rand(3)
     torch.manual_seed(1)
     [row] = rows_of(1)
-    dice = Dice([row])
+    draws = KnownDraws([row])
     for place, law in enumerate(steps):
         for ahead in range(place, place + place % 4):
-            dice.noise(0, ahead, width)
-        row.generated += dice.draw(law, [row])
+            assert draws.reaches([row], width)
+            draws.noise(ahead, 0)
+        row.generated += draws.draw(law, [row])
     assert row.generated == expected
     assert torch.equal(torch.rand(3), left)
-    assert dice.plain
+    assert draws.plain
 
 
 @pytest.mark.parametrize(("few", "at_once"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (1, 3)])
@@ -67,18 +68,18 @@ def test_rows_that_get_on_unequally_draw_what_the_batch_draws(most, at_once, few
     left = torch.rand(3)
     torch.manual_seed(2)
     rows = rows_of(3)
-    dice = Dice(rows)
+    draws = KnownDraws(rows)
     turns = [(0, 1, 2), (1,), (1, 2), (1,), (1, 2), (0,), (1, 2), (0, 2), (0, 2), (0,), (0,)]
     for turn in turns:
         law = torch.stack([steps[len(rows[i].generated)][i] for i in turn])
-        tokens = dice.draw(law, [rows[i] for i in turn])
+        tokens = draws.draw(law, [rows[i] for i in turn])
         for i, token in zip(turn, tokens, strict=True):
             rows[i].generated.append(token)
             rows[i].finished = len(rows[i].generated) == len(steps)
     assert [row.generated for row in rows] == expected
-    dice.end(len(steps))
+    draws.end(len(steps))
     assert torch.equal(torch.rand(3), left)
-    assert dice.plain
+    assert draws.plain
 
 
 def test_the_state_goes_back_to_the_end_of_the_text():
@@ -88,11 +89,11 @@ def test_the_state_goes_back_to_the_end_of_the_text():
         torch.multinomial(law, 1)
     left = torch.rand(3)
     torch.manual_seed(2)
-    dice = Dice(rows)
+    draws = KnownDraws(rows)
     for law in laws(2, 50, 4):
         # The first row goes on alone, past the end that the other one sets.
-        rows[0].generated += dice.draw(law[:1], rows[:1])
-    dice.end(2)
+        rows[0].generated += draws.draw(law[:1], rows[:1])
+    draws.end(2)
     assert torch.equal(torch.rand(3), left)
 
 
@@ -107,16 +108,16 @@ def test_another_way_of_drawing_is_left_alone(monkeypatch):
     model.generate(**inputs, assistant=assistant)
     assert not assistant.stats.last.keeps_seed
     [row] = rows_of(1)
-    select = TokenSelector(LogitsProcessorList(), do_sample=True, batch_size=1)
-    foresight = RowForesight(select, Dice([row]), row)
-    assert not foresight.knows(50)
+    select = TokenSelector(LogitsProcessorList(), do_sample=True, rows=[row])
+    preview = RowPreview(select, row)
+    assert not preview.knows(50)
     [law] = laws(1, 50, 1)
-    assert foresight.best(law.log(), [[]], 1)[1] == law.argmax()
+    assert preview.best(law.log(), [[]], 1)[1] == law.argmax()
 
 
 def test_a_generator_that_is_not_reached():
     row = RowText(0, torch.empty(2, dtype=torch.long, device="meta"), 4)
-    assert not Dice([row]).works(50)
+    assert not KnownDraws([row]).works(50)
 
 
 class Stops(StoppingCriteria):
@@ -155,7 +156,7 @@ def test_sampled_batches_keep_the_seed(name, options):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_foresight_is_the_choice_of_the_walk(do_sample, batch_size):
+def test_a_preview_is_the_choice_of_the_walk(do_sample, batch_size):
     """Along a path of drafted tokens, with warpers and processors that look at the text."""
     seen = []
 
@@ -173,25 +174,21 @@ def test_foresight_is_the_choice_of_the_walk(do_sample, batch_size):
         ]
     )
     rows = rows_of(batch_size)
-    select = TokenSelector(processors, do_sample, batch_size)
+    select = TokenSelector(processors, do_sample, rows)
     torch.manual_seed(6)
-    dice = Dice(rows)
-    foresights = [RowForesight(select, dice, row) for row in rows]
+    previews = [RowPreview(select, row) for row in rows]
     logits = [law.log() for law in laws(batch_size, VOCAB, 5)]
     foreseen = []
-    for row, foresight in zip(rows, foresights, strict=True):
+    for row, preview in zip(rows, previews, strict=True):
         path = []
         for step in logits:
-            scores, ids = foresight.best(step[row.index : row.index + 1], [path], 3)
+            scores, ids = preview.best(step[row.index : row.index + 1], [path], 3)
             assert (scores.diff() <= 0).all()
             path = [*path, int(ids[0, 0])]
         foreseen.append(path)
-        assert foresight.knows(VOCAB)
+        assert preview.knows(VOCAB)
     assert not seen
     for step in logits:
-        scores = select.process(rows, step.clone())
-        for row, token in zip(
-            rows, select.choose(scores, lambda p: dice.draw(p, rows)), strict=True
-        ):
+        for row, token in zip(rows, select.choose(rows, step), strict=True):
             row.generated.append(token)
     assert [row.generated for row in rows] == foreseen

@@ -1,0 +1,130 @@
+"""Tokens chosen from logits that are approximations; a screen tells exactly those that matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation import logits_process
+
+from ...decoding.quotients import quotient_tokens
+from ...decoding.selection import BLIND, TOUCHING, TokenSelector
+from ...types.row_text import RowText
+from ...verification.verified import TopLogits, Verified
+from .screen import Sampling, Screened
+
+# Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
+_SAMPLING = {
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.MinPLogitsWarper: "min_p",
+}
+
+
+def may_screen(select: TokenSelector) -> bool:
+    """Whether choosing needs no more of most logits than that they are too small to matter."""
+    return shortlist_of(select) > 0 or sampling_of(select) is not None
+
+
+def shortlist_of(select: TokenSelector) -> int:
+    """How many of a row's greatest logits its token is chosen from, where only they and those that
+    are touched matter; 0 where all do, or processors are not known.
+
+    What follows on a top-k warper sees nothing else. So does whoever takes the greatest.
+    """
+    kinds = select.kinds
+    if kinds is None:
+        return 0
+    count = 0 if select.do_sample else 1
+    for processor, kind in zip(select.processors, kinds, strict=True):
+        if count and kind in BLIND and select.do_sample:
+            continue  # behind top-k
+        if kind is logits_process.TopKLogitsWarper:
+            count = processor.top_k
+        elif kind is not logits_process.TemperatureLogitsWarper and kind not in TOUCHING:
+            return 0
+    return count
+
+
+def sampling_of(select: TokenSelector) -> Sampling | None:
+    """What tokens are drawn from all others by; None where something else decides."""
+    kinds: Any = select.kinds if select.do_sample else None
+    if kinds is None or kinds != [kind for kind in _SAMPLING if kind in kinds]:
+        return None
+    for one in select.processors:
+        removed = getattr(one, "filter_value", -math.inf)
+        if removed != -math.inf or getattr(one, "min_tokens_to_keep", 1) != 1:
+            return None
+    names = map(_SAMPLING.__getitem__, kinds)
+    values = zip(names, select.processors, strict=True)
+    return Sampling(**{name: float(getattr(one, name)) for name, one in values})
+
+
+def _touched(select: TokenSelector, row: RowText, vocab_size: int) -> torch.Tensor | None:
+    """int64 [n], different: the tokens whose logits processors may change; None: none."""
+    found = [TOUCHING[type(one)](one, row) for one in select.processors if type(one) in TOUCHING]
+    if not found:
+        return None
+    ids = torch.cat(found).unique()
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+class ScreenedVerified(Verified):
+    """A forward whose logits are approximations.
+
+    Args:
+        verified: the forward.
+        screened: tells its logits exactly.
+    """
+
+    def __init__(self, verified: Verified, screened: Screened):
+        self.__dict__.update(verified.__dict__)
+        self._screened = screened
+
+    def best(self, rows: Sequence[RowText], nodes: Sequence[int]) -> list[int]:
+        return [self._screened.argmax(place) for place in self.places(rows, nodes)]
+
+    def top(self, row: int, nodes: int) -> TopLogits:
+        first = self.roots[row]
+        return TopLogits(self._screened.near, np.arange(first, first + 1 + nodes))
+
+    def choose(
+        self, rows: Sequence[RowText], nodes: Sequence[int], select: TokenSelector
+    ) -> list[int]:
+        if select.greedy:
+            return self.best(rows, nodes)
+        places, sampling = self.places(rows, nodes), sampling_of(select)
+        if sampling is None or not select.draws.reaches(rows, self._screened.near.shape[1]):
+            raw = self._decisive(rows, places, select)
+            return select.pick(rows, select.process(rows, raw))
+        pairs = zip(rows, places, strict=True)
+        tokens = [self._drawn(row, place, sampling, select) for row, place in pairs]
+        select.draws.go_on(rows)
+        return tokens
+
+    def _drawn(self, row: RowText, place: int, sampling: Sampling, select: TokenSelector) -> int:
+        """The token that is drawn from all, of which the draw is known beforehand."""
+        noise = select.draws.noise(len(row.generated), row.index)
+        token = self._screened.draw(place, noise, sampling)
+        if token is None:
+            scores = select.process([row], self._screened.whole(place)[None].float())
+            token = quotient_tokens(scores.softmax(dim=-1), noise[None])[0]
+        return token
+
+    def _decisive(
+        self, rows: Sequence[RowText], places: Sequence[int], select: TokenSelector
+    ) -> torch.Tensor:
+        """float32 [rows, vocab_size]: the logits that their tokens are chosen from, others −inf;
+        all of them where that is not known."""
+        near, count = self._screened.near, shortlist_of(select)
+        if not count:
+            return torch.stack([self._screened.whole(place).float() for place in places])
+        raw = near.new_full((len(places), near.shape[1]), -torch.inf)
+        for line, row, place in zip(raw, rows, places, strict=True):
+            touched = _touched(select, row, len(line))
+            ids, logits = self._screened.logits(place, touched, count)
+            line[ids] = logits.float()
+        return raw
