@@ -31,9 +31,9 @@ from .slot_layers import (
     IndexedSlotLayer,
     RowSlots,
     SlotLayer,
+    attach_in_turn,
     empty,
     kinds_of,
-    move_in_turn,
 )
 
 # Bytes from which on layers share another block, so that growing one takes little memory.
@@ -70,7 +70,7 @@ class SlotCache(DynamicCache):
         taken: whether it has what the lender held.
         room: tokens per row that a lender of the caller's has room for; None without limit.
         reserved: the memory that stays in place in which its layers begin; None: there is none yet.
-        in_place: whether its layers are to write to such memory.
+        static_buffers: whether its layers are to write to such memory.
         memory: the one that they write to; None: they hold what they show.
     """
 
@@ -79,7 +79,7 @@ class SlotCache(DynamicCache):
     room: int | None = None
     reserved: Any = None
     memory: Any = None
-    in_place = False
+    static_buffers = False
 
     def __init__(
         self, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True, layers: Any = ()
@@ -134,7 +134,7 @@ class SlotCache(DynamicCache):
                 own.adopt(layer)
                 if not isinstance(layer, StaticLayer):
                     empty(layer)
-        if not self.in_place:
+        if not self.static_buffers:
             self.begin(self.batch_size)
 
     @property
@@ -149,8 +149,7 @@ class SlotCache(DynamicCache):
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
-        own = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
-        return [layer for layer in own if layer.homes is not None or layer.is_ready]
+        return [x for x in self.layers if isinstance(x, SlotLayer) and not x.store.is_empty]
 
     @property
     def state_layers(self) -> list[LinearAttentionLayer]:
@@ -174,7 +173,7 @@ class SlotCache(DynamicCache):
         layers = self.lender.layers
         for i, own in enumerate(self.layers):
             if isinstance(own, SlotLayer):
-                while own.is_ready and len(layers) <= i:
+                while not own.store.is_empty and len(layers) <= i:
                     layers.append(self._layer_of_lender(own))
                 if i < len(layers):
                     own.hand_back(layers[i], self.room)
@@ -196,15 +195,14 @@ class SlotCache(DynamicCache):
         length = max((layer.get_seq_length() for layer in self.slot_layers), default=0)
         self.slots.set_lengths([length] * batch_size)
         self.memory = None
-        if not self.in_place:
-            self.house()
-            self._forget_passed()
+        if not self.static_buffers:
+            self._forget_passed(self.pack_layers())
 
-    def house(self) -> None:
-        """Move the layers that hold tensors of their own into blocks."""
+    def pack_layers(self) -> list[SlotLayer]:
+        """Move the layers that hold tensors of their own into blocks; returns all that hold any."""
         layers = self.slot_layers
-        if all(layer.homes is not None for layer in layers):
-            return
+        if all(layer.store.block_refs for layer in layers):
+            return layers
         length = max(layer.get_seq_length() for layer in layers)
         kinds = kinds_of(layers, _MOST_BYTES, lambda layer: layer.window, lambda kind: length)
 
@@ -213,21 +211,17 @@ class SlotCache(DynamicCache):
             room, base = known if self.capacity else length + MIN_GROWTH, 0
             if kind.apart is not None and self.slots.forgets:
                 # So that a step that is interrupted can be taken back.
-                base = max(self.needed - SLACK, *(layers[n // 2].dropped for n in numbers))
+                base = max(self._needed - SLACK, *(layers[n // 2].store.dropped for n in numbers))
                 room = min(room - base, length - base + SLACK)
             return Block(kind.zeros(len(numbers), room), base)
 
-        move_in_turn(layers, ((numbers, block(kind, numbers)) for kind, numbers in kinds.items()))
+        attach_in_turn(layers, ((numbers, block(kind, numbers)) for kind, numbers in kinds.items()))
+        return layers
 
     @property
-    def needed(self) -> int:
+    def _needed(self) -> int:
         """The first slot that some row's window still shows."""
         return max(0, self.slots.shortest - (self.slots.window or 0) + 1)
-
-    @property
-    def _blocks(self) -> list[Block]:
-        homes = [home for layer in self.slot_layers for home in layer.homes or ()]
-        return [*{id(block): block for block, _ in homes}.values()]
 
     def align(self) -> None:
         """Make all rows as long as the longest one, for whoever continues from this cache.
@@ -235,7 +229,6 @@ class SlotCache(DynamicCache):
         Slots that a row did not fill hold no text; they stand where plain decoding keeps padding.
         """
         self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
-        self.slots.view_from = None
 
     def reaches(self, length: int) -> bool:
         """Whether all layers could go on behind so many tokens."""
@@ -255,7 +248,6 @@ class SlotCache(DynamicCache):
         self.reset()
         # Before 5.23 a reset fills layers with zeros and leaves their lengths.
         self.truncate(0)
-        self.slots.view_from = None
 
     def truncate(self, length: int) -> None:
         """Forget the tokens behind a length in every row."""
@@ -266,11 +258,8 @@ class SlotCache(DynamicCache):
     def wipe(self) -> None:
         """Leave no number behind the kept slots: a mask that hides them multiplies by 0, which
         makes NaN of what is not finite."""
-        for block in self._blocks:
-            block.wipe(self.slots.lengths)
-        for layer in self.slot_layers:
-            if isinstance(layer, IndexedSlotLayer):
-                layer.wipe(self.slots.lengths)
+        for part in _parts(self.slot_layers):
+            part.wipe(self.slots.lengths)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, of the tokens that the last forward wrote, those at the given indices of each row.
@@ -278,43 +267,41 @@ class SlotCache(DynamicCache):
         Args:
             paths: for each row, ascending indices into the tokens that were fed.
         """
-        lengths, sources = self.slots.lengths, moved_from(paths)
-        if self.memory is None:
-            self.house()
+        sources, slots = moved_from(paths), self.slots
+        layers = self.slot_layers if self.memory is None else []
+        if not all(layer.store.block_refs for layer in layers):
+            self.pack_layers()
         if sources and self.memory is not None:
-            self.memory.move_later(lengths, sources)
+            self.memory.move_later(slots.lengths, sources)
         elif sources:
-            self._move(sources)
-        self.slots.set_lengths(
-            [length + len(path) for length, path in zip(lengths, paths, strict=True)]
-        )
-        if self.memory is not None:
-            return
-        for layer in self.slot_layers:
-            layer.set_length(self.slots.longest)
-        self._forget_passed()
-
-    def _move(self, sources: Sequence[Sequence[int]]) -> None:
-        def indices(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            rows, destination = self.slots.index(len(sources[0]), device)
-            return destination[:, :1] + torch.tensor(sources, device=device), destination, rows
-
-        for block in self._blocks:
-            block.move(*indices(block.states.device))
-        for layer in self.slot_layers:
+            self._move(layers, sources)
+        slots.set_lengths([n + len(path) for n, path in zip(slots.lengths, paths, strict=True)])
+        for layer in layers:
+            layer.store.length = slots.longest
             if isinstance(layer, IndexedSlotLayer):
-                layer.move(*indices(layer.keys.device))
+                layer.cut(slots.longest)
+        if slots.window is not None:
+            self._forget_passed(layers)
 
-    def _forget_passed(self) -> None:
+    def _move(self, layers: Sequence[SlotLayer], sources: Sequence[Sequence[int]]) -> None:
+        for part in _parts(layers):
+            rows, kept = self.slots.index(part.device)
+            moved = torch.tensor(sources, device=part.device)
+            part.move(kept + moved, kept + torch.arange(len(sources[0]), device=part.device), rows)
+
+    def _forget_passed(self, layers: Sequence[SlotLayer]) -> None:
         """Drop what all windows have passed, many tokens at once."""
-        if self.slots.window is None or not self.slots.forgets:
-            return
-        needed = self.needed
-        for layer in self.slot_layers:
-            if layer.window is not None and layer.homes is not None:
-                for block, _ in layer.homes:
-                    if needed - block.base >= SLACK:
-                        block.drop(needed, self.slots.longest)
+        needed = self._needed
+        for layer in layers:
+            for block, _ in layer.store.block_refs if layer.forgets else ():
+                if needed - block.base >= SLACK:
+                    block.drop(needed, self.slots.longest)
+
+
+def _parts(layers: Sequence[SlotLayer]) -> list[Any]:
+    """What holds the slots of layers: blocks, and layers that have indexers."""
+    blocks = {id(block): block for layer in layers for block, _ in layer.store.block_refs}
+    return [*blocks.values(), *(x for x in layers if isinstance(x, IndexedSlotLayer))]
 
 
 def moved_from(paths: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -5,9 +5,9 @@ progress wastes no slots: a cache of rows with lengths l_i takes max(l_i) slots,
 of n tokens n more. The nodes of a token tree are written behind each row's length; `keep` moves the
 accepted path to the front of them, which costs O(accepted).
 
-Layers whose heads are alike share one tensor, a :class:`Block`, so that where a forward writes and
-what it shows is found once for all of them. Until a prefill has ended a layer keeps what it is
-given, as transformers' own layers do.
+Layers whose heads are alike share one tensor, a :class:`~.blocks.Block`, so that where a forward
+writes and what it shows, a :class:`~.blocks.View`, is looked up once for all of them. Until a
+prefill has ended a layer keeps what it is given, as transformers' own layers do.
 """
 
 from __future__ import annotations
@@ -27,71 +27,51 @@ from transformers.cache_utils import (
 )
 
 from ..engines.cpu.recording import thread
-from .blocks import SLACK, Block, Home, Kind
+from .blocks import Block, BlockRef, Both, InBlocks, Kind, OwnTensors, Places, Views
 
-Places = tuple[torch.Tensor, torch.Tensor]
-"""Rows [batch, 1] and slots [batch, width]."""
+NO_VIEWS: Views = (None, None)
 
 
 class RowSlots:
-    """Where the next tokens of every row are written; shared by all layers of one cache.
+    """How far every row has got, and where its next tokens are written; shared by all layers of one
+    cache.
 
     Attributes:
         lengths: kept slots per row.
         longest, shortest: the most and the fewest of any row.
-        uniform: whether all rows have equally many.
+        is_even: whether all rows have equally many.
         window: the largest of any layer; None: there is none.
-        view_from: first slot shown to layers with a sliding window, while a tree is verified.
-        places: rows and slots that the next tokens are written to, where tensors on the device say
-            so: layers then show whole buffers, so that a forward depends on no number of the host.
-            None: behind each row's length.
-        extent: slots that layers show besides, where `places` holds the places of packed rows,
-            [1, tokens] each. None: whole buffers.
         forgets: whether layers with a window drop what it has passed.
-        near: the slots [batch, width] in the buffers of layers that forget, where `places` are of
-            whole ones.
+        views: of the forward that runs.
     """
 
     def __init__(self, lengths: Sequence[int], forgets: bool = True):
         self.window: int | None = None
         self.forgets = forgets
-        self.near: torch.Tensor | None = None
-        self.view_from: int | None = None
-        self.places: Places | None = None
-        self.extent: int | None = None
-        self._index: dict[tuple[int, torch.device], Places] = {}
+        self._index: dict[torch.device, Places] = {}
         self.set_lengths(lengths)
 
-    def index(self, width: int, device: torch.device) -> Places:
-        """Row and slot indices, [batch, 1] and [batch, width], of the next `width` tokens."""
-        key = (width, device)
-        if key not in self._index:
-            if width == 1:  # the lengths, which are sent once
-                rows = torch.arange(len(self.lengths), device=device)[:, None]
-                slots = torch.tensor(self.lengths, device=device)[:, None]
-            else:
-                rows, slots = self.index(1, device)
-                slots = slots + torch.arange(width, device=device)
-            self._index[key] = rows, slots
-        return self._index[key]
+    def __deepcopy__(self, memo: Any) -> RowSlots:
+        # Models that go over layers again append copies of them, whose forwards nobody views.
+        copied = RowSlots(self.lengths, self.forgets)
+        copied.window = self.window
+        return copied
 
-    def place(self, offsets: torch.Tensor, columns: int) -> None:
-        """Let the next tokens be written in the given ones, int64 [batch or 1, width], of so many
-        slots behind each row's length."""
-        if not self.uniform or len(offsets) > 1:
-            rows, lengths = self.index(1, offsets.device)
-            self.places, self.extent = (rows, lengths + offsets), self.longest + columns
-
-    def free(self) -> None:
-        """Let them be written behind each row's length again."""
-        self.places = self.extent = None
+    def index(self, device: torch.device) -> Places:
+        """Rows and their lengths, int64 [batch, 1] each, which are sent to a device once."""
+        if device not in self._index:
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
+            self._index[device] = rows, torch.tensor(self.lengths, device=device)[:, None]
+        return self._index[device]
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
         self.longest = max(self.lengths, default=0)
         self.shortest = min(self.lengths, default=0)
-        self.uniform = self.shortest == self.longest
+        self.is_even = self.shortest == self.longest
         self._index.clear()
+        # A forward that is interrupted may leave its scope before the end of that.
+        self.views = NO_VIEWS
 
 
 def empty(layer: Any) -> None:
@@ -110,88 +90,64 @@ class SlotLayer(DynamicLayer):
     `keys` and `values` are what it holds, `[batch, heads, slots, head_dim]`.
 
     Attributes:
-        homes: where its keys and values lie in blocks; None: in tensors of its own.
-        dropped: slots before those that it holds.
+        store: where they lie.
     """
 
+    store: OwnTensors | InBlocks
+
     def __init__(self, slots: RowSlots, window: int | None = None):
-        self._own: list[Any] = [None, None]
-        self.homes: tuple[Home, Home] | None = None
-        self._length = self._dropped = 0
+        self.store = OwnTensors()
         super().__init__()
         self.slots = slots
         self.window = window
         self.is_sliding = window is not None
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it has been written to; an interrupt may leave it initialised without states."""
-        return self.homes is not None or (self._own[0] is not None and self._own[0].ndim == 4)
-
-    @property
-    def dropped(self) -> int:
-        return self._dropped if self.homes is None else self.homes[0][0].base
-
-    @property
     def keys(self) -> Any:
-        return self._states(0)
+        return self.store.keys
 
     @keys.setter
     def keys(self, states: Any) -> None:
-        self._leave(0, states)
+        self.store = OwnTensors(states, self.values, self.store.dropped)
 
     @property
     def values(self) -> Any:
-        return self._states(1)
+        return self.store.values
 
     @values.setter
     def values(self, states: Any) -> None:
-        self._leave(1, states)
+        self.store = OwnTensors(self.keys, states, self.store.dropped)
 
     @property
     def forgets(self) -> bool:
         """Whether it drops what its window has passed."""
         return self.window is not None and self.slots.forgets
 
-    def _states(self, number: int) -> Any:
-        if self.homes is None:
-            return self._own[number]
-        block, buffer = self.homes[number]
-        return block.states[buffer, :, :, : self._length - block.base]
-
-    def _leave(self, number: int, states: Any) -> None:
-        """Hold other states than those in the blocks."""
-        if self.homes is not None:
-            self._own, self._dropped, self.homes = [self.keys, self.values], self.dropped, None
-        self._own[number] = states
-
     def get_seq_length(self) -> int:
-        if self.homes is not None:
-            return self._length
-        return self._dropped + self._own[0].shape[-2] if self.is_ready else 0
+        return self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # A model that makes a window's mask itself makes it of what `update` shows.
-        first = self.dropped
-        if self.window is not None and self.slots.view_from is not None:
-            first = self.slots.view_from
-        return self.get_seq_length() - first + query_length, first
+        view, first = self.slots.views[self.is_sliding], self.store.dropped
+        if view is not None and view.first is not None:
+            first = view.first
+        return self.store.length - first + query_length, first
 
     def adopt(self, layer: DynamicLayer | StaticLayer) -> None:
         """Take over another layer's content."""
         if length := int(layer.get_seq_length()):
             self.lazy_initialization(layer.keys, layer.values)
             held = min(length, layer.keys.shape[-2])
-            self._own = [layer.keys[:, :, :held], layer.values[:, :, :held]]
-            self._dropped = length - held
+            keys, values = layer.keys[:, :, :held], layer.values[:, :, :held]
+            self.store = OwnTensors(keys, values, length - held)
 
     def reset(self) -> None:
         super().reset()
-        self._dropped = 0
+        self.store = OwnTensors()
 
     def reaches(self, length: int) -> bool:
         """Whether it could go on behind so many tokens, if it forgot those behind them."""
-        return self.window is None or max(0, length - self.window + 1) >= self.dropped
+        return self.window is None or max(0, length - self.window + 1) >= self.store.dropped
 
     def hand_back(self, layer: Any, room: int | None) -> None:
         """Leave in a layer of transformers what it would hold had it been fed this one's tokens, a
@@ -200,115 +156,54 @@ class SlotLayer(DynamicLayer):
         if isinstance(layer, StaticLayer):
             layer.reset()
             if length:
-                whole = (F.pad(x, (0, 0, self.dropped, 0)) for x in (self.keys, self.values))
+                missing = 0, 0, self.store.dropped, 0
+                whole = (F.pad(states, missing) for states in (self.keys, self.values))
                 layer.update(*(states[:, :, :room] for states in whole))
             return
         empty(layer)
         if not length:
             return
         first = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
-        if self.homes is not None or first > self.dropped:
-            self.move_out(first)
+        if self.store.block_refs or first > self.store.dropped:
+            self.detach(first)
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = self.keys, self.values
         if layer.is_sliding:
             layer.cumulative_length = length
 
-    def move_in(self, *homes: Home) -> None:
+    def attach(self, *refs: BlockRef) -> None:
         """Go on in blocks, whose buffers get what this layer holds."""
-        length, dropped = self.get_seq_length(), self.dropped
-        for (block, buffer), shown in zip(homes, (self.keys, self.values), strict=True):
-            held = max(0, block.base - dropped)
-            first = max(block.base, dropped) - block.base
-            block.states[buffer, :, :, first : length - block.base] = shown[:, :, held:]
-        self._own = [None, None]
-        self.homes, self._length = (homes[0], homes[1]), length
+        length, dropped = self.store.length, self.store.dropped
+        if self.store.is_empty:
+            self.lazy_initialization(*(ref.block.states for ref in refs))
+        for (block, buffer), states in zip(refs, (self.keys, self.values), strict=True):
+            if length:
+                first, passed = max(0, dropped - block.base), max(0, block.base - dropped)
+                block.states[buffer, :, :, first : length - block.base] = states[:, :, passed:]
+        self.store = InBlocks((refs[0], refs[1]), length)
 
-    def begin_in(self, *homes: Home) -> None:
-        """Write to blocks from the first token on."""
-        self.lazy_initialization(homes[0][0].states, homes[1][0].states)
-        self._own = [None, None]
-        self.homes, self._length, self._dropped = (homes[0], homes[1]), 0, 0
-
-    def is_in(self, home: Home) -> bool:
-        """Whether its keys lie in this very memory."""
-        if self.homes is None:
-            return False
-        (block, buffer), (theirs, number) = self.homes[0], home
-        return block.states.data_ptr() == theirs.states.data_ptr() and buffer == number
-
-    def move_out(self, first: int = 0) -> None:
+    def detach(self, first: int = 0) -> None:
         """Go on in memory of its own, which holds what is shown from a slot on."""
-        left, shown = max(0, first - self.dropped), (self.keys, self.values)
-        own = [x[:, :, left:].clone(memory_format=torch.contiguous_format) for x in shown]
-        self._own, self._dropped, self.homes = own, self.dropped + left, None
+        dropped, shown = max(first, self.store.dropped), (self.keys, self.values)
+        left = (states[:, :, dropped - self.store.dropped :] for states in shown)
+        keys, values = (x.clone(memory_format=torch.contiguous_format) for x in left)
+        self.store = OwnTensors(keys, values, dropped)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
+    ) -> Both:
+        """Write the states `[batch, heads, n, head_dim]` where the forward's view says, behind each
+        row otherwise; returns the slots that it shows."""
         if (recording := thread.recorder) is not None:
             return recording.update(self, key_states, value_states)
-        if self.homes is None:
-            return self._append(key_states, value_states)
-        (keys, k), (values, v) = self.homes
-        slots, places = self.slots, self.slots.places
-        first = slots.view_from if self.window is not None else None
-        if places is None and slots.uniform:
-            start, extent = self._length, self._length + key_states.shape[2]
-        else:
-            start = extent = slots.extent or slots.longest + key_states.shape[2]
-            if places is not None and slots.extent is None:
-                rows, held = places
-                if self.forgets and slots.near is not None:
-                    held = slots.near
-                self._write(rows, held, key_states, value_states)
-                return keys.states[k], values.states[v]
-        new, shown = more, besides = keys.views(start, extent, first, key_states.dtype)
-        if values is not keys:
-            more, besides = values.views(start, extent, first, value_states.dtype)
-        if start < extent:
-            new[k].copy_(key_states)
-            more[v].copy_(value_states)
-        else:
-            rows, held = places or slots.index(key_states.shape[2], key_states.device)
-            held = held - keys.base if keys.base else held
-            self._write(rows, held, key_states, value_states)
-        self._length = extent
-        return shown[k], besides[v]
-
-    def _append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_ready:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            whole = [key_states, value_states]
-            if self.slots.places is not None:
-                # The first tokens may be told to lie in another order than they were fed in.
-                rows, order = self.slots.places
-                for number, states in enumerate(whole):
-                    whole[number] = torch.empty_like(states)
-                    whole[number][rows, :, order] = states.transpose(1, 2)
-        else:
-            pairs = zip(self._own, (key_states, value_states), strict=True)
-            whole = [torch.cat(pair, dim=-2) for pair in pairs]
-        self._own = whole
-        if self.forgets and (passed := whole[0].shape[2] - (self.window or 0) + 1) > SLACK:
-            self._own = [states[:, :, passed:].clone() for states in whole]
-            self._dropped += passed
-        return whole[0], whole[1]
-
-    def _write(self, rows: torch.Tensor, held: torch.Tensor, *states: torch.Tensor) -> None:
-        assert self.homes is not None
-        for (block, buffer), new in zip(self.homes, states, strict=True):
-            block.states[buffer][rows, :, held] = new.transpose(1, 2).to(block.states.dtype)
+        window = self.window if self.slots.forgets else None
+        return self.store.put(self.slots.views[self.is_sliding], window, key_states, value_states)
 
     def set_length(self, length: int) -> None:
         """Hold the first `length` slots."""
-        if self.homes is not None:
-            self._length = length
-        elif self.get_seq_length() > length:
-            self._own = [states[:, :, : length - self._dropped] for states in self._own]
+        self.store.length = length
 
 
 def kinds_of(
@@ -337,7 +232,7 @@ def kinds_of(
     return dict(members)
 
 
-def move_in_turn(
+def attach_in_turn(
     layers: Sequence[SlotLayer], groups: Iterable[tuple[Sequence[int], Block]]
 ) -> None:
     """Move layers into blocks that are made one after another, so that a layer has left its own
@@ -346,13 +241,13 @@ def move_in_turn(
     Args:
         groups: for each block the numbers of its buffers, see `kinds_of`.
     """
-    homes: dict[int, Home] = {}
+    refs: dict[int, BlockRef] = {}
     for numbers, block in groups:
         for buffer, number in enumerate(numbers):
-            homes[number] = block, buffer
+            refs[number] = BlockRef(block, buffer)
             both, layer = number // 2 * 2, layers[number // 2]
-            if both in homes and both + 1 in homes and not layer.is_in(homes[both]):
-                layer.move_in(homes[both], homes[both + 1])
+            if both in refs and both + 1 in refs and refs[both] not in layer.store.block_refs:
+                layer.attach(refs[both], refs[both + 1])
 
 
 class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
@@ -384,11 +279,11 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
             layer.indexer_position_ids = self.indexer_position_ids.clone()
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write the keys `[batch, n, dim]` behind each row, as `update` does; show all of them."""
-        keys = super().update_indexer(indexer_key_states)
-        if not self.slots.uniform:
-            places = self.slots.index(indexer_key_states.shape[1], keys.device)
-            keys[places] = indexer_key_states
+        """Write the keys `[batch, n, dim]` where `update` writes states; show all of them."""
+        keys, view = super().update_indexer(indexer_key_states), self.slots.views[False]
+        if view is not None and view.places is not None:
+            rows, slots = (indices.to(keys.device) for indices in view.places)
+            keys[rows, slots] = indexer_key_states
         return keys
 
     def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
@@ -407,6 +302,10 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
 
     def set_length(self, length: int) -> None:
         super().set_length(length)
+        self.cut(length)
+
+    def cut(self, length: int) -> None:
+        """Hold the first `length` slots of the indexer."""
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[:, :length]
         if self.indexer_position_ids is not None:

@@ -255,15 +255,16 @@ class _Nodes:
             logits: Tensor = self._recorded.feed(token_ids, fed)
             return logits
         device, lengths = self._model.device, torch.tensor(self._cache.slots.lengths)[:, None]
-        return self._model(
-            input_ids=token_ids.to(device),
-            attention_mask=self._cache.feed(fed.to(device)),
-            position_ids=(lengths + fed.depths).to(device),
-            **with_cache(self._model, self._cache),
-            use_cache=True,
-            return_dict=True,
-            **options,
-        ).logits
+        with self._cache.feeding(fed.to(device)) as mask:
+            return self._model(
+                input_ids=token_ids.to(device),
+                attention_mask=mask,
+                position_ids=(lengths + fed.depths).to(device),
+                **with_cache(self._model, self._cache),
+                use_cache=True,
+                return_dict=True,
+                **options,
+            ).logits
 
 
 class DraftModelSession(RowSession):

@@ -7,6 +7,7 @@ when. A text that is drafted for alone is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 
+from ..cache.blocks import View, Views
 from ..cache.kv_cache import SLOT_LAYERS, SlotCache
-from ..cache.slot_layers import SlotLayer
+from ..cache.slot_layers import NO_VIEWS, SlotLayer
 from ..drafters.base import BatchSession
 from ..types.token_tree import Forest, TokenTree
 from ..verification.tree_attention import Fed, LayerMask, Rules, TreeAttention, table_of
@@ -70,23 +72,23 @@ class DraftCache(SlotCache):
         caches can be put together."""
         return all(type(layer) in (SlotLayer, *SLOT_LAYERS) for layer in self.layers)
 
-    def feed(self, fed: Fed) -> Any:
-        """Say where the next tokens are written; returns the mask of those that ask: of a line the
-        last ones, of which depths and what they see are told."""
+    @contextmanager
+    def feeding(self, fed: Fed) -> Iterator[Any]:
+        """Scope of a forward over tokens; gives the mask of those that ask: of a line the last
+        ones, of which depths and what they see are told."""
         sees = fed.sees.expand(len(self.slots.lengths), -1, -1)
         if self.held is not None:
             (workspace, kept), rule = self.held, cast(LayerMask, self.rules)
-            self.slots.places = workspace.rows, kept + fed.offsets
+            views: Views = (View(places=(workspace.rows, kept + fed.offsets)),) * 2
             sees, unseen = rule.limited(sees, kept, fed.depths, fed.columns)
-            return workspace.masks.mask(table_of(sees), unseen, 1 - kept)
-        self.slots.place(fed.offsets, fed.columns.shape[1])
-        masks, self.slots.view_from = self._attention.masks(fed._replace(sees=sees), self.slots)
-        return masks
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget what was fed behind the texts, except the given slots of each row."""
-        self.slots.free()
-        super().keep(paths)
+            mask: Any = workspace.masks.mask(table_of(sees), unseen, 1 - kept)
+        else:
+            mask, views = self._attention.masks(fed._replace(sees=sees), self.slots)
+        try:
+            self.slots.views = views
+            yield mask
+        finally:
+            self.slots.views = NO_VIEWS
 
     def shorten(self, lengths: Sequence[int]) -> None:
         """Keep at most so many tokens of each row."""
@@ -101,7 +103,8 @@ class DraftCache(SlotCache):
         cache.slots.set_lengths([source.slots.lengths[row] for source, row in sources])
         for number, layer in enumerate(cache.layers):
             parts = [(source.layers[number], row) for source, row in sources]
-            ready = [part for part, _ in parts if isinstance(part, SlotLayer) and part.is_ready]
+            own = [part for part, _ in parts if isinstance(part, SlotLayer)]
+            ready = [part for part in own if not part.store.is_empty]
             if ready:
                 layer.adopt(_stacked(parts, ready[0], cache.slots.lengths))
         last = [None if source.last is None else source.last[row] for source, row in sources]

@@ -39,12 +39,9 @@ class ChainVerifier(Verifier):
         done = self.processed[row.index]
         return row.fed(done, max(len(row.generated), done + 1))
 
-    @property
-    def _most_nodes(self) -> int:
-        return 0 if self.states.full else super()._most_nodes
-
-    def _backlog(self, rows: Sequence[RowText]) -> int:
-        return max(len(self._pending(row)) for row in rows) - 1
+    def _backlog(self, rows: Sequence[RowText]) -> tuple[int, int]:
+        backlog = max(len(self._pending(row)) for row in rows) - 1
+        return backlog, 0 if self.states.full else self.most_fed - 1
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         pending = [self._pending(row) for row in rows]
@@ -156,8 +153,11 @@ class StepVerifier(ChainVerifier):
         new.repeated, new.recordings = verifier.repeated, verifier.recordings
         return new
 
-    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
-        kwargs = self._asked or (self.kwargs | self._token_types(width) | arguments)
+    def _run(
+        self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any], *more: Any
+    ) -> Any:
+        types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
+        kwargs = self._asked or (self.kwargs | types | arguments)
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=width, **kwargs
         )

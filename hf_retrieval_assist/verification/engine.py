@@ -145,9 +145,9 @@ class Engine:
                 own = DynamicCache(config=config)
                 given = cache_for(model, own)
             made = own.layers if type(own) is DynamicCache else ()
-            cache = SlotCache(config, 0 if service.in_place else capacity, forgets, made)
-            cache.lender, cache.in_place = own, service.in_place
-            if service.in_place:
+            cache = SlotCache(config, 0 if service.static_buffers else capacity, forgets, made)
+            cache.lender, cache.static_buffers = own, service.static_buffers
+            if service.static_buffers:
                 self.reserve(model, cache, batch, capacity)
         model_kwargs[name] = cache
         if isinstance(given, EncoderDecoderCache):
@@ -173,7 +173,7 @@ class Engine:
                 "fixed_width: expected None where no memory stays in place, as on a CPU, "
                 f"got {fixed}"
             )
-        cache.house()
+        cache.pack_layers()
         arguments = model, cache, model_kwargs, prompt_ids
         bounds = Bounds(service.width, options.most_tokens, service.reach)
         if service.tier is not Tier.TREE or why_no_mask(model.config) is not None:

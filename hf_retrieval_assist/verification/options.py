@@ -31,13 +31,13 @@ class Demand:
     Attributes:
         width: tokens per row that they may feed.
         states: whether they return hidden states or attentions.
-        stays: whether they are worth memory that stays in place, where there is such, under masks
-            over all of it: they are recorded, or of one width.
+        static_buffers: whether they are worth memory that stays in place, where there is such,
+            under masks over all of it: they are recorded, or of one width.
     """
 
     width: int = 65
     states: bool = False
-    stays: bool = False
+    static_buffers: bool = False
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _Verdicts:
         """A verdict that was found before, or by a test, which all ranks make or none."""
         with self._lock:
             demand = trial.demand
-            wanted = trial.rows, trial.packs, demand.states, demand.stays, changes.said()
+            wanted = trial.rows, trial.packs, demand.states, demand.static_buffers, changes.said()
             key = self._key(trial.model, wanted)
             known = self._get(key, demand.width)
             if ranks.lowest(known is not None) and known is not None:

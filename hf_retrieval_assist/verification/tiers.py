@@ -36,7 +36,7 @@ class Service:
         attention_by: "mask": the model's own attention under a mask; else the kernels that compute
             it, by the name that their engine gives them.
         packed: whether it feeds the rows of a batch behind one another, without padding.
-        in_place: whether the tree tier verifies in memory that stays where it is.
+        static_buffers: whether the tree tier verifies in memory that stays where it is.
         width: tokens per row that a forward may feed.
         reach: how far it may reach.
         lookups: what the model's forward looked up when it was tested; None: it was not.
@@ -51,7 +51,7 @@ class Service:
     cache_name: str = CACHE
     attention_by: str = "mask"
     packed: bool = False
-    in_place: bool = False
+    static_buffers: bool = False
     width: int = 1 << 30
     reach: Reach = UNLIMITED
     lookups: ForwardLookups | None = field(default=None, compare=False, repr=False)
@@ -63,7 +63,7 @@ class Service:
         Where layers of all kinds get one mask, they show equally many slots. Rows of a batch get on
         unequally, by any number of slots, which memory that stays in place has no room for.
         """
-        if self.in_place and batch > 1:
+        if self.static_buffers and batch > 1:
             return False
         return self.slides or self.tier is not Tier.TREE or not isinstance(self.rules, LayerMask)
 

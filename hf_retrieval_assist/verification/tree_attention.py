@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from ..cache.blocks import View, Views
 from ..cache.slot_layers import RowSlots
 from ..structures import draft_tree
 from ..system.lazy import cached_property
@@ -46,7 +47,7 @@ class LayerMask:
     chunk: int | None = None
     explicit: bool = False
 
-    @property
+    @cached_property
     def reach(self) -> int | None:
         """Tokens a query can see at most, itself included."""
         return self.window or self.chunk
@@ -139,7 +140,7 @@ class Fed(NamedTuple):
             tokens of this forward, and of earlier ones of which none are kept yet.
         sees: bool [lines, width, columns], self or ancestor.
         offsets: int64 [lines or 1, width], in which of these slots the tokens are written; None: in
-            one after another.
+            the last ones.
         rows: int64 [lines], the rows of packed tokens; None: they are not packed.
     """
 
@@ -209,19 +210,9 @@ class FedTokens:
         return self.token_ids.shape[1]
 
     @property
-    def slots(self) -> Int64Array:
-        """int64 [n, width]: where the tokens are written."""
-        return self.lengths[:, None] + np.arange(self.width)
-
-    @property
     def begins(self) -> Int64Array:
         """int64 [n]: where each row's root stands among the tokens of all, filler left out."""
         return np.cumsum(self.counts) - self.counts
-
-    @property
-    def real(self) -> BoolArray:
-        """bool [n, width]: what is no filler."""
-        return np.arange(self.width) < self.counts[:, None]
 
     def lines(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
         """On a device, row by row: int64 [n, width], the tokens, and where they lie."""
@@ -231,11 +222,11 @@ class FedTokens:
 
     def packed(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
         """On a device, a line for every token, whose columns are the tokens of its row."""
-        real = self.real
-        arrays = [a[real][:, None] for a in (self.token_ids, self.depths, self.sees)]
-        arrays.append(np.repeat(self.depths, self.counts, axis=0))
-        ids, depths, sees, columns = (torch.from_numpy(array).to(device) for array in arrays)
-        return ids, Fed(depths, columns, sees, rows=np.repeat(self.rows, self.counts))
+        row, column = np.nonzero(np.arange(self.width) < self.counts[:, None])
+        own = [a[row, column][:, None] for a in (self.token_ids, self.depths, self.sees)]
+        arrays = *own, self.depths[row], column[:, None]
+        ids, depths, sees, columns, offsets = (torch.from_numpy(a).to(device) for a in arrays)
+        return ids, Fed(depths, columns, sees, offsets, self.rows[row])
 
 
 def table_of(sees: torch.Tensor) -> torch.Tensor:
@@ -262,6 +253,26 @@ def seen_slots(
     else:
         places = torch.where(slots[:, None] > unseen, places, entries - 1)
     return table.gather(2, places)
+
+
+def views_of(fed: Fed, slots: RowSlots, first: int) -> Views:
+    """Where tokens are written, and which slots layers show; of those that have a window, from the
+    first one on."""
+    (width, columns), offsets = fed.sees.shape[1:], fed.offsets
+    extent, alike = slots.longest + columns, offsets is None or len(offsets) == 1
+    if alike and slots.is_even and fed.rows is None:
+        start = extent - (width if offsets is None else offsets.shape[1])
+        view = View(start, None, extent)
+    else:
+        rows, kept = slots.index(fed.depths.device)
+        if offsets is None:
+            offsets = torch.arange(columns - width, columns, device=kept.device)
+        if fed.rows is None:
+            places = rows, kept + offsets
+        else:
+            places = rows[fed.rows].T, (kept[fed.rows] + offsets).T
+        view = View(None, places, extent)
+    return view, view._replace(first=first)
 
 
 class _Kept(NamedTuple):
@@ -296,13 +307,15 @@ class TreeAttention:
 
     def masks(
         self, fed: Fed, slots: RowSlots
-    ) -> tuple[dict[str, torch.Tensor | None] | torch.Tensor | None, int]:
-        """The masks of one forward, and the first slot that layers of limited reach are to show.
+    ) -> tuple[dict[str, torch.Tensor | None] | torch.Tensor | None, Views]:
+        """The masks of one forward, and what layers are to show.
 
         Masks are [batch, 1, width, slots shown], of packed tokens [1, 1, tokens, slots shown]; None
         where everything shown is allowed.
         """
-        kept, first = self._kept(fed, slots), 0
+        kept, first = _Kept(slots.longest, slots.longest, slots.longest), 0
+        if not slots.is_even:
+            kept = self._kept(fed, slots)
         one = isinstance(self.rules, LayerMask)
         # Layers that have a window show all where one mask serves all kinds and nothing forgets.
         if self._reach and not (one and (slots.window is None or not slots.forgets)):
@@ -310,12 +323,13 @@ class TreeAttention:
             first = max(0, kept.shortest - self._reach + 1)
         if isinstance(self.rules, LayerMask):
             # Without a mask a model may take packed rows for one text.
-            return self._mask(self.rules, fed, kept, first, fed.rows is not None), first
+            mask = self._mask(self.rules, fed, kept, first, fed.rows is not None)
+            return mask, views_of(fed, slots, first)
         masks = {}
         for kind, rule in self.rules.items():
             begin = first if rule.reach else 0
             masks[kind] = self._mask(rule, fed, kept, begin, rule.explicit)
-        return masks, first
+        return masks, views_of(fed, slots, first)
 
     def _kept(self, fed: Fed, slots: RowSlots) -> _Kept:
         rows, columns = fed.rows, fed.sees.shape[2]
@@ -324,7 +338,7 @@ class TreeAttention:
         if shortest == longest:
             return _Kept(shortest, longest, longest)
         device = fed.depths.device
-        kept = slots.index(1, device)[1]
+        kept = slots.index(device)[1]
         kept = kept if rows is None else kept[rows]
         tail = torch.arange(shortest, longest + columns, device=device)[None]
         places = (tail + (1 - kept)).clamp(0, columns + 1)[:, None]

@@ -112,8 +112,11 @@ class Verified:
 
     def logits(self, rows: Sequence[RowText], nodes: Sequence[int]) -> torch.Tensor:
         """[rows, vocab_size] behind one fed token of each of these rows."""
+        if len(rows) == 1:
+            place = self.roots[rows[0].index] + nodes[0]
+            return self._logits[place : place + 1]
         places = self.places(rows, nodes)
-        step = places[1] - places[0] if len(places) > 1 else 1
+        step = places[1] - places[0]
         if step > 0 and places == [*range(places[0], places[-1] + 1, step)]:
             return self._logits[places[0] : places[-1] + 1 : step]
         return self._logits[places]

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache.blocks import Views
 from ..cache.kv_cache import SlotCache
+from ..cache.slot_layers import NO_VIEWS
 from ..host.scopes import Attention, attending
 from ..host.transformers_private import CACHE_NAMES, attention_of, forward_parameters, input_device
 from ..system.lazy import cached_property
@@ -116,10 +118,13 @@ class Verifier:
             depths: how deep each of their drafts may be of use; None: any.
             alike: see `Limits`.
         """
-        room, nodes, total = self._room(drafted), self._most_nodes, None
-        backlog, packed = self._backlog(rows), self.packed and not alike
-        if room is not None:
-            depths = [room if depth is None else min(depth, room) for depth in depths]
+        total, packed = None, self.packed and not alike
+        backlog, nodes = self._backlog(rows)
+        if self.reach != UNLIMITED and drafted:
+            # Wherever rows in step have got to.
+            room = self.reach.room(self._first_root + len(drafted[0].generated) - 1)
+            if room is not None:
+                depths = [room if depth is None else min(depth, room) for depth in depths]
         if self.most_tokens is not None:
             fed = sum([not row.finished for row in rows]) if self.packed else len(rows)
             if packed:
@@ -129,20 +134,10 @@ class Verifier:
         nodes = max(0, nodes - backlog)
         return Limits(depths, nodes, total, backlog, alike or self.chains, packed, alike)
 
-    @property
-    def _most_nodes(self) -> int:
-        """Of each row's draft, where nothing is fed besides its root."""
-        return self.most_fed - 1
-
-    def _backlog(self, rows: Sequence[RowText]) -> int:
-        """Pending tokens that a forward carries besides roots and drafts."""
-        return 0
-
-    def _room(self, rows: Sequence[RowText]) -> int | None:
-        """How deep drafts may go, wherever rows in step have got to; None without limit."""
-        if self.reach == UNLIMITED or not rows:
-            return None
-        return self.reach.room(self._first_root + len(rows[0].generated) - 1)
+    def _backlog(self, rows: Sequence[RowText]) -> tuple[int, int]:
+        """Pending tokens that a forward carries besides roots and drafts, and how many nodes of
+        each row it may feed where it carries none."""
+        return 0, self.most_fed - 1
 
     @cached_property
     def _first_root(self) -> int:
@@ -199,24 +194,38 @@ class Verifier:
         self.cache.truncate(min(self.cache.slots.lengths))
         self.cache.align()
 
-    def _token_types(self, width: int) -> dict[str, torch.Tensor]:
-        """Fed tokens continue the last token's type; in multimodal types they are text."""
+    @cached_property
+    def _token_types(self) -> dict[str, torch.Tensor]:
+        """[batch, 1], of fed tokens: they continue the last token's type; in multimodal types they
+        are text."""
         types = {}
         if (ids := self.kwargs.get("token_type_ids")) is not None:
-            types["token_type_ids"] = ids[:, -1:].expand(-1, width)
+            types["token_type_ids"] = ids[:, -1:]
         if (ids := self.kwargs.get("mm_token_type_ids")) is not None:
-            types["mm_token_type_ids"] = ids.new_zeros((ids.shape[0], width))
+            types["mm_token_type_ids"] = ids.new_zeros((len(ids), 1))
         return types
 
-    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
-        arguments = self._token_types(width) | arguments
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        width: int,
+        arguments: dict[str, Any],
+        views: Views = NO_VIEWS,
+        call: Any = None,
+    ) -> Any:
+        types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
+        arguments = types | arguments
         inputs = self._prepared(input_ids, width, arguments) if self._steady is None else {}
         if self._steady is not None:
             inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
         self.feeding = True
         # Compiled code is made once more for arguments in another order.
         given = sorted((inputs | arguments | {"return_dict": True}).items())
-        return self.call(**dict(given))
+        try:
+            self.cache.slots.views = views
+            return (call or self.call)(**dict(given))
+        finally:
+            self.cache.slots.views = NO_VIEWS
 
     def _prepared(
         self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]
@@ -286,36 +295,36 @@ class TreeVerifier(Verifier):
     def _feed_lines(self, fed: FedTokens) -> Verified:
         """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
-        outputs = self._run(ids, fed.width, self._tree_arguments(lines))
+        outputs = self._run(ids, fed.width, *self._tree_arguments(lines))
         return Verified(outputs.logits, [0] * len(ids), outputs)
 
-    def _tree_arguments(self, fed: Fed) -> dict[str, Any]:
-        """Masks, with which layers show no more slots than needed, and positions of each line."""
-        masks, self.cache.slots.view_from = self.attention.masks(fed, self.cache.slots)
+    def _tree_arguments(self, fed: Fed) -> tuple[dict[str, Any], Views]:
+        """Masks and positions of each line, and where layers are written to."""
+        slots, positions = self.cache.slots, self.next_position
+        masks, views = self.attention.masks(fed, slots)
         # Of each row's root: [batch, 1], or with a leading axis where ids have one.
-        processed, positions = self.processed, self.next_position
-        if len(processed) == 1:
-            positions = positions + processed[0]
+        if fed.rows is None and slots.is_even:
+            positions = positions + (slots.longest - self.begun)
         else:
-            positions = positions + torch.tensor(processed, device=positions.device)[:, None]
+            positions = positions + (slots.index(self.device)[1] - self.begun)
         if fed.rows is not None:
             positions = positions[..., fed.rows, :]
-        return {"attention_mask": masks, "position_ids": positions + fed.depths}
+        return {"attention_mask": masks, "position_ids": positions + fed.depths}, views
 
     def draft(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
         """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.
 
         Neither these nor the rows' roots, which are fed first, are ever kept.
         """
-        arguments = self._tree_arguments(fed)
-        self.cache.slots.place(fed.offsets, fed.columns.shape[1])
-        logits: torch.Tensor = self._run(token_ids, token_ids.shape[1], arguments).logits
+        arguments, views = self._tree_arguments(fed)
+        call = self.call if self.cache.slots.is_even else self.model
+        outputs = self._run(token_ids, token_ids.shape[1], arguments, views, call)
+        logits: torch.Tensor = outputs.logits
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits
 
     def forget(self) -> None:
         """Forget what `draft` has fed."""
-        self.cache.slots.free()
         self.cache.truncate(self.cache.slots.longest)
         self.feeding = False
         if self._unsound:
@@ -341,6 +350,4 @@ class TreeVerifier(Verifier):
         self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
 
     def abandon(self) -> None:
-        # What sets places may have been interrupted before its end.
-        self.cache.slots.free()
         super().abandon()

@@ -234,7 +234,7 @@ def test_windows_hold_what_they_show_and_little_more(monkeypatch):
 def sizes(verifier):
     """Slots that a call's layers have room for, and their windows."""
     layers = verifier.cache.slot_layers
-    return [(layer.homes[0][0].states.shape[3], layer.window) for layer in layers]
+    return [(layer.store.block_refs[0].block.states.shape[3], layer.window) for layer in layers]
 
 
 @pytest.mark.parametrize("window", [6, 20])

@@ -7,8 +7,7 @@ import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 
 from hf_retrieval_assist import SuffixAssistant
-from hf_retrieval_assist.cache.blocks import Block
-from hf_retrieval_assist.cache.slot_layers import SlotLayer
+from hf_retrieval_assist.cache.blocks import Block, OwnTensors
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.engines.cuda.arena import Arena, capacity_bucket
 from hf_retrieval_assist.engines.cuda.fixed_verifier import WIDTHS
@@ -59,10 +58,11 @@ def test_chats_record_each_width_once_and_launch_once_a_step(model_class, assist
 
 def alive():
     """Bytes of the keys and values of all calls, wherever they are."""
-    found = [one for one in gc.get_objects() if type(one) in (Arena, Block, SlotLayer)]
+    found = [one for one in gc.get_objects() if type(one) in (Arena, Block, OwnTensors)]
     tensors = [x for one in found if type(one) is Arena for x in one._groups]
     tensors += [one.states for one in found if type(one) is Block]
-    tensors += [x for one in found if type(one) is SlotLayer for x in one._own if x is not None]
+    own = [one for one in found if type(one) is OwnTensors and not one.is_empty]
+    tensors += [states for one in own for states in (one.keys, one.values)]
     storages = [x.untyped_storage() for x in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 

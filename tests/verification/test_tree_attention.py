@@ -72,10 +72,12 @@ def built(rule, lengths, trees, padding, per_type):
     rules = {"kind": rule} if per_type else rule
     attention = TreeAttention(rules, masked(lengths, padding), torch.float32)
     _, fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(CPU)
-    masks, first = attention.masks(fed, slots)
+    masks, views = attention.masks(fed, slots)
     mask = masks["kind"] if per_type else masks
-    first = first if rule.reach else 0
-    assert slots.view_from is None, "masks write nothing to the cache"
+    assert views[0].extent == views[1].extent == max(lengths) + fed.sees.shape[1]
+    assert views[0].first is None
+    first = views[1].first if rule.reach else 0
+    assert slots.views == (None, None), "masks write nothing to the cache"
     shown = range(first, max(lengths) + fed.sees.shape[1])
     hidden = expected(rule, lengths, trees, padding, range(first))
     assert not hidden.any()

@@ -125,7 +125,7 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     modules = modules_of(model)
     kinds: set[Any] = set(map(type, modules))
     return (
-        all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
+        all(type(layer) is SlotLayer and layer.store.block_refs for layer in layers)
         and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
         and lookups.strange is None
         and not (callers_global_hooks() or hooks_of(*modules))
@@ -191,8 +191,7 @@ class RepeatedForward:
             self._check()
         if self._programs is not None and self._programs.lookups.changed() is not None:
             self._programs = None
-        # Packed rows are told apart by what attention is given besides masks.
-        if self._programs is None or self._cache.slots.places is not None:
+        if self._programs is None:
             return self._model(**given)
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
         tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...host.lookups import ForwardLookups
 from ...types.row_text import RowText
@@ -74,30 +73,23 @@ class CpuTreeVerifier(TreeVerifier):
         members = [row.index for row in rows] or [0]
         width = self._bucket(1 + max(map(len, trees)))
         fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members, width)
-        if len(fed.rows) == len(trees) and fed.real.all():
+        if len(fed.rows) == len(trees) and fed.counts.min() == width:
             lined = self._feed_lines(fed)
             return Verified(lined.outputs.logits.flatten(0, 1)[None], lined.roots, lined.outputs)
-        slots, (ids, lines) = self.cache.slots, fed.packed(self.device)
-        arguments = self._tree_arguments(lines)
+        ids, lines = fed.packed(self.device)
+        arguments, views = self._tree_arguments(lines)
         arguments["position_ids"] = arguments["position_ids"].transpose(-1, -2)
-        for name, types in self._token_types(1).items():
+        for name, types in self._token_types.items():
             arguments[name] = types[lines.rows].T
         in_use = fed.lengths + fed.counts
         spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
-        places = self._on_device(lines.rows), self._on_device(fed.slots[fed.real])
-        extent = slots.longest + fed.width
-        try:
-            slots.places, slots.extent = places, extent
-            with self._attending(PackedAttention(spans, extent)):
-                outputs = self._run(ids.T, len(ids), arguments)
-        finally:
-            slots.free()
+        extent = self.cache.slots.longest + fed.width
+        with self._attending(PackedAttention(spans, extent)):
+            # A repeated one would not know of the rows.
+            outputs = self._run(ids.T, len(ids), arguments, views, self.model)
         begins = np.zeros(len(trees), np.int64)
         begins[fed.rows] = fed.begins
         return Verified(outputs.logits, begins.tolist(), outputs)
-
-    def _on_device(self, indices: Any) -> torch.Tensor:
-        return torch.from_numpy(indices[None]).to(self.device)
 
     def finish(self, tokens: int) -> None:
         self._leave_recordings()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...cache.blocks import Block, Home, Kind
-from ...cache.slot_layers import SlotLayer, kinds_of, move_in_turn
+from ...cache.blocks import Block, BlockRef, Kind
+from ...cache.slot_layers import SlotLayer, attach_in_turn, kinds_of
 from ...verification.tree_attention import Rules
 
 # The smallest difference of two capacities.
@@ -134,10 +134,10 @@ class Arena:
         if 2 * len(layers) != sum(map(len, self._members.values())):
             return
         self._empty()
-        homes = self._homes()
+        refs = self._block_refs()
         for i, layer in enumerate(layers):
             if not layer.forgets:
-                layer.begin_in(homes[2 * i], homes[2 * i + 1])
+                layer.attach(refs[2 * i], refs[2 * i + 1])
 
     def hold(self, layers: Sequence[SlotLayer]) -> None:
         """Take the content of the layers in and make them write here.
@@ -152,22 +152,22 @@ class Arena:
         members = kinds_of(layers, MOST_BYTES, lambda layer: layer.forgets, self._capacity)
         if members != self._members:
             self._members, self._groups, self._blocks = members, [], []
-        homes = self._homes()
-        begun = [layer for i, layer in enumerate(layers) if homes and layer.is_in(homes[2 * i])]
+        refs = self._block_refs()
+        begun = [x for i, x in enumerate(layers) if refs and refs[2 * i] in x.store.block_refs]
         if not begun or not all(layer in begun or layer.forgets for layer in layers):
             for layer in begun:
-                layer.move_out()
+                layer.detach()
             self._empty()
         self.first = max(0, first)
         groups = enumerate(members.items())
-        move_in_turn(layers, ((group[1], self._block(i, *group)) for i, group in groups))
+        attach_in_turn(layers, ((group[1], self._block(i, *group)) for i, group in groups))
 
     def _block(self, i: int, kind: Kind, numbers: Sequence[int]) -> Block:
         """That of a group, which is made where it is missing."""
         if i == len(self._groups):
             self._groups.append(kind.zeros(len(numbers), self._capacity(kind)))
             self._blocks.append(Block(self._groups[i]))
-        self._blocks[i].put(self._groups[i], self.first if kind.apart else 0)
+        self._blocks[i].replace(self._groups[i], self.first if kind.apart else 0)
         return self._blocks[i]
 
     def _empty(self) -> None:
@@ -176,10 +176,10 @@ class Arena:
             group.zero_()
         self._blocks = [*map(Block, self._groups)]
 
-    def _homes(self) -> dict[int, Home]:
+    def _block_refs(self) -> dict[int, BlockRef]:
         """Buffers by their numbers, as far as they were made."""
         pairs = zip(self._members.values(), self._blocks, strict=False)
-        return {n: (block, i) for numbers, block in pairs for i, n in enumerate(numbers)}
+        return {n: BlockRef(block, i) for numbers, block in pairs for i, n in enumerate(numbers)}
 
     def _capacity(self, kind: Kind) -> int:
         near = self.shape.near if kind.apart else None
@@ -196,4 +196,4 @@ class Arena:
         for kind, block in zip(self._members, self._blocks, strict=True):
             if kind.apart and behind:
                 block.states[..., :-behind, :] = block.states[..., behind:, :].clone()
-                block.put(block.states, first)
+                block.replace(block.states, first)

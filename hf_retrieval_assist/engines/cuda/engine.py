@@ -42,9 +42,9 @@ class CudaEngine(Engine):
         # Attentions that a call returns have as many columns as slots are in use.
         if demand.states:
             return list(trees)
-        found = [replace(tree, in_place=demand.stays) for tree in trees]
+        found = [replace(tree, static_buffers=demand.static_buffers) for tree in trees]
         if has_triton(input_device(model)):
-            by_triton = [replace(x, in_place=True, attention_by="triton") for x in found]
+            by_triton = [replace(x, static_buffers=True, attention_by="triton") for x in found]
             found = by_triton + found
         return found
 
@@ -63,7 +63,7 @@ class CudaEngine(Engine):
         prompt_ids: torch.Tensor,
         options: ForwardOptions,
     ) -> Verifier:
-        if not (service.in_place and can_stay(cache, input_device(model))):
+        if not (service.static_buffers and can_stay(cache, input_device(model))):
             return super().verifier(service, model, cache, model_kwargs, prompt_ids, options)
         fixed, tested = options.fixed_width, [width for width in WIDTHS if width <= service.width]
         if fixed not in (None, *tested):

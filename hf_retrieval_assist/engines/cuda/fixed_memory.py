@@ -133,7 +133,6 @@ class FixedMemory:
         """Make the layers show what is kept, as those of other caches do."""
         self.move()
         for cache in self._caches:
-            cache.slots.places = cache.slots.near = None
             for layer in cache.slot_layers:
                 layer.set_length(cache.slots.longest)
 

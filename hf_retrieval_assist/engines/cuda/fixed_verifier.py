@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...cache.blocks import View
 from ...host.callers_hooks import has_callers_hooks
 from ...host.feature_taps import FeatureTaps
 from ...host.transformers_private import attention_of, why_no_mask
@@ -161,7 +162,7 @@ class FixedVerifier(TreeVerifier):
         masks = self.memory.workspace.masks.empty(1)
         arguments = {"attention_mask": masks, "position_ids": self.next_position}
         ids = self.prompt_ids[:, -1:].to(self.device)
-        self._prepared(ids, 1, self._token_types(1) | arguments)
+        self._prepared(ids, 1, self._token_types | arguments)
 
     @property
     def manner(self) -> str:  # type: ignore[override]
@@ -218,14 +219,14 @@ class FixedVerifier(TreeVerifier):
         """Whether forwards are recorded, and read nothing that belongs to this call only."""
         if self._steady is None or not self.memory.records:
             return False
-        others = (*self._steady.values(), *self._token_types(1).values())
+        others = (*self._steady.values(), *self._token_types.values())
         return not any(isinstance(value, torch.Tensor) for value in others)
 
     def _compute(self, step: Step) -> Shown:
-        inputs, masks = step.inputs.device, self.memory.workspace.masks
-        slots = self.cache.slots
-        slots.places = self.memory.workspace.rows, inputs["slots"]
-        slots.near = inputs["slots"] - inputs["begin"] if "begin" in inputs else None
+        inputs, workspace = step.inputs.device, self.memory.workspace
+        masks, begin = workspace.masks, inputs.get("begin")
+        near = inputs["slots"] if begin is None else inputs["slots"] - begin
+        views = [View(places=(workspace.rows, slots)) for slots in (inputs["slots"], near)]
         width = inputs["token_ids"].shape[1]
         told = masks.build(inputs) if self._tells_masks else masks.empty(width)
         scope: Any = nullcontext()
@@ -236,7 +237,7 @@ class FixedVerifier(TreeVerifier):
             scope = self._attending(TritonAttention(masks.seen(inputs, told), name))
         arguments = {"position_ids": inputs["positions"], "attention_mask": told}
         with scope:
-            outputs = self._run(inputs["token_ids"], width, arguments)
+            outputs = self._run(inputs["token_ids"], width, arguments, (views[0], views[1]))
         if self.summarises:
             step.summarise(outputs.logits)
         return Shown(outputs.logits, self.taps.shown())
@@ -246,14 +247,14 @@ class FixedVerifier(TreeVerifier):
         self.repeated, self.recordings = self.memory.repeated, self.memory.recordings
         super().finish(tokens)
         if self.options.keeps_cache:
-            self._move_out()
+            self._detach()
         self.memory.give_back()
 
     def abandon(self) -> None:
         self.memory.leave()
         super().abandon()
-        self._move_out()
+        self._detach()
 
-    def _move_out(self) -> None:
+    def _detach(self) -> None:
         for layer in self.cache.slot_layers:
-            layer.move_out()
+            layer.detach()

@@ -134,13 +134,14 @@ class BlockFollower(Follower):
         )
         reached = [[0 if row is None else row.reached] for row in group.rows]
         positions = np.concatenate([text.positions, np.array(reached) + block.numpy()], axis=1)
-        output = self._model(
-            noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
-            context_hidden_states=text.features[torch.from_numpy(text.sources).to(self.device)],
-            position_ids=torch.from_numpy(positions).to(self.device),
-            attention_mask=cache.feed(fed.to(self.device)),
-            **with_cache(self._model, cache),
-        ).last_hidden_state
+        with cache.feeding(fed.to(self.device)) as mask:
+            output = self._model(
+                noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
+                context_hidden_states=text.features[torch.from_numpy(text.sources).to(self.device)],
+                position_ids=torch.from_numpy(positions).to(self.device),
+                attention_mask=mask,
+                **with_cache(self._model, cache),
+            ).last_hidden_state
         cache.keep([range(count) for count in text.counts])
         return output[:, 1:]
 

@@ -85,7 +85,8 @@ class Layers(nn.Module):
         """
         width = ids.shape[1]
         fed = fed_texts(fills, width)
-        output = self(k, ids, hidden, positions, cache.feed(fed), cache)
+        with cache.feeding(fed) as mask:
+            output = self(k, ids, hidden, positions, mask, cache)
         said = output[:, -1]
         before = torch.zeros_like(said) if cache.last is None else cache.last
         # The next layer reads, before each token, what this one said at the token before it.
@@ -238,9 +239,9 @@ class LayerNodes:
             parents = level.parent_rows[..., None].expand(-1, -1, hidden.shape[2])
             # A layer has read all levels since, or reads no more of them.
             missing = self._missing.setdefault(k, len(level.columns) - parents.shape[1])
-            mask = self._caches[k].feed(level.fed(missing))
-            hidden = hidden.gather(1, parents)
-            below[k] = self._module(k, level.token_ids, hidden, positions, mask, self._caches[k])
+            hidden, cache = hidden.gather(1, parents), self._caches[k]
+            with cache.feeding(level.fed(missing)) as mask:
+                below[k] = self._module(k, level.token_ids, hidden, positions, mask, cache)
         self._above = below
         return self._logits(first)
 

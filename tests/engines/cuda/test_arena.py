@@ -45,13 +45,13 @@ def test_a_cache_moves_into_an_arena_without_twice_its_memory(monkeypatch):
 
     def move():
         for layer in cache.slot_layers:
-            layer.move_out()
+            layer.detach()
         arena.hold(cache.slot_layers)
 
     assert whole <= highest(move) <= whole + whole // 3 + 4096
     assert len(arena._groups) == 3
-    homes = [home for layer in cache.slot_layers for home in layer.homes]
-    assert len({block.states.untyped_storage() for block, _ in homes}) == 3
+    refs = [ref for layer in cache.slot_layers for ref in layer.store.block_refs]
+    assert len({block.states.untyped_storage() for block, _ in refs}) == 3
     assert arena.nbytes == whole
     rows, last = torch.arange(2)[:, None], torch.full((2, 1), slots - 1)
     arena.move(rows, last, torch.zeros_like(last))
