@@ -134,7 +134,7 @@ def _compare(
 def _tell_recordings(report: Report, model: Any) -> None:
     table = report.table("Recordings", RECORDINGS)
     for workspace in WORKSPACES._idle.get(model, []):
-        for step in workspace._steps.values():
+        for step in workspace.kinds.values():
             state = "repeated" if step.trusted else "computed" if step.fault else "new"
             capacity, (width, *_) = workspace.shape.capacity, step.key
             table.add(capacity=capacity, width=width, state=state, fault=step.fault or "")

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ..engines.cpu.recording import thread
+from ..system.tensors import thread
 from .blocks import Block, BlockRef, Both, InBlocks, Kind, OwnTensors, Places, Views
 
 NO_VIEWS: Views = (None, None)

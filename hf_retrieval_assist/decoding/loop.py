@@ -14,7 +14,7 @@ import torch
 
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
-from ..host.model_watch import ModelWatch
+from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
 from ..policy.account import Drafting
 from ..policy.policy import AssistantSession, DraftingPolicy

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..drafters.base import ChildDraw
-from ..host.model_watch import ModelWatch
+from ..host.model_state import ModelWatch
 from ..host.plain_step import STREAMS_FIRST
 from ..types.row_text import Path, RowText
 from ..types.token_tree import TokenTree

@@ -28,7 +28,7 @@ from ..system.modules import modules_of
 from . import transformers_private as private
 from .hook_state import (
     PACKAGE,
-    Identity,
+    DeepTeller,
     State,
     counts,
     may_act,
@@ -37,6 +37,7 @@ from .hook_state import (
     state_of,
     written_in,
 )
+from .told import Told
 from .transformers_private import Hook, global_hooks, hooks_of
 
 
@@ -88,8 +89,9 @@ def _callers_hooks(model: nn.Module) -> list[Hook]:
 def told(hook: Hook) -> Hashable:
     """What tells a hook that is registered anew for every call from others: where it stands, what
     it calls and what that keeps."""
-    place = Identity(hook.table), hook.keywords
-    return place, frozenset(state_of(unwatched(hook.called)).items())
+    teller = DeepTeller()
+    teller.refer(hook.table)
+    return Told(teller, hook.keywords, teller.tell(unwatched(hook.called)))
 
 
 def _kind(hook: Hook) -> Kind | None:
@@ -189,7 +191,7 @@ class _Seen:
 
     def note(self, acted: bool, before: State, after: State, draws: bool) -> None:
         self.always, self.ever = self.always and acted, self.ever or acted
-        self.moves = self.moves or before != after
+        self.moves = self.moves or before[0] != after[0]
         self.counts = self.counts or counts(before, after)
         self.draws = self.draws or draws
 
@@ -256,7 +258,7 @@ class HookWatch:
         if self.muted:
             return None
         kept, seen = _copies(values), self._new.get(number)
-        state, drawn = state_of(called) if seen else {}, torch.get_rng_state()
+        state, drawn = seen and state_of(called), torch.get_rng_state()
         result = called(*arguments)
         now, arranged_now = _flat(shown)
         acted = (
@@ -265,7 +267,7 @@ class HookWatch:
             or not all(map(_equal, kept, now))
             or not _hands_on(result, _replaced(watched.before, arguments))
         )
-        if seen:
+        if seen and state:
             draws = not torch.equal(drawn, torch.get_rng_state())
             seen.note(acted, state, state_of(called), draws)
         if acted:

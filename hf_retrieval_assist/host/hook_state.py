@@ -8,8 +8,10 @@ names, its object's attributes and what was bound to it; not in iterators or oth
 from __future__ import annotations
 
 import dis
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
@@ -18,58 +20,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from .told import place_of, reference_to
+from .told import PLAIN, Teller, Told, attributes_of, flat, place_of, version_of
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = frozenset(
     ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", PACKAGE)
 )
 
-Place = tuple[Hashable, ...]
-State = dict[Place, Hashable]
-"""What a hook calls and keeps, by where that was found."""
-
 _NUMBERS = (bool, int, float, complex)
-_VALUES = (*_NUMBERS, str, bytes, type(None))
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_SERIES = (list, tuple, deque)
-_HELD = (*_VALUES, *_MAPPINGS, *_SERIES)
+# What is told of a class: the rest are its methods.
+_HELD = PLAIN | {dict, OrderedDict, defaultdict, Counter, list, tuple, deque}
 
 # What is looked at of one hook; more than that is never told to be what it was.
-_MOST = 1 << 12
+_MOST = 1 << 13
 
 # By which a function gets at what its code does not name.
 _FRAMES = frozenset(("locals", "vars", "eval", "exec", "_getframe", "currentframe"))
-
-
-class Identity:
-    """Equal to others of the same object, and to none of an object that gets its address later.
-
-    It holds the object only where that cannot be referred to weakly.
-    """
-
-    __slots__ = ("_address", "_of", "_place")
-
-    def __init__(self, thing: Any):
-        self._address = id(thing)
-        self._place = place_of(thing) if issubclass(type(thing), torch.Tensor) else None
-        self._of: Any
-        try:
-            self._of = reference_to(thing)
-        except TypeError:
-            self._of = lambda: thing
-
-    def __hash__(self) -> int:
-        return self._address
-
-    def __eq__(self, other: object) -> bool:
-        thing = self._of()
-        return (
-            isinstance(other, Identity)
-            and thing is not None
-            and thing is other._of()
-            and self._place == other._place
-        )
 
 
 def written_in(function: Any) -> str:
@@ -93,71 +59,85 @@ def own_parts(called: Any) -> list[Any]:
     return [part for part in found if written_in(part) not in LIBRARIES]
 
 
+class DeepTeller(Teller):
+    """Looks into functions, classes and objects that no library has written, too.
+
+    Args:
+        most: parts of objects that are looked at; what has more is never told to be what it was.
+
+    Attributes:
+        untold: whether there is something of which nobody can tell whether it stays as it is.
+    """
+
+    _at_once = frozenset()
+
+    def __init__(self, most: int = _MOST) -> None:
+        super().__init__()
+        self._left, self.untold = most, False
+
+    def parts(self, value: Any) -> tuple[Sequence[Any], bool]:
+        kind = type(value)
+        parts, which = super().parts(value)
+        if issubclass(kind, torch.Tensor):
+            parts = _tensor(value)
+        elif issubclass(kind, deque):
+            parts, which = [*deque.__iter__(value)], False
+        elif kind is weakref.ref:
+            parts, which = [value()], False
+        elif kind is FunctionType and written_in(value) not in LIBRARIES:
+            parts, which = _kept(value), False
+        elif kind is SimpleNamespace or _is_own(value if issubclass(kind, type) else kind):
+            parts = [*parts, *_attributes(value)]
+        self._left -= 1 + len(parts)
+        if self._left > 0 and not hasattr(kind, "__next__"):
+            return parts, which
+        if not self.untold:
+            self.untold = True
+            self.objects.append(object())
+        return (), False
+
+
+State = tuple[Told, dict[tuple[int, ...], complex]]
+"""What a hook calls and keeps, and the numbers among that by where they were found."""
+
+
 def state_of(called: Any) -> State:
-    """What a hook calls and keeps: values by themselves, everything else by its identity, tensors
-    with what tells that they were written to."""
-    found: State = {}
-    seen: set[int] = set()
-    waiting: deque[tuple[Place, Any]] = deque([((), called)])
-    while waiting and len(found) < _MOST:
-        place, value = waiting.popleft()
-        found[place], parts = _told(value)
-        if id(value) not in seen:
-            seen.add(id(value))
-            waiting.extend(((*place, name), part) for name, part in parts)
-    if waiting:
-        found["more",] = Identity(object())
-    return found
+    """What a hook calls and keeps."""
+    teller, numbers = DeepTeller(), dict[tuple[int, ...], complex]()
+    teller.tell(called)
+    places: dict[int, tuple[int, ...]] = {0: ()}
+    for number, (kind, parts) in enumerate(teller.rest()):
+        for i, part in enumerate((kind, *parts)):
+            place = *places[number], i
+            if type(part) is tuple:
+                places.setdefault(part[1], place)
+            elif type(part) in _NUMBERS:
+                numbers[place] = part
+    return Told(teller), numbers
 
 
-def _told(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
-    """A value's own mark, and its parts by name."""
-    kind = type(value)
-    if kind in _VALUES:
-        return (kind, value.hex() if kind is float else value), ()
-    if isinstance(value, torch.Tensor):
-        return _told_tensor(value), ()
-    if kind in _SERIES:
-        return (kind, len(value)), enumerate(value)
-    if kind in _MAPPINGS:
-        return (kind, len(value)), [(_name(name), part) for name, part in value.items()]
-    if kind in (set, frozenset):
-        return (kind, len(value), frozenset(map(_name, value))), ()
-    if kind is partial:
-        return (kind,), enumerate((value.func, value.args, value.keywords))
-    if kind is MethodType:
-        return (kind,), enumerate((value.__func__, value.__self__))
-    if kind is FunctionType and written_in(value) not in LIBRARIES:
-        return Identity(value.__code__), _kept(value)
-    if hasattr(kind, "__next__"):  # nobody can tell how far an iterator has got
-        return Identity(object()), ()
-    if kind is SimpleNamespace or _is_own(value if isinstance(value, type) else kind):
-        return Identity(value), _attributes(value)
-    return Identity(value), ()
+def counts(before: State, after: State) -> bool:
+    """Whether a number that a hook keeps has become another one."""
+    now = after[1]
+    return any(place in now and now[place] != then for place, then in before[1].items())
 
 
-def _told_tensor(tensor: torch.Tensor) -> Hashable:
+def _tensor(tensor: torch.Tensor) -> list[Any]:
+    """What tells that a tensor was written to, or is another one of its memory; a single number is
+    told by what it is."""
     if tensor.is_cpu and tensor.numel() == 1 and tensor.layout is torch.strided:
-        return float, Identity(tensor), repr(tensor.tolist())
-    return torch.Tensor, Identity(tensor), None if tensor.is_inference() else tensor._version
+        return [tensor.item()]
+    return [f"{version_of(tensor)} {place_of(tensor)}"]
 
 
-def _name(name: Any) -> Hashable:
-    return (type(name), name) if type(name) in _VALUES else Identity(name)
-
-
-def _kept(function: FunctionType) -> Iterator[tuple[Hashable, Any]]:
-    yield "defaults", function.__defaults__
-    yield "keywords", function.__kwdefaults__
-    yield "attributes", vars(function)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield ("cell", name), cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            continue
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield ("global", name), function.__globals__[name]
+def _kept(function: FunctionType) -> list[Any]:
+    """What a function's code is, and what it reads."""
+    code, space = function.__code__, function.__globals__
+    kept: list[Any] = [code, function.__defaults__, function.__kwdefaults__, vars(function)]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing is in it yet
+            kept += name, cell.cell_contents
+    return kept + [part for name in code.co_names if name in space for part in (name, space[name])]
 
 
 def _is_own(kind: type) -> bool:
@@ -165,29 +145,15 @@ def _is_own(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in LIBRARIES | {"builtins", "numpy", "logging"}
 
 
-def _attributes(value: Any) -> Iterator[tuple[Hashable, Any]]:
-    held = getattr(value, "__dict__", {})
+def _attributes(value: Any) -> list[Any]:
     if isinstance(value, type):
-        yield from ((name, part) for name, part in held.items() if type(part) in _HELD)
-        return
-    yield "class", type(value)
-    yield from held.items()
+        return flat({name: part for name, part in vars(value).items() if type(part) in _HELD})
+    held = attributes_of(value)
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
     for name in chain.from_iterable((s,) if isinstance(s, str) else s for s in slots):
-        if hasattr(value, name):
-            yield name, getattr(value, name)
-
-
-def counts(before: State, after: State) -> bool:
-    """Whether a number that a hook keeps has become another one."""
-    return any(
-        isinstance(told, tuple)
-        and told[0] in _NUMBERS
-        and isinstance(now := after.get(place), tuple)
-        and now[0] in _NUMBERS
-        and now != told
-        for place, told in before.items()
-    )
+        with suppress(AttributeError):
+            held[name] = object.__getattribute__(value, name)
+    return flat(held)
 
 
 def _code_of(called: Any) -> tuple[CodeType | None, int]:

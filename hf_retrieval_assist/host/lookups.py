@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Set
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..structures.lookups import Lookups
 from ..system.modules import modules_of
 from .hook_state import LIBRARIES, written_in
+from .told import configurations_in
 from .transformers_private import attention_of, own_calls
 
 _CALLS = ("__call__", "forward")
@@ -65,10 +67,11 @@ def lookups_of(model: nn.Module) -> ForwardLookups:
     for module in modules:
         reader.follow(own_calls(module)[0], type(module))
     reader.read()
-    for config in configurations_of(model):
+    for config in configurations_in(model.config):
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             reader.found.add(registry, attention_of(config))
-    reader.found.strange = next(filter(_is_strange, reader.functions), None)
+    strange = (function for function, _ in reader.functions if _is_strange(function))
+    reader.found.strange = next(strange, None)
     return reader.found
 
 
@@ -88,37 +91,32 @@ class _Reader:
 
     Attributes:
         found: so far.
+        functions: that were met, those of torch's own that are not followed left out, with the
+            class of the object that has them as methods.
     """
 
     def __init__(self) -> None:
         self.found = ForwardLookups()
-        self._known: set[tuple[int, str]] = set()
-        # Functions, with the class of the object that has them as methods.
-        self._waiting: dict[tuple[FunctionType, type | None], None] = {}
-
-    @property
-    def functions(self) -> list[FunctionType]:
-        """Those that were met, those of torch's own that are not followed left out."""
-        return [function for function, _ in self._waiting]
+        self.functions: list[tuple[FunctionType, type | None]] = []
+        self._known: set[tuple[Any, Any]] = set()
 
     def follow(self, function: Any, kind: type | None = None) -> None:
         """Read what a function looks up, later; nothing else is followed."""
         while isinstance(function, partial):
             function = function.func
         function = getattr(function, "__func__", function)
-        if isinstance(function, FunctionType) and _is_followed(function):
-            self._waiting.setdefault((function, kind))
+        met = function, kind
+        if isinstance(function, FunctionType) and met not in self._known and _is_followed(function):
+            self._known.add(met)
+            self.functions.append((function, kind))
 
     def read(self) -> None:
         """Look up the names of all functions that are followed."""
-        done = 0
-        while done < min(len(self._waiting), _MOST):
-            todo = [*self._waiting][done:_MOST]
-            done += len(todo)
-            for function, kind in todo:
-                self.look_up(function, kind)
-                for cell in function.__closure__ or ():
-                    self.follow(_content(cell), kind)
+        for function, kind in islice(self.functions, _MOST):  # which become more
+            self.look_up(function, kind)
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # it holds nothing yet
+                    self.follow(cell.cell_contents, kind)
 
     def look_up(self, function: FunctionType, kind: type | None) -> None:
         """The names of one function."""
@@ -158,23 +156,3 @@ def _is_followed(function: FunctionType) -> bool:
     if module.partition(".")[0] in sys.stdlib_module_names:
         return False
     return not module.startswith("torch.") or module.startswith(_FOLLOWED)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it holds nothing yet
-        return None
-
-
-def configurations_of(model: Any) -> list[PreTrainedConfig]:
-    """A model's configuration and those within it, each once."""
-    found = {id(model.config): model.config}
-    waiting = [model.config]
-    for config in waiting:
-        for value in vars(config).values():
-            # Of an odd object `isinstance` would ask, and it may raise.
-            if issubclass(type(value), PreTrainedConfig) and id(value) not in found:
-                found[id(value)] = value
-                waiting.append(value)
-    return waiting

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..structures.lookups import Lookups, Snapshot
+from ..system import changes
 from ..system.modules import modules_of
 from .callers_hooks import all_hooks, callers_global_hooks, is_callers, may_change
 from .callers_hooks import told as told_of
-from .told import PLAIN, Moving, Teller, Told, members_of, told
+from .plain_step import why_exchanged
+from .told import PLAIN, Moving, Teller, Told, configurations_in, members_of, told
 from .transformers_private import GRADIENT_HOOKS, Hook, hooks_of
 
 # What every module keeps of itself.
@@ -126,6 +130,12 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([name for name in names if name not in _INTERNAL])
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that not every module has."""
+    own = vars(module)
+    return {name: own[name] for name in own_names(tuple(own))}
+
+
 def has_changing_hooks(model: nn.Module) -> bool:
     """Whether hooks may change what the model's forwards compute."""
     return any(map(may_change, all_hooks(model)))
@@ -161,18 +171,15 @@ class Attributes:
 
 def _owners(model: nn.Module) -> list[Any]:
     """Modules and configurations."""
-    modules, teller = modules_of(model), Teller()
-    for module in modules:
-        teller.tell(vars(module).get("config"))
-    list(teller.rest())
-    return [*modules, *(x for x in teller.values if issubclass(type(x), PreTrainedConfig))]
+    modules = modules_of(model)
+    return [*modules, *configurations_in(*(vars(module).get("config") for module in modules))]
 
 
 def _each(owner: Any, plain: bool = True) -> dict[str, Told]:
     """What is told of each attribute; nested configurations are owners of their own."""
     own, items = vars(owner), [*vars(owner).items()]
     if isinstance(owner, nn.Module):
-        items = [(name, own[name]) for name in own_names(tuple(own))] + _switches(own)
+        items = [*own_attributes(owner).items(), *_switches(own)]
     return {
         name: told(value)
         for name, value in items
@@ -193,7 +200,7 @@ def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
     for module in modules_of(model):
         own = vars(module)
         tables += own, own["_buffers"], own["_parameters"], own["_modules"]
-        tables += _containers([own[name] for name in own_names(tuple(own))])
+        tables += _containers([*own_attributes(module).values()])
     held = [(table, members_of(table) or []) for table in tables]
     try:
         yield before
@@ -231,3 +238,44 @@ def _put_back(table: Any, members: list[Any]) -> None:
         for name in [name for name in dict.keys(table) if name not in before]:
             dict.__delitem__(table, name)
         dict.update(table, before)
+
+
+class ModelWatch:
+    """Notices that a model is changed between one of its forwards and the next.
+
+    What modules, their parameters, buffers, hooks and attributes are, what lists and dictionaries
+    among these hold, the configuration, where tensors lie and writes that PyTorch counts, what the
+    forward looks up, what operators take from PyTorch, and what the loop asks of the model.
+
+    Args:
+        model: to look at.
+        lookups: of its forward.
+    """
+
+    def __init__(self, model: nn.Module, lookups: Lookups) -> None:
+        self._model, self._lookups = model, lookups
+        modules = modules_of(model)
+        configs = [vars(config) for config in configurations_in(model.config)]
+        held = [value for module in modules for value in vars(module).values()]
+        tables = [value for value in held if isinstance(value, dict)]
+        lists = [value for value in held if type(value) is list]
+        inside = chain(held, *(table.values() for table in tables), *lists)
+        tensors = {id(value): value for value in inside if isinstance(value, torch.Tensor)}
+        self._snapshot = Snapshot(modules, configs + tables, lists, [*tensors.values()])
+        self.look()
+
+    def look(self) -> None:
+        """Take the model as it is now for what the last forward has left."""
+        self._snapshot.take()
+        self._said, self._settings = changes.said(), torch_settings()
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is another one than when it was last looked at."""
+        return (
+            self._said != changes.said()
+            or not self._snapshot.is_same()
+            or self._settings != torch_settings()
+            or self._lookups.changed() is not None
+            or why_exchanged(self._model) is not None
+        )

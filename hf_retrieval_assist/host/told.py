@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import marshal
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import is_
 from types import MethodType
@@ -29,9 +29,6 @@ _BASES = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
 # PyTorch's own, of which a call may make new ones that are equal.
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-Referred = tuple[Any, int]
-"""What stands for the n-th object in what is told: no plain value, nor a container of some."""
-
 
 class Told:
     """What was told of values: equal as long as plain ones are equal and the others the same."""
@@ -39,7 +36,7 @@ class Told:
     __slots__ = ("_number", "_objects")
 
     def __init__(self, teller: Teller, *values: Any) -> None:
-        self._number = hash(marshal.dumps((values, *teller.rest()), 2))
+        self._number = hash(marshal.dumps((values, teller.rest()), 2))
         self._objects = teller.objects
 
     def __hash__(self) -> int:
@@ -69,15 +66,19 @@ class Teller:
 
     Attributes:
         values: that were met and are no plain ones; they keep their addresses until all is told.
-        numbers: what stands for these, by their addresses.
+        numbers: what stands for these, by their addresses: no plain value, nor a container of some.
         objects: references to those that are told by which they are, or these themselves where they
             have none and refer to nothing.
     """
 
+    # Containers that are told at once where all in them is plain.
+    _at_once = frozenset((tuple, list))
+
     def __init__(self, moving: Moving | None = None) -> None:
         self.values: list[Any] = []
         self.objects: list[Any] = []
-        self.numbers: dict[int, Referred] = {}
+        self.numbers: dict[int, tuple[Any, int]] = {}
+        self._said: list[tuple[Any, list[Any]]] = []
         self._moving = moving or Moving()
 
     def tell(self, value: Any) -> Any:
@@ -85,23 +86,24 @@ class Teller:
         if (found := self.numbers.get(id(value))) is not None:
             return found
         kind = type(value)
-        if kind in PLAIN or (
-            (kind is tuple or kind is list) and PLAIN.issuperset(map(type, value))
-        ):
+        if kind in PLAIN or (kind in self._at_once and PLAIN.issuperset(map(type, value))):
             return value
         found = self.numbers[id(value)] = (..., len(self.values))
         self.values.append(value)
         return found
 
-    def rest(self) -> Iterator[Any]:
-        """What there is to say of the objects so far, and of those that they refer to."""
-        for value in self.values:  # which become more
-            parts, which = _parts(value, self._moving)
-            if which and not self._refer(value):
+    def rest(self) -> list[tuple[Any, list[Any]]]:
+        """What there is to say of each object so far, and of those that they refer to: its type and
+        its parts."""
+        while len(self._said) < len(self.values):
+            value = self.values[len(self._said)]
+            parts, which = self.parts(value)
+            if which and not self.refer(value):
                 parts = gc.get_referents(value)
-            yield self.tell(type(value)), [*map(self.tell, parts)]
+            self._said.append((self.tell(type(value)), [*map(self.tell, parts)]))
+        return self._said
 
-    def _refer(self, value: Any) -> bool:
+    def refer(self, value: Any) -> bool:
         """Tell an object by which it is; whether that can be."""
         try:
             self.objects.append(reference_to(value))
@@ -111,31 +113,38 @@ class Teller:
             self.objects.append(value)
         return True
 
+    def parts(self, value: Any) -> tuple[Sequence[Any], bool]:
+        """What an object is told by: parts of it, and whether also by which one it is."""
+        kind = type(value)
+        members = members_of(value)
+        if members is not None:
+            return members, False
+        if issubclass(kind, torch.Tensor):
+            return [version_of(value), place_of(value)], True
+        if kind is MethodType:
+            return (value.__func__, value.__self__), False
+        if issubclass(kind, partial):
+            return (value.func, value.args, value.keywords), False
+        if issubclass(kind, PreTrainedConfig):
+            names = self._moving.of(value)
+            return flat({n: x for n, x in vars(value).items() if n not in names}), False
+        if issubclass(kind, _NAMED):
+            return [str(value)], False
+        if issubclass(kind, np.generic):
+            return (value.dtype.str, value.tobytes()), False
+        for base, own in _BASES:
+            if issubclass(kind, base):
+                return [own(value)], False
+        # A generation's settings are no model's.
+        return (), not issubclass(kind, GenerationConfig)
 
-def _parts(value: Any, moving: Moving) -> tuple[Sequence[Any], bool]:
-    """What an object is told by: parts of it, and whether also by which one it is."""
-    kind = type(value)
-    members = members_of(value)
-    if members is not None:
-        return members, False
-    if issubclass(kind, torch.Tensor):
-        return [version_of(value), place_of(value)], True
-    if kind is MethodType:
-        return (value.__func__, value.__self__), False
-    if issubclass(kind, partial):
-        return (value.func, value.args, value.keywords), False
-    if issubclass(kind, PreTrainedConfig):
-        names = moving.of(value)
-        return flat({n: x for n, x in vars(value).items() if n not in names}), False
-    if issubclass(kind, _NAMED):
-        return [str(value)], False
-    if issubclass(kind, np.generic):
-        return (value.dtype.str, value.tobytes()), False
-    for base, own in _BASES:
-        if issubclass(kind, base):
-            return [own(value)], False
-    # A generation's settings are no model's.
-    return (), not issubclass(kind, GenerationConfig)
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What stands on an object itself, without asking it."""
+    try:
+        return dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        return {}
 
 
 def flat(table: dict[Any, Any]) -> list[Any]:
@@ -152,6 +161,15 @@ def members_of(value: Any) -> list[Any] | None:
         if issubclass(kind, base):
             return [*base.__iter__(value)]
     return None
+
+
+def configurations_in(*values: Any) -> list[PreTrainedConfig]:
+    """The configurations among values, and those within them, each once."""
+    teller = Teller()
+    for value in values:
+        teller.tell(value)
+    teller.rest()
+    return [x for x in teller.values if issubclass(type(x), PreTrainedConfig)]
 
 
 def reference_to(value: Any) -> weakref.ref[Any]:

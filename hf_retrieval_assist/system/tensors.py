@@ -1,8 +1,25 @@
-"""What tensors hold and where they lie, compared without regard to their values' meaning."""
+"""What tensors hold and where it lies, and who records what a thread computes with them."""
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
+
+
+class _Thread(threading.local):
+    """Of the running thread.
+
+    Attributes:
+        recorder: what records its forward, whom layers of caches ask; None: nothing does, or it
+            looks away.
+    """
+
+    recorder: Any = None
+
+
+thread = _Thread()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -17,7 +34,5 @@ def memory_of(tensor: torch.Tensor) -> int:
     """The address of what a tensor is a view of; 0 where it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (
-        Exception
-    ):  # whatever its kind raises, as sparse ones do and those that are not there yet
+    except Exception:  # of its kind's, as sparse ones raise and those that are not there yet
         return 0

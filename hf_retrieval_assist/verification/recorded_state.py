@@ -7,40 +7,24 @@ is not recorded. Nothing is kept alive.
 
 from __future__ import annotations
 
-import io
-import pickle
-import weakref
-from collections.abc import Mapping
-from enum import Enum
-from functools import partial
-from types import MethodType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..host.callers_hooks import is_callers
-from ..host.hook_state import LIBRARIES, PACKAGE, written_in
-from ..host.model_state import own_names, torch_settings
-from ..host.told import reference_to
+from ..host.hook_state import LIBRARIES, PACKAGE, DeepTeller, written_in
+from ..host.model_state import own_attributes, torch_settings
+from ..host.told import Told, flat, place_of
 from ..host.transformers_private import global_hooks, hooks_of, own_calls
+from ..system import changes
 from ..system.modules import modules_of
-
-# What pickle writes down by itself, and what is told by its name, which is PyTorch's own.
-_PLAIN = (type(None), bool, int, float, str, bytes, type(...))
-_WRITTEN = frozenset((*_PLAIN, list, tuple, dict, set, frozenset))
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Objects that are read of a module, or of what a call was given; more are too many to look into
 # before every call.
 _MOST = 1 << 15
-
-# Where modules keep the numbers of hooks that are called with keywords, or after failures too.
-_WAYS = [f"_forward_{which}" for which in ("hooks_with_kwargs", "pre_hooks_with_kwargs")]
-_WAYS += ["_forward_hooks_always_called"]
 
 
 def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
@@ -67,107 +51,43 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     """
     if why_unrecorded(model, device) is not None:
         return None
+    modules = modules_of(model)
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
-    reader, modules = _Reader(), modules_of(model)
+    reader = _Reader(_MOST + (len(modules) << 6))
     try:
-        for part in (*modules, {*map(type, modules)}, passed, torch_settings()):
-            reader.read(part)
-    except Exception:  # whatever an object raises that is looked into, or what nests too deeply:
+        told = [reader.tell(part) for part in (*modules, passed, torch_settings())]
+        state = Told(reader, told)
+    except Exception:  # whatever an object raises that is looked into:
         return None  # nobody can tell whether it stays as it is
-    # A number, since many objects that are kept would make Python look for garbage among all; and
-    # the references, of which an object has one while it lives, and an ended one equals no other.
-    return hash(reader.written.getvalue()), *reader.objects
+    return None if reader.untold else (changes.said(), state)
 
 
-class _Reader(pickle.Pickler):
-    """Writes objects down, each once: pickle goes through collections, and asks for all others.
+class _Reader(DeepTeller):
+    """Tells modules by what they hold, and tensors by where they lie."""
 
-    Attributes:
-        written: so far.
-        objects: whose identities were written down.
-    """
-
-    def __init__(self) -> None:
-        self.written = io.BytesIO()
-        super().__init__(self.written)
-        self.objects: list[weakref.ref[Any]] = []
-        self._seen: dict[int, int] = {}
-        # Until all is read, so that no other object gets the address of one.
-        self._kept: list[Any] = []
-
-    def read(self, value: Any) -> None:
-        self._left = _MOST
-        self.dump(value)
-
-    def persistent_id(self, value: Any) -> Any:
-        """What is written in a value's place; None: itself."""
-        self._left -= 1
-        if not self._left:
-            raise pickle.PicklingError
-        if type(value) in _WRITTEN:
-            return None
-        if issubclass(type(value), _NAMED):
-            return str(value)
-        if issubclass(type(value), np.generic):
-            return value.dtype.str, value.tobytes()
-        if type(value) in (range, slice):
-            return type(value).__name__, value.start, value.stop, value.step
-        if type(value) is complex:
-            return value.real, value.imag
-        if id(value) in self._seen:
-            return self._seen[id(value)]
-        self._seen[id(value)] = len(self._kept)
-        self._kept.append(value)
-        if issubclass(type(value), (torch.Tensor, type, Enum)):
-            self.objects.append(reference_to(value))
-            return id(value), _tensor(value) if isinstance(value, torch.Tensor) else None
-        if isinstance(value, nn.Module):
-            return _module(value)
-        if isinstance(value, weakref.ref):
-            return [value()]
-        if isinstance(value, partial):
-            return value.func, value.args, value.keywords
-        if isinstance(value, MethodType):
-            return value.__func__, value.__self__
-        if isinstance(value, Mapping):
-            return [*value.items()]
-        if isinstance(value, list | tuple | set | frozenset):
-            return [*value]
-        return self._object(value)
-
-    def _object(self, thing: Any) -> Any:
-        """Which one it is, and its attributes where they may be changed from outside."""
-        held, library = getattr(thing, "__dict__", None), written_in(thing) in LIBRARIES
-        try:
-            self.objects.append(reference_to(thing))
-        except TypeError:
-            if held is None and not library:
-                raise pickle.PicklingError from None
-        looked_into = not library or isinstance(thing, PreTrainedConfig)
-        return id(thing), held if looked_into else None
+    def parts(self, value: Any) -> tuple[Sequence[Any], bool]:
+        if issubclass(type(value), torch.Tensor):
+            # Quantised ones have others inside.
+            return [id(value), *_place(value), *flat(vars(value))], True
+        if not issubclass(type(value), nn.Module):
+            return super().parts(value)
+        own, always = vars(value), value._forward_hooks_always_called
+        held = own["_modules"], own["_parameters"], own["_buffers"], own_attributes(value)
+        # The package's own look at a thread's forwards and change nothing.
+        hooks = [
+            part
+            for hook in hooks_of(value)
+            if written_in(hook.called) != PACKAGE
+            for part in (hook.called, hook.keywords, hook.number in always)
+        ]
+        return [*hooks, *(part for table in held for part in flat(table))], False
 
 
-def _module(module: nn.Module) -> Any:
-    own = vars(module)
-    names = own_names(tuple(own))
-    # The package's own look at a thread's forwards and change nothing.
-    hooks = [
-        (hook.called, [hook.number in own[way] for way in _WAYS])
-        for hook in hooks_of(module)
-        if written_in(hook.called) != PACKAGE
-    ]
-    # Numbers for what has no parts: each object takes as long as ten of them.
-    told = hash((type(module), names, *own["_modules"]))
-    return told, own["_parameters"], own["_buffers"], hooks, [own[name] for name in names]
-
-
-def _tensor(tensor: torch.Tensor) -> Any:
+def _place(tensor: torch.Tensor) -> Any:
     """Where it lies, as far as its kind says: those that are sparse, or not there yet, do not."""
     try:
         # The value of one without dimensions went with the launch.
         value = repr(tensor.item()) if not tensor.shape and tensor.is_cpu else None
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return tensor.data_ptr(), place_of(tensor), str(tensor.device), value
     except Exception:  # whatever its kind raises
-        return None, vars(tensor) or None
-    # Quantised ones have others inside.
-    return hash((value, *place)), vars(tensor) or None
+        return ()

@@ -26,11 +26,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from ..host.callers_hooks import has_callers_hooks
 from ..host.lookups import lookups_of
-from ..host.model_state import own_names
-from ..host.told import Teller
+from ..host.model_state import own_attributes
+from ..host.told import Teller, attributes_of
 from ..host.transformers_private import hooks_of
 from ..system.modules import modules_of
 from ..system.tensors import memory_of
@@ -301,37 +302,24 @@ def _own_objects(model: nn.Module) -> list[Any]:
         teller.tell(hook.called)
     for module in modules:
         if not has_ropes(module):
-            own = vars(module)
-            held = [own[name] for name in own_names(tuple(own))]
-            for value in (*own["_parameters"].values(), *own["_buffers"].values(), *held):
-                teller.tell(value)
-    list(teller.rest())
+            for held in (module._parameters, module._buffers, own_attributes(module)):
+                for value in held.values():
+                    teller.tell(value)
+    teller.rest()
     return [*teller.values, *(beside for value in teller.values for beside in _beside(value))]
 
 
 def _beside(value: Any) -> Sequence[Any]:
     """What an object holds that is no module, or a function of the scope around it."""
-    if issubclass(type(value), (type, nn.Module, torch.Tensor)):
-        return ()
     if type(value) is FunctionType:
         return gc.get_referents(*(value.__closure__ or ()))
-    try:
-        return [*object.__getattribute__(value, "__dict__").values()]
-    except AttributeError:
-        return ()
+    apart = issubclass(type(value), (type, nn.Module, torch.Tensor))
+    return () if apart else [*attributes_of(value).values()]
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """Tensors among values and in containers of them."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-        elif type(value) is dict:
-            found += _tensors(value.values())
-    return found
+    return [value for value in tree_iter([*values]) if isinstance(value, torch.Tensor)]
 
 
 @cache

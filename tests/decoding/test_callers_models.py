@@ -10,7 +10,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from hf_retrieval_assist.host.model_watch import ModelWatch
+from hf_retrieval_assist.host.model_state import ModelWatch
 from tests.support.callers import ASKED, START, TEXT, Each, agree
 from tests.support.lossless import INPUTS, build, knowing, run
 from tests.support.op_recorder import serve_in_place

@@ -167,7 +167,7 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
     assert UNRECORDED.get(name, "") in fault
     assert bool(fault) == (name in UNRECORDED)
     if simple and name not in UNRECORDED:
-        steps = WORKSPACES._idle[model][-1]._steps.values()
+        steps = WORKSPACES._idle[model][-1].kinds.values()
         assert any(step.trusted for step in steps)
         assert all(step.fault is None for step in steps)
 

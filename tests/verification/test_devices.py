@@ -20,6 +20,7 @@ from hf_retrieval_assist.engines.cuda.packed_buffer import PackedBuffer
 from hf_retrieval_assist.engines.cuda.replay import Replay, Shown
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES, Workspace, Workspaces
 from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.verification import recordings
 from hf_retrieval_assist.verification.tree_attention import LayerMask
 from tests.support.cuda_rules import Cuda
 from tests.support.lossless import build, padded
@@ -185,7 +186,7 @@ def test_a_capture_that_another_thread_breaks_is_tried_again(cuda, monkeypatch):
 
     for _ in range(3):
         step(compute)
-        assert step.new
+        assert step.content is None
         assert not step.computes
         cuda.draw()
     step(compute)
@@ -205,7 +206,7 @@ def test_captures_that_always_break_are_given_up(cuda, monkeypatch):
 
     for _ in range(20):
         assert step(compute).logits[0, 0, 1] == 1
-    assert len(tried) == replay._MOST_BROKEN
+    assert len(tried) == recordings.MOST_BROKEN
     assert "previous error during capture" in step.fault
 
 
@@ -263,7 +264,7 @@ def test_a_call_on_another_stream_follows_what_the_last_one_did(cuda, monkeypatc
     known.give_back(model, workspace)
     other = cuda.new_stream(FIRST)
     with cuda.stream(other):
-        assert known.lend(model, workspace.shape, "as it was") is workspace
+        assert known.workspace(model, workspace.shape, "as it was") is workspace
     assert cuda.on[-1] is cuda._first[0]
     assert other.waited_for == [workspace._left]
 
@@ -315,13 +316,14 @@ def lag(cuda, monkeypatch):
         cuda.queued.append(lambda: target.copy_(source))
         copy(buffer, torch.empty(0), torch.empty(0))
 
-    repeat = Replay.__call__
+    call = Replay.__call__
 
-    def repeated(step, compute):
+    def repeated(step, compute, at=None):
         if step.trusted and step.fault is None:
-            cuda.queued.append(step._repeat)
-            return step._recorded
-        return at_once(repeat)(step, compute)
+            repeat, recorded = step.content
+            cuda.queued.append(repeat)
+            return recorded
+        return at_once(call)(step, compute)
 
     monkeypatch.setattr(PackedBuffer, "_copy", copied)
     choose = NodeChoices.__call__
@@ -366,4 +368,4 @@ def test_sampled_tokens_are_read_once_they_have_come(rows, cuda, monkeypatch):
     lag(cuda, monkeypatch)
     for _ in range(3):
         agreeing(model, padded(rows), "tree", max_new_tokens=40, **options)
-    assert not any(step.fault for step in WORKSPACES._idle[model][-1]._steps.values())
+    assert not any(step.fault for step in WORKSPACES._idle[model][-1].kinds.values())

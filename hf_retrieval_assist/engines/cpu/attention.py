@@ -19,7 +19,8 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...host.scopes import asks_for_more
-from .recording import Attend, UnrecordableError, thread
+from ...system.tensors import thread
+from .recording import Attend, UnrecordableError
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest
 

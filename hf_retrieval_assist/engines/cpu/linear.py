@@ -14,7 +14,7 @@ are verified beside it; neither is promised of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...system.tensors import thread
 from .library_weights import library_linear
-from .recording import thread
+from .recording import stand_ins
 from .skinny import (
     MAX_ROWS,
     RepeatedLinears,
@@ -149,7 +150,7 @@ def linear(
         return plain_linear(input, weight, bias)
     if (recording := thread.recorder) is not None:
         return recording.linear(linear, RepeatedLayers, input, weight, bias)
-    stand_in = thread.stand_ins.get(id(weight))
+    stand_in = stand_ins.by_id.get(id(weight))
     if stand_in is not None and in_route():
         return stand_in(input, bias)
     if type(weight) in _DENSE:
@@ -195,7 +196,7 @@ class RepeatedLayers:
         return self if self._kernels is None else self._kernels
 
     def __call__(self) -> None:
-        if self._kernels is not None and self.weights.isdisjoint(thread.stand_ins):
+        if self._kernels is not None and self.weights.isdisjoint(stand_ins.by_id):
             self._kernels()
             return
         for x, weight, bias, out in self._layers:
@@ -204,13 +205,3 @@ class RepeatedLayers:
 
 StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x, bias) -> `x @ weight.T + bias`, of the weight that it stands for, or nearly so."""
-
-
-def stand_ins() -> Mapping[int, StandIn]:
-    """What stands for weights in this thread, by the identity of the parameter."""
-    return thread.stand_ins
-
-
-def set_stand_ins(others: Mapping[int, StandIn]) -> None:
-    """Let others stand for them."""
-    thread.stand_ins = others

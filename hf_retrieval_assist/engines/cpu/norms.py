@@ -23,7 +23,7 @@ from torch import nn
 
 from ...structures.lookups import Lookups
 from ...system.locks import Lock
-from .recording import thread
+from ...system.tensors import thread
 from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
 
 __all__ = ["learn_norms", "put", "take_back"]

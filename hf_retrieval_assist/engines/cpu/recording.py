@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from ...system.tensors import memory_of, same_bits
+from ...system.tensors import memory_of, same_bits, thread
 from .skinny import RepeatedElements
 
 aten = torch.ops.aten
@@ -53,19 +53,13 @@ class UnrecordableError(Exception):
     """Why a forward cannot be computed again from what was recorded of it."""
 
 
-class _Thread(threading.local):
-    """Of the running thread.
+class _StandIns(threading.local):
+    """What stands for weights of this thread's linear layers, by the identity of the parameter."""
 
-    Attributes:
-        recorder: what records its forward; None: nothing does, or it looks away.
-        stand_ins: what stands for weights of linear layers, by the identity of the parameter.
-    """
-
-    recorder: Recorder | None = None
-    stand_ins: Mapping[int, Any] = MappingProxyType({})
+    by_id: Mapping[int, Any] = MappingProxyType({})
 
 
-thread = _Thread()
+stand_ins = _StandIns()
 
 
 class Given:
@@ -126,7 +120,7 @@ class Program:
             self._inputs[name].copy_(tensor)
         self._given.layers, self._given.masks = layers, masks
         try:
-            nothing_stands_in = self._weights.isdisjoint(thread.stand_ins)
+            nothing_stands_in = self._weights.isdisjoint(stand_ins.by_id)
             for operator in self._direct if nothing_stands_in else self._operators:
                 operator()
             return self._last()

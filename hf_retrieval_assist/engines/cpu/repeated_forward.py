@@ -1,16 +1,15 @@
 """Forwards of a few tokens on a CPU, repeated from programs that are kept from call to call.
 
-See :mod:`~.recording`. A kind of forward is recorded once it has been computed so often
-that recording would have paid, and compared, to the bit, before it is repeated: when it is recorded
-and whenever the cache's length passes a power of two, at which what a model decides by it may
-change.
+See :mod:`...verification.recordings` and :mod:`~.recording`. A kind of forward is recorded once it
+has been computed so often that recording would have paid, and compared to the bit.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +21,12 @@ from ...host.callers_hooks import callers_global_hooks
 from ...host.hook_state import LIBRARIES, written_in
 from ...host.lookups import ForwardLookups
 from ...host.transformers_private import CACHE, attention_of, hooks_of
-from ...system import changes
-from ...system.locks import Lock
-from ...system.log import get_logger
-from ...system.memory import SHORTAGES
 from ...system.modules import modules_of
 from ...system.tensors import same_bits
 from ...verification.recorded_state import recorded_state
+from ...verification.recordings import Borrower, Pool, Recording, Recordings
 from .linear import MAX_ROWS
 from .recording import Program, Recorder, UnrecordableError
-
-logger = get_logger(__name__)
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
 # repeating it saves in eight; programs outlive calls.
@@ -44,72 +38,88 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Of one model, all programs together.
 MOST_BYTES = 256 << 20
 
-# Programs of a model that wait for calls: of so many calls at a time.
-_MOST_IDLE = 2
-
-# Calls in which a model is left alone that was found unrecordable: looking at its state takes
-# milliseconds.
-_REST = 32
-
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
-@dataclass
-class _Kind:
-    """Forwards of one shape.
-
-    Attributes:
-        uses: how many were computed.
-        program: what repeats them.
-        recorded_at: the cache's length when it was recorded, of which it may have made a constant.
-        output: the class of their outputs.
-        lengths: of the cache, in bits, at which the program has given what the model gave.
-    """
-
-    uses: int = 0
-    program: Program | None = None
-    recorded_at: int = 0
-    output: Any = None
-    lengths: set[int] = field(default_factory=set)
-
-
 class _Asked(NamedTuple):
-    """A forward that is wanted: the model's arguments, and of these what a program is given."""
+    """A forward that is wanted: the model, its arguments, of these what a program is given, the
+    cache's layers, and the programs that there are."""
 
+    model: Any
     arguments: dict[str, Any]
     inputs: Mapping[str, torch.Tensor]
+    layers: list[Any]
     masks: list[torch.Tensor]
+    programs: Programs
 
 
-class _Programs:
-    """Those of a model in one state.
+class _Kind(Recording):
+    """Forwards of one shape, repeated by a program and the class of their outputs."""
 
-    Attributes:
-        trusted: whether some give what the model gives.
-        fault: why no more are recorded.
+    content: tuple[Program, Any] | None
+
+    def compute(self, asked: _Asked) -> Any:
+        return asked.model(**asked.arguments)
+
+    def record(self, asked: _Asked) -> Any:
+        with self.trying(), _taken_back(asked.layers) as kept:
+            recorder = Recorder(asked.model, asked.inputs, asked.layers, asked.masks)
+            with recorder:
+                outputs = asked.model(**asked.arguments | recorder.inputs)
+            given = {name for name, x in outputs.items() if x is not None}
+            if strange := given - {"logits", CACHE}:
+                raise UnrecordableError(f"a forward that returns {sorted(strange)}")
+            program = recorder.program(outputs.logits)
+            if program.nbytes + asked.programs.nbytes > MOST_BYTES:
+                raise UnrecordableError("its programs take too much memory")
+            self.content = program, type(outputs)
+            kept.clear()
+        return self.compute(asked) if self.content is None else outputs
+
+    def repeat(self, asked: _Asked, aside: bool) -> Any:
+        if aside:
+            with _taken_back(asked.layers):
+                return self.repeat(asked, False)
+        assert self.content is not None
+        program, outputs = self.content
+        return outputs(logits=program(asked.inputs, asked.layers, asked.masks))
+
+    def difference(self, repeated: Any, computed: Any) -> str | None:
+        same = same_bits(repeated.logits, computed.logits)
+        return None if same else "repeated logits are not the model's"
+
+
+@contextmanager
+def _taken_back(layers: list[Any]) -> Iterator[list[Any]]:
+    """Scope of a forward that counts for none, unless the layers' lengths are cleared."""
+    lengths = [(layer, layer.get_seq_length()) for layer in layers]
+    try:
+        yield lengths
+    finally:
+        for layer, length in lengths:
+            layer.set_length(length)
+
+
+class Programs(Recordings):
+    """Those of a model in one state, whose names lead where they led when they were recorded.
+
+    A fault of one says that no more are recorded, since kinds of forwards differ in their widths.
     """
 
     def __init__(self, state: Any, lookups: ForwardLookups) -> None:
-        self.state, self.lookups = state, lookups
-        self.said = changes.said()
-        self.kinds: dict[Hashable, _Kind] = {}
-        self.trusted = False
-        self.fault: str | None = None
+        super().__init__(state, {})
+        self.lookups = lookups
 
     def fit(self, state: Any) -> bool:
-        """Whether they repeat what a model in this state computes, whose names lead where they led
-        when these were recorded."""
-        known = self.state == state and self.said == changes.said()
-        return known and self.lookups.changed() is None
+        return super().fit(state) and self.lookups.changed() is None
 
     @property
     def nbytes(self) -> int:
-        return sum(kind.program.nbytes for kind in self.kinds.values() if kind.program)
+        return sum(kind.content[0].nbytes for kind in self.kinds.values() if kind.content)
 
 
-_lock = Lock()
-_idle: weakref.WeakKeyDictionary[Any, list[_Programs]] = weakref.WeakKeyDictionary()
-_resting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+PROGRAMS: Pool[Programs] = Pool(most=2, rest=32)
+"""Looking at the state of a model takes milliseconds, so one that cannot be recorded rests."""
 
 
 def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
@@ -119,8 +129,7 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
-    if rest := _resting.get(model, 0):
-        _resting[model] = rest - 1
+    if PROGRAMS.rests(model):
         return False
     modules = modules_of(model)
     kinds: set[Any] = set(map(type, modules))
@@ -132,7 +141,7 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     )
 
 
-class RepeatedForward:
+class RepeatedForward(Borrower[Programs]):
     """Stands for a model in the forwards of one call, and repeats those that it can.
 
     Args:
@@ -145,8 +154,10 @@ class RepeatedForward:
         repeats: whether some forwards were repeated when the call began: a step then takes as long
             as a repeated one, else as long as a computed one.
         typical: whether the last forward was one of these.
-        repeated, recordings: forwards that were repeated, and programs that were made.
+        widths: what forwards of one row are filled up to.
     """
+
+    _told = logging.INFO, "are not recorded"
 
     def __init__(
         self,
@@ -155,10 +166,6 @@ class RepeatedForward:
         arguments: Mapping[str, Any],
         lookups: ForwardLookups,
     ) -> None:
-        self._model, self._cache, self._arguments = model, cache, arguments
-        self._handles = RemovableHandle.next_id
-        self.typical = True
-        self.repeated = self.recordings = 0
         # Programs know where weights lie: they stay there until the end of the call, whoever gives
         # the model others meanwhile.
         self._weights = [
@@ -168,30 +175,29 @@ class RepeatedForward:
             for tensor in tensors.values()
             if tensor is not None
         ]
-        state = recorded_state(model, arguments, torch.device("cpu"))
-        self._programs: _Programs | None = None
-        if state is not None:
-            with _lock:
-                idle = _idle.setdefault(model, [])
-                idle[:] = [programs for programs in idle if programs.fit(state)]
-                self._programs = idle.pop() if idle else _Programs(state, lookups)
-        self.repeats = self._programs is not None and self._programs.trusted
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """What forwards of one row are filled up to."""
+        self._cache, self._handles, self.typical = cache, RemovableHandle.next_id, True
+        read = partial(recorded_state, model, arguments, torch.device("cpu"))
+        super().__init__(PROGRAMS, model, read)
+        self._programs: Programs | None = None
+        if self._state is not None:
+            self._programs = PROGRAMS.lend(
+                model, self._state, lambda _: Programs(self._state, lookups)
+            )
         programs = self._programs
-        hopes = programs is not None and (programs.trusted or programs.fault is None)
-        return WIDTHS if hopes else ()
+        kinds = {} if programs is None else programs.kinds
+        self.repeats = any(kind.trusted for kind in kinds.values())
+        hopes = self.repeats or (programs is not None and not programs.faults)
+        self.widths = WIDTHS if hopes else ()
 
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
         self.typical = True
         if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
             self._check()
-        if self._programs is not None and self._programs.lookups.changed() is not None:
-            self._programs = None
-        if self._programs is None:
+        programs = self._programs
+        if programs is not None and programs.lookups.changed() is not None:
+            programs = self._programs = None
+        if programs is None:
             return self._model(**given)
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
         tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
@@ -209,88 +215,26 @@ class RepeatedForward:
             tuple([one is None for one in masks]),
             torch.get_num_threads(),
         )
-        kind = self._programs.kinds.setdefault(key, _Kind())
-        asked = _Asked(given, inputs, [one for one in masks if one is not None])
-        return self._run(kind, asked)
-
-    def _run(self, kind: _Kind, asked: _Asked) -> Any:
-        programs = self._programs
-        assert programs is not None
-        layers, longest = self._cache.layers, self._cache.slots.longest
-        length = longest.bit_length()
-        if kind.program is not None and length in kind.lengths:
-            self.repeated += 1
-            self.typical = self.repeats
-            return kind.output(logits=kind.program(asked.inputs, layers, asked.masks))
-        kind.uses += 1
-        if kind.program is None and (kind.uses <= PATIENCE or programs.fault is not None):
-            self.typical = not self.repeats
-            return self._model(**asked.arguments)
-        self.typical = False
-        if kind.program is not None and longest == kind.recorded_at:
-            return self._model(**asked.arguments)
-        lengths = [layer.get_seq_length() for layer in layers]
-        try:
-            if kind.program is None:
-                return self._record(kind, asked)
-            again = kind.program(asked.inputs, layers, asked.masks)
-        except SHORTAGES:
-            kind.program = again = None
-        except Exception as error:  # whatever a forward does that cannot be recorded
-            self._refuse(kind, str(error))
-            again = None
-        for layer, before in zip(layers, lengths, strict=True):
-            layer.set_length(before)
-        outputs = self._model(**asked.arguments)
-        if again is not None:
-            if same_bits(again, outputs.logits):
-                kind.lengths.add(length)
-                programs.trusted = True
-            else:
-                self._refuse(kind, "repeated logits are not the model's")
+        if key not in (kinds := programs.kinds):
+            kinds[key] = _Kind(PATIENCE)
+        seen = [one for one in masks if one is not None]
+        asked = _Asked(self._model, given, inputs, self._cache.layers, seen, programs)
+        outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
+        self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
         return outputs
-
-    def _record(self, kind: _Kind, asked: _Asked) -> Any:
-        assert self._programs is not None
-        recorder = Recorder(self._model, asked.inputs, self._cache.layers, asked.masks)
-        with recorder:
-            outputs = self._model(**asked.arguments | recorder.inputs)
-        if strange := {name for name, x in outputs.items() if x is not None} - {"logits", CACHE}:
-            raise UnrecordableError(f"a forward that returns {sorted(strange)}")
-        program = recorder.program(outputs.logits)
-        if program.nbytes + self._programs.nbytes > MOST_BYTES:
-            raise UnrecordableError("its programs take too much memory")
-        kind.program, kind.output = program, type(outputs)
-        kind.recorded_at = self._cache.slots.longest
-        self.recordings += 1
-        return outputs
-
-    def _refuse(self, kind: _Kind, fault: str) -> None:
-        assert self._programs is not None
-        kind.program, self._programs.fault = None, fault
-        logger.info("%s: its forwards are not recorded (%s)", type(self._model).__name__, fault)
 
     def _check(self) -> None:
         """Repeat nothing more where the model is no longer as it was."""
         self._handles = RemovableHandle.next_id
-        if self._programs is not None:
-            state = recorded_state(self._model, self._arguments, torch.device("cpu"))
-            if not self._programs.fit(state):
-                self._programs = None
+        if self._programs is not None and not self._is_current(self._programs):
+            self._programs = None
 
     def give_back(self) -> None:
         """Leave what was recorded to the model's next calls, if the model is as it was."""
-        if self.recordings:
-            self._check()
         programs, self._programs = self._programs, None
         self._weights.clear()
         if programs is not None:
-            if programs.fault is not None and not programs.trusted:
-                _resting[self._model] = _REST
-            with _lock:
-                idle = _idle.setdefault(self._model, [])
-                idle.append(programs)
-                del idle[:-_MOST_IDLE]
+            self._give_back(programs)
 
 
 def _memory_kept(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
 from . import norms, skinny
 from .attention import attention, plain_attention
-from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
+from .linear import StandIn, linear, plain_linear
+from .recording import stand_ins
 from .skinny import route_depth, set_route_depth
 
 __all__ = ["all_scopes_left", "reroute", "standing_in"]
@@ -63,12 +64,12 @@ def _go_to_depth(depth: int) -> None:
 def all_scopes_left() -> Iterator[None]:
     """Scope at whose end the running thread is in the scopes that it was in before, those of the
     kernels included; see :func:`~...host.scopes.scopes_left`."""
-    depth, outer = route_depth(), stand_ins()
+    depth, outer = route_depth(), stand_ins.by_id
     try:
         with scopes_left():
             yield
     finally:
-        set_stand_ins(outer)
+        stand_ins.by_id = outer
         _go_to_depth(depth)
 
 
@@ -127,11 +128,11 @@ def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
     Nothing is stored on the model, and other threads see nothing of it. Inside a mode that watches
     operators it does nothing, as `reroute`.
     """
-    outer = stand_ins()
+    outer = stand_ins.by_id
     with reroute():
         try:
             if not _is_traced():
-                set_stand_ins(others)
+                stand_ins.by_id = others
             yield
         finally:
-            set_stand_ins(outer)
+            stand_ins.by_id = outer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,11 @@ import torch
 
 from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
-from ...system.log import get_logger
 from ...verification.recorded_state import recorded_state
+from ...verification.recordings import Borrower
 from .arena import Shape, capacity_bucket, with_room
 from .replay import Shown
 from .workspace import MOST_MOVED, WORKSPACES, Repeated, Workspace
-
-logger = get_logger(__name__)
 
 # Where forwards are recorded, or attention reads nothing but the slots in use.
 _STAYING = ("cuda",)
@@ -43,7 +43,7 @@ def can_stay(cache: SlotCache, device: torch.device) -> bool:
     )
 
 
-class FixedMemory:
+class FixedMemory(Borrower[Workspace]):
     """What the layers of some caches write to, and the forwards that are repeated there.
 
     Meanwhile layers show no lengths, and what a cache keeps of a forward is moved with the next.
@@ -61,9 +61,9 @@ class FixedMemory:
     Attributes:
         workspace: lent by :data:`~.workspace.WORKSPACES`.
         moves: of kept paths, from where and to where: int64 [2, batch, moved].
-        repeated, recordings: forwards that were repeated, and recordings that were made, so far.
     """
 
+    _told = logging.WARNING, "run one kernel at a time"
     workspace: Workspace
 
     def __init__(
@@ -78,15 +78,13 @@ class FixedMemory:
         prompt_mask: torch.Tensor | None = None,
         reserved: Workspace | None = None,
     ) -> None:
-        self._model, self._caches, self._shape, self._room = model, caches, shape, room
-        self._arguments, self._prompt_mask = arguments, prompt_mask
+        read = partial(recorded_state, model, arguments, shape.device)
+        recorded = recorded and not WORKSPACES.rests(model)
+        super().__init__(WORKSPACES, model, read if recorded else None)
+        self._caches, self._shape, self._room = caches, shape, room
+        self._prompt_mask = prompt_mask
         self._layers = [layer for cache in caches for layer in cache.slot_layers]
         self.moves = self._still = np.empty((2, shape.batch, 0), np.int64)
-        self.repeated = self.recordings = 0
-        # Read once: within a call, transformers' scopes change settings for some of its forwards.
-        self._state: Any = None
-        if recorded and not WORKSPACES.refuses(model):
-            self._state = recorded_state(model, arguments, shape.device)
         self.grow(self._longest + room, reserved)
         for cache in caches:
             # In no circle, so that what a verifier holds goes with it.
@@ -95,7 +93,8 @@ class FixedMemory:
     @property
     def records(self) -> bool:
         """Whether forwards are repeated from recordings."""
-        return self._state is not None and self.workspace.record is not None
+        workspace = self.workspace
+        return self._state is not None and workspace.record is not None and not workspace.short
 
     @property
     def _longest(self) -> int:
@@ -154,7 +153,7 @@ class FixedMemory:
         if self._state is not None:
             capacity = with_room(capacity, self._slot_bytes())
         shape = replace(self._shape, capacity=capacity)
-        self.workspace = WORKSPACES.lend(self._model, shape, self._state, reserved)
+        self.workspace = WORKSPACES.workspace(self._model, shape, self._state, reserved)
         self.workspace.masks.start(self._prompt_mask)
         self.workspace.arena.hold(self._layers)
         if reserved is not None and reserved is not self.workspace:
@@ -170,27 +169,8 @@ class FixedMemory:
         """What a forward leaves, repeated where it can be."""
         if not self.records:
             return compute()
-        was_new, computed = step.new, step.computes
-        self.repeated += step.trusted
-        shown = step(compute)
-        self.recordings += was_new and not step.new
-        if step.fault is not None and not computed:
-            faults = self.workspace.faults
-            if not faults:
-                logger.warning(
-                    "%s: some of its forwards, if not all, run one kernel at a time (%s)",
-                    *(type(self._model).__name__, step.fault),
-                )
-            faults[step.key] = step.fault
-        if step.short:
-            # For this call; the next one may find enough.
-            self.workspace.record = None
-        return shown
+        return self._run(self.workspace, step, compute)
 
     def give_back(self) -> None:
-        """Leave it to the model's next calls, unless the model was changed meanwhile: what was
-        recorded may have been recorded before or after it was."""
-        device = self._shape.device
-        if self.recordings and self._state != recorded_state(self._model, self._arguments, device):
-            return
-        WORKSPACES.give_back(self._model, self.workspace)
+        """Leave it to the model's next calls."""
+        self._give_back(self.workspace)

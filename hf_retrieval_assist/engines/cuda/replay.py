@@ -1,9 +1,8 @@
 """A computation on tensors that stay where they are, recorded once and then repeated.
 
 On a CUDA device the recording is a graph (:class:`torch.cuda.CUDAGraph`): the kernels of a whole
-forward are launched at once, and no Python of the model runs. Such a recording repeats what Python
-decided while it was made, so it is taken only after it has given, at other inputs, what the
-computation itself gives.
+forward are launched at once, and no Python of the model runs. See
+:mod:`...verification.recordings`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...system.locks import DRAWS, Lock
-from ...system.memory import SHORTAGES
+from ...verification.recordings import BrokenRecordingError, Recording
 
 aten = torch.ops.aten
 
@@ -40,9 +39,6 @@ _COPYING = {aten.copy_, aten._to_copy}
 # What CUDA says of a call that no capture allows, and of what follows one, whoever made it.
 _REFUSED = "not permitted when stream is capturing"
 _BROKEN = "previous error during capture"
-
-# Captures of a computation that other threads may break before none is tried any more.
-_MOST_BROKEN = 8
 
 # Streams that PyTorch has of one priority. It hands them out in turns.
 _STREAMS = 32
@@ -137,10 +133,6 @@ def noting_waits() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-class BrokenCaptureError(RuntimeError):
-    """A capture that another thread broke, by a wait for the whole device."""
-
-
 class CudaGraphs:
     """Captures CUDA graphs of one device that share one pool of memory.
 
@@ -190,7 +182,7 @@ class CudaGraphs:
                         self._mend(graph)
                     said = [str(one) for one in _chain(error)]
                     if _BROKEN in said[0] and not any(_REFUSED in words for words in said):
-                        raise BrokenCaptureError(said[0]) from error
+                        raise BrokenRecordingError(said[0]) from error
                     raise
             return graph.replay, shown
 
@@ -264,38 +256,19 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 _recorders: weakref.WeakSet[CudaGraphs] = weakref.WeakSet()
 
 
-class Replay:
-    """Computes, recording on the first call, comparing on the second, repeating from then on.
+class Replay(Recording):
+    """A computation that is recorded the first time that it is asked for.
 
     Args:
-        record: what records; None: every call computes.
+        record: what records; None: nothing does, and it is not to be called.
         tolerance: the largest error of repeated logits, relative to their spread.
-
-    Attributes:
-        fault: why the computation is not repeated, in words; None while nothing speaks against it.
-        short: whether there was no memory to record or to compare it.
-        trusted: whether it was recorded and compared.
     """
 
+    content: tuple[Callable[[], Any], Shown] | None
+
     def __init__(self, record: Record | None, tolerance: float):
-        self._record = record
-        self._tolerance = tolerance
-        self._broken = 0
-        self._repeat: Callable[[], Any] | None = None
-        self._recorded: Shown | None = None
-        self.trusted = False
-        self.fault: str | None = None
-        self.short = False
-
-    @property
-    def new(self) -> bool:
-        """Whether nothing was recorded yet."""
-        return self._repeat is None
-
-    @property
-    def computes(self) -> bool:
-        """Whether nothing is recorded, compared or repeated any more."""
-        return self._record is None or self.fault is not None or self.short
+        super().__init__()
+        self._record, self._tolerance = record, tolerance
 
     @property
     def decided(self) -> bool:
@@ -306,41 +279,24 @@ class Replay:
         """Put the results of a recording where they are to lie, and show them there."""
         return shown
 
-    def __call__(self, compute: Callable[[], Shown]) -> Shown:
-        """What is computed."""
-        if self.computes:
-            return compute()
-        if self._repeat is None:
-            shown = compute()
-            with self._trying():
-                assert self._record is not None
-                self._repeat, self._recorded = self._record(lambda: self.place(compute()))
-            return shown
-        assert self._recorded is not None
-        self._repeat()
-        if self.trusted:
-            return self._recorded
-        shown = compute()
-        with self._trying():
-            self._compare(self._recorded.logits, shown.logits)
+    def compute(self, asked: Callable[[], Shown]) -> Shown:
+        return asked()
+
+    def record(self, asked: Callable[[], Shown]) -> Shown:
+        shown = asked()
+        with self.trying():
+            assert self._record is not None
+            self.content = self._record(lambda: self.place(asked()))
         return shown
 
-    @contextmanager
-    def _trying(self) -> Iterator[None]:
-        try:
-            yield
-        except SHORTAGES:
-            self.short = True
-        except Exception as error:  # whatever a forward does that cannot be recorded
-            self._broken += isinstance(error, BrokenCaptureError)
-            if not isinstance(error, BrokenCaptureError) or self._broken == _MOST_BROKEN:
-                self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        if self.computes:
-            self._repeat = self._recorded = None
+    def repeat(self, asked: Callable[[], Shown], aside: bool) -> Shown:
+        assert self.content is not None
+        repeat, recorded = self.content
+        repeat()
+        return recorded
 
-    def _compare(self, repeated: torch.Tensor, computed: torch.Tensor) -> None:
-        error = float((repeated - computed).abs().amax() / computed.std())
+    def difference(self, repeated: Shown, computed: Shown) -> str | None:
+        error = float((repeated.logits - computed.logits).abs().amax() / computed.logits.std())
         # NaN, which compares as no error, is one.
-        self.trusted = error <= self._tolerance
-        if not self.trusted:
-            self.fault = f"repeated logits are off by {error:.2g} of their spread"
+        near = error <= self._tolerance
+        return None if near else f"repeated logits are off by {error:.2g} of their spread"

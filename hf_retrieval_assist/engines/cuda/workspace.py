@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from ...system.locks import Lock
 from ...verification import recorded_state
+from ...verification.recordings import Pool, Recordings
 from . import replay
 from .arena import Arena, Shape
 from .fixed_masks import FixedMasks
@@ -21,8 +20,7 @@ from .replay import Record, Replay, Shown
 # Slots by which one step moves an accepted path in the copy that all of its inputs share.
 MOST_MOVED = 64
 
-# Workspaces of a model that wait for calls.
-_MOST_IDLE = 3
+# Of the workspaces of a model that wait for calls.
 _MOST_IDLE_BYTES = 1 << 30
 
 # Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
@@ -132,15 +130,11 @@ class Step(Repeated):
 Kind = TypeVar("Kind", bound=Repeated)
 
 
-class Workspace:
+class Workspace(Recordings):
     """The memory of one shape, and what was recorded in it.
-
-    It holds no reference to the model, which it must not outlive.
 
     Attributes:
         record: what records in it; None: nothing does.
-        state: what its recordings have taken for granted.
-        faults: why computations with these keys are not recorded.
         states: [layers, batch, width], see `Shape`.
     """
 
@@ -151,8 +145,8 @@ class Workspace:
         state: Any = None,
         faults: dict[Hashable, str] | None = None,
     ) -> None:
-        self.shape, self.record, self.state = shape, record, state
-        self.faults = {} if faults is None else faults
+        super().__init__(state, {} if faults is None else faults)
+        self.shape, self.record, self.size = shape, record, shape.capacity
         self.arena, self.masks = Arena(shape), FixedMasks(shape)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
         layers, width = shape.states
@@ -160,7 +154,6 @@ class Workspace:
         self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
         self._left: torch.cuda.Event | None = None
         self._place = LogitsPlace()
-        self._steps: dict[Hashable, Repeated] = {}
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
@@ -171,74 +164,59 @@ class Workspace:
 
     def kept(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
         """What was made for a key."""
-        if key not in self._steps:
-            made = self._steps[key] = make()
-            made.key, made.fault = key, self.faults.get(key)
-        found: Any = self._steps[key]
+        if key not in self.kinds:
+            self.kinds[key] = made = make()
+            made.key = key
+        found: Any = self.kinds[key]
         return found
 
     @property
-    def made(self) -> int:
-        """How many recordings there are in it."""
-        return sum(not step.new for step in self._steps.values())
+    def nbytes(self) -> int:
+        return self.arena.nbytes
 
-    def enter(self) -> None:
-        """Use it behind what was done in it by the last call, whose stream may be another one."""
+    @property
+    def lasts(self) -> bool:
+        return super().lasts and self.record is not None and self.made > 0
+
+    def enter(self) -> None:  # the last call's stream may be another one
         if self._left is not None:
             torch.cuda.current_stream(self.shape.device).wait_event(self._left)
 
     def wait(self) -> None:
-        """Wait until all that was done in it has ended."""
         if self._left is not None:
             self._left.synchronize()
 
     def leave(self) -> None:
-        """Let others use it behind what was done so far."""
         if runs_behind(self.shape.device):
             self._left = self._left or torch.cuda.Event()
             self._left.record(torch.cuda.current_stream(self.shape.device))
 
 
-class Workspaces:
-    """Lends a workspace to every call; a few of each model are kept for the next calls.
-
-    What was recorded is repeated only while all that it has read is as it was: see
-    :mod:`...verification.recorded_state`.
-    """
+class Workspaces(Pool[Workspace]):
+    """Lends a workspace to every call; a few of each model are kept for the next calls."""
 
     def __init__(self) -> None:
-        self._idle: weakref.WeakKeyDictionary[Any, list[Workspace]] = weakref.WeakKeyDictionary()
-        self._faults: weakref.WeakKeyDictionary[Any, dict[Hashable, str]] = (
-            weakref.WeakKeyDictionary()
-        )
-        # Models of which something is recorded, whatever else cannot be.
-        self._repeating: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = Lock()
+        super().__init__(most=3, most_bytes=_MOST_IDLE_BYTES)
 
     def records(self, model: Any, device: torch.device) -> bool:
         """Whether forwards of a model are recorded, as far as that is known."""
-        refused = self.refuses(model)
-        return not refused and recorded_state.why_unrecorded(model, device) is None
-
-    def refuses(self, model: Any) -> bool:
-        """Whether nothing of a model could be recorded."""
-        return bool(self._faults.get(model)) and model not in self._repeating
+        return not self.rests(model) and recorded_state.why_unrecorded(model, device) is None
 
     def reserve(self, model: Any, batch: int, slots: int) -> Workspace | None:
         """An idle workspace for a call whose prompt may be written into it; None: none fits.
 
         Much memory that is too small for the call is given back, so that its own has room.
         """
+        few = (1 << 62, _MOST_IDLE_BYTES)
         with self._lock:
             idle = self._idle.get(model, [])
-            fitting = [kept for kept in idle if kept.shape.has_room(batch, slots)]
-            if fitting:
-                return _taken(idle, fitting)
-            few = (1 << 62, _MOST_IDLE_BYTES)
-            _leave(idle, [k for k in idle if k.arena.nbytes <= few[k.shape.capacity < slots]])
-        return None
+            found = self._taken(idle, lambda kept: kept.shape.has_room(batch, slots))
+            if found is None:
+                fits = [k for k in idle if k.nbytes <= few[k.shape.capacity < slots]]
+                self._leave(idle, fits)
+        return found
 
-    def lend(
+    def workspace(
         self, model: Any, shape: Shape, state: Any, reserved: Workspace | None = None
     ) -> Workspace:
         """The smallest idle workspace of a model that fits, else a new one.
@@ -253,55 +231,12 @@ class Workspaces:
             reserved = None
         if state is None:
             return reserved or Workspace(shape)
-        with self._lock:
-            idle = self._idle.setdefault(model, [])
-            # What was recorded of a model that was changed will not be used again.
-            _leave(idle, [kept for kept in idle if kept.state == state])
-            if reserved is not None:
-                return reserved
-            if fitting := [kept for kept in idle if kept.shape.serves(shape)]:
-                return _taken(idle, fitting)
-            # Before the new one takes its memory.
-            _leave_few(idle, _MOST_IDLE - 1)
-            faults = self._faults.setdefault(model, {})
-        within = fusing(model) if shape.fused else None
-        return Workspace(shape, replay.recorder(shape.device, within), state, faults)
 
-    def give_back(self, model: Any, workspace: Workspace, spared: int = 1) -> None:
-        """Keep what was recorded for the model's next calls; a large one only if it is spared."""
-        if workspace.record is None or not workspace.made:
-            return
-        workspace.leave()
-        with self._lock:
-            self._repeating.add(model)
-            idle = self._idle.setdefault(model, [])
-            idle.append(workspace)
-            _leave_few(idle, _MOST_IDLE, spared)
+        def made(faults: dict[Hashable, str]) -> Workspace:
+            within = fusing(model) if shape.fused else None
+            return Workspace(shape, replay.recorder(shape.device, within), state, faults)
+
+        return self.lend(model, state, made, lambda kept: kept.shape.serves(shape), reserved)
 
 
 WORKSPACES = Workspaces()
-
-
-def _taken(idle: list[Workspace], fitting: list[Workspace]) -> Workspace:
-    """The smallest one that fits, for a call."""
-    found = min(fitting, key=lambda kept: kept.shape.capacity)
-    idle.remove(found)
-    found.enter()
-    return found
-
-
-def _leave_few(idle: list[Workspace], most: int, spared: int = 1) -> None:
-    """Forget the oldest; all but the last ones that are spared, where they take much memory."""
-    kept = idle[-most:]
-    while sum(one.arena.nbytes for one in kept[: len(kept) - spared]) > _MOST_IDLE_BYTES:
-        del kept[0]
-    _leave(idle, kept)
-
-
-def _leave(idle: list[Workspace], kept: list[Workspace]) -> None:
-    """Forget all others. Their memory goes back to the streams that it was allocated for, and may
-    still be in use on another one."""
-    for one in idle:
-        if one not in kept:
-            one.wait()
-    idle[:] = kept

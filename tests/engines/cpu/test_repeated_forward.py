@@ -15,8 +15,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.engines.cpu import repeated_forward
-from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError, thread
+from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
 from hf_retrieval_assist.engines.cpu.reroute import standing_in
+from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, rope_model, run, same
 from tests.support.threads import in_threads
@@ -262,7 +263,7 @@ def test_programs_take_no_more_memory_than_they_may(monkeypatch):
 def test_a_model_that_cannot_be_recorded_is_looked_at_now_and_then(monkeypatch):
     model = build(LlamaForCausalLM)
     monkeypatch.setattr(repeated_forward, "MOST_BYTES", 0)
-    monkeypatch.setattr(repeated_forward, "_REST", 3)
+    monkeypatch.setattr(repeated_forward.PROGRAMS, "rest", 3)
     looks = calls_of(monkeypatch, repeated_forward, "recorded_state")
     counts = []
     for _ in range(9):

@@ -113,7 +113,7 @@ def test_steps_are_graphs(llama, dtype, graphs):
         assisted = run(model, max_new_tokens=60, assistant=assistant)
         if dtype is torch.float32:
             assert torch.equal(plain, assisted)
-    steps = idle(model)._steps.values()
+    steps = idle(model).kinds.values()
     assert any(step.trusted for step in steps)
     assert [step.fault for step in steps] == [None] * len(steps)
 
@@ -283,7 +283,7 @@ def test_a_step_waits_once(llama, name, monkeypatch):
     def guarded(generation):
         # Recording and comparing may wait.
         workspace = generation.forward.verifier.memory.workspace
-        settled = all(s.decided for s in workspace._steps.values())
+        settled = all(s.decided for s in workspace.kinds.values())
         torch.cuda.set_sync_debug_mode("error" if settled else "default")
         try:
             step(generation)
@@ -370,7 +370,7 @@ def test_compiled_steps_are_graphs(llama, mode):
     assert compilations() == before
     assert {key.manner for key in assistant.costs._models} == {"recorded"}
     assert idle(model).shape.attention_by == "triton"
-    steps = idle(model)._steps.values()
+    steps = idle(model).kinds.values()
     assert any(step.trusted for step in steps)
     assert [step.fault for step in steps] == [None] * len(steps)
     launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")

@@ -48,7 +48,7 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
     model = build(model_class)
     for _ in range(2):
         agreeing(model, INPUTS[inputs], "tree", **OPTIONS)
-    steps = idle(model)._steps.values()
+    steps = idle(model).kinds.values()
     assert any(step.trusted for step in steps)
     assert all(step.fault is None for step in steps)
 
@@ -260,7 +260,7 @@ def test_a_recording_keeps_nothing_of_its_call():
         del found
         gc.collect()
         assert [cache() for cache in caches] == [None] * len(caches)
-    shown = [step._recorded for step in idle(model)._steps.values()]
+    shown = [step.content[1] for step in idle(model).kinds.values()]
     places = {one.logits.untyped_storage().data_ptr() for one in shown}
     assert len(places) < len(shown)
     assert {one.outputs for one in shown} == {None}
@@ -293,7 +293,7 @@ def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch,
     model = build(MixtralForCausalLM)
     for _ in range(3):
         *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
-    steps = idle(model)._steps
+    steps = idle(model).kinds
     recorded = {key[0] for key, step in steps.items() if step.trusted}
     faulty = {key[0] for key, step in steps.items() if step.fault}
     assert max(recorded) <= 2 < min(faulty)

@@ -66,7 +66,7 @@ def test_recordings_draft_what_forwards_do(name, rows, in_place):
     in_place()
     for _ in range(2):
         assert_same_drafts(case.conversation(range(rows)), expected)
-    steps = [step for workspace in idle(case) for step in workspace._steps.values()]
+    steps = [step for workspace in idle(case) for step in workspace.kinds.values()]
     assert any(step.trusted for step in steps)
     assert not any(step.fault for step in steps)
 

@@ -1,0 +1,316 @@
+"""Computations that are recorded once, compared, and then repeated, from call to call.
+
+What repeats them is an engine's: a program of a CPU's operators, a CUDA graph. It repeats what
+Python decided while it was made. So it is taken only after it has given, at other inputs, what the
+computation itself gives, and only for models that are as they were: see :mod:`.recorded_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, Literal, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from ..system.locks import Lock
+from ..system.log import get_logger
+from ..system.memory import SHORTAGES
+
+logger = get_logger(__name__)
+
+# Recordings of a computation that other threads may break before none is tried any more.
+MOST_BROKEN = 8
+
+
+class BrokenRecordingError(RuntimeError):
+    """A recording that another thread broke: the next one may succeed."""
+
+
+class Recording(ABC):
+    """A computation on inputs of one shape: computed, recorded, compared, and then repeated.
+
+    Args:
+        patience: how often it is computed before it is recorded.
+
+    Attributes:
+        key: by which it is known among its model's.
+        content: what repeats it; None: nothing does.
+        fault: why it is not recorded, in words; None while nothing speaks against it.
+        short: whether there was no memory to record or to compare it.
+        did: what the last call did; "compared", too, where that waits for another length.
+    """
+
+    key: Hashable = None
+    content: Any = None
+    fault: str | None = None
+    short = False
+    did: Literal["computed", "recorded", "compared", "repeated"]
+
+    def __init__(self, patience: int = 0) -> None:
+        self._patience, self._broken = patience, 0
+        self._recorded_at: int | None = None
+        self._trusted_at: set[int | None] = set()
+
+    @abstractmethod
+    def compute(self, asked: Any) -> Any:
+        """What is asked for."""
+
+    @abstractmethod
+    def record(self, asked: Any) -> Any:
+        """Compute it, and take `content`, :meth:`trying`."""
+
+    @abstractmethod
+    def repeat(self, asked: Any, aside: bool) -> Any:
+        """What `content` makes of what is asked for; `aside`: it will be computed all the same."""
+
+    @abstractmethod
+    def difference(self, repeated: Any, computed: Any) -> str | None:
+        """How far a repetition is off, in words; None: it is not."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether nothing is recorded, compared or repeated any more."""
+        return self.fault is not None or self.short
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it was recorded and compared."""
+        return bool(self._trusted_at)
+
+    def __call__(self, asked: Any, at: int | None = None) -> Any:
+        """What is asked for.
+
+        Args:
+            at: the length of the text, where a recording may have made a constant of it: it is
+                compared at another one, and anew whenever that has passed a power of two, at which
+                what a model decides by it may change.
+        """
+        length = None if at is None else at.bit_length()
+        if length in self._trusted_at:
+            self.did = "repeated"
+            return self.repeat(asked, False)
+        if self.content is not None:
+            self.did = "compared"
+            waits = at is not None and at == self._recorded_at
+            return self.compute(asked) if waits else self._compare(asked, length)
+        self.did = "computed"
+        if self.computes or self._patience > 0:
+            self._patience -= 1
+            return self.compute(asked)
+        result = self.record(asked)
+        self.did, self._recorded_at = "compared" if self.content is None else "recorded", at
+        return result
+
+    def _compare(self, asked: Any, length: int | None) -> Any:
+        repeated = None
+        with self.trying():
+            repeated = self.repeat(asked, True)
+        computed = self.compute(asked)
+        with self.trying():
+            if repeated is not None:
+                self.fault = self.difference(repeated, computed)
+                self._trusted_at.add(length)
+        return computed
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Scope of what may fail: it is computed then."""
+        try:
+            yield
+        except SHORTAGES:
+            self.short = True
+        except Exception as error:  # whatever a forward does that cannot be recorded
+            self._broken += isinstance(error, BrokenRecordingError)
+            if not isinstance(error, BrokenRecordingError) or self._broken == MOST_BROKEN:
+                self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if self.computes:
+            self.content = None
+            self._trusted_at.clear()
+
+
+class Recordings:
+    """Those of a model in one state. They hold no reference to it, and must not outlive it.
+
+    Attributes:
+        state: what they have taken for granted.
+        faults: why computations with these keys are not recorded.
+        short: whether there was no memory for one of them: the next call may find enough.
+        kinds: the recordings, by what tells them apart.
+        size: of several that would do, calls get the smallest.
+    """
+
+    size = 0
+
+    def __init__(self, state: Any, faults: dict[Hashable, str]) -> None:
+        self.state, self.faults, self.short = state, faults, False
+        self.kinds: dict[Hashable, Any] = {}
+
+    @property
+    def made(self) -> int:
+        """How many recordings there are."""
+        return sum(kind.content is not None for kind in self.kinds.values())
+
+    @property
+    def nbytes(self) -> int:
+        """What they take."""
+        return 0
+
+    @property
+    def lasts(self) -> bool:
+        """Whether they are kept for other calls."""
+        return not self.short
+
+    def fit(self, state: Any) -> bool:
+        """Whether they repeat what a model in this state computes."""
+        return bool(self.state == state)
+
+    def enter(self) -> None:
+        """Use them behind what was done with them by the last call."""
+
+    def leave(self) -> None:
+        """Let others use them behind what was done so far."""
+
+    def wait(self) -> None:
+        """Wait until all that was done with them has ended."""
+
+
+Kept = TypeVar("Kept", bound=Recordings)
+
+
+class Pool(Generic[Kept]):
+    """Lends recordings to one call at a time; a few of each model are kept for the next calls.
+
+    Args:
+        most: of a model that wait for calls.
+        most_bytes: that these take, but for the ones that were used last.
+        rest: calls in which a model is left alone of which nothing could be recorded.
+    """
+
+    def __init__(self, most: int, most_bytes: float = math.inf, rest: float = math.inf) -> None:
+        self.most, self.most_bytes, self.rest = most, most_bytes, rest
+        self._idle: WeakKeyDictionary[Any, list[Kept]] = WeakKeyDictionary()
+        self._faults: WeakKeyDictionary[Any, dict[Hashable, str]] = WeakKeyDictionary()
+        # Models of which something is recorded, whatever else cannot be; and the others.
+        self._repeating: WeakSet[Any] = WeakSet()
+        self._resting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._lock = Lock()
+
+    def rests(self, model: Any) -> bool:
+        """Whether a model is left alone in one more call."""
+        if left := self._resting.get(model, 0):
+            self._resting[model] = left - 1
+        return left > 0
+
+    def lend(
+        self,
+        model: Any,
+        state: Any,
+        make: Callable[[dict[Hashable, str]], Kept],
+        serves: Callable[[Kept], bool] = lambda _: True,
+        reserved: Kept | None = None,
+    ) -> Kept:
+        """Idle ones of a model in this state that serve the call, else new ones.
+
+        Args:
+            make: makes these, given the faults that are known of the model.
+            reserved: that the call has already.
+        """
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            # What was recorded of a model that was changed will not be used again.
+            self._leave(idle, [kept for kept in idle if kept.fit(state)])
+            if (found := reserved or self._taken(idle, serves)) is not None:
+                return found
+            # Before the new ones take their memory.
+            self._leave_few(idle, self.most - 1)
+            faults = self._faults.setdefault(model, {})
+        return make(faults)
+
+    def give_back(self, model: Any, kept: Kept, spared: int = 1) -> None:
+        """Keep what was recorded for the model's next calls; a large one only if it is spared."""
+        kept.leave()
+        with self._lock:
+            if kept.made:
+                self._repeating.add(model)
+            elif kept.faults and model not in self._repeating:
+                self._resting[model] = self.rest
+            if kept.lasts:
+                idle = self._idle.setdefault(model, [])
+                idle.append(kept)
+                self._leave_few(idle, self.most, spared)
+
+    @staticmethod
+    def _taken(idle: list[Kept], serves: Callable[[Kept], bool]) -> Kept | None:
+        """The smallest ones that serve a call, and of these the last that were used."""
+        found = min(filter(serves, reversed(idle)), key=lambda kept: kept.size, default=None)
+        if found is not None:
+            idle.remove(found)
+            found.enter()
+        return found
+
+    def _leave_few(self, idle: list[Kept], most: int, spared: int = 1) -> None:
+        """Forget the oldest; all but the last ones that are spared, where they take much memory."""
+        kept = idle[-most:]
+        while sum(one.nbytes for one in kept[: len(kept) - spared]) > self.most_bytes:
+            del kept[0]
+        self._leave(idle, kept)
+
+    @staticmethod
+    def _leave(idle: list[Kept], kept: Sequence[Kept]) -> None:
+        """Forget all others. Their memory goes back to the streams that it was allocated for, and
+        may still be in use on another one."""
+        for one in idle:
+            if one not in kept:
+                one.wait()
+        idle[:] = kept
+
+
+class Borrower(Generic[Kept]):
+    """What repeats a model's computations in one call, and records them for later ones.
+
+    Args:
+        pool: that lends recordings.
+        model: of whom they are.
+        read: reads its state, see :func:`~.recorded_state.recorded_state`; None: nothing is lent.
+
+    Attributes:
+        repeated, recordings: computations that were repeated, and recordings that were made.
+    """
+
+    # How loudly a fault is told, and what follows of it.
+    _told: tuple[int, str]
+
+    def __init__(self, pool: Pool[Kept], model: Any, read: Callable[[], Any] | None) -> None:
+        self._pool, self._model, self._read = pool, model, read
+        self.repeated = self.recordings = 0
+        # Read once: within a call, transformers' scopes change settings for some of its forwards.
+        self._state = None if read is None else read()
+
+    def _is_current(self, lent: Kept) -> bool:
+        """Whether what was lent repeats what the model computes now."""
+        return self._read is not None and lent.fit(self._read())
+
+    def _run(self, lent: Kept, recording: Recording, asked: Any, at: int | None = None) -> Any:
+        """What is computed, repeated where it can be, see :meth:`Recording.__call__`."""
+        if recording.content is None:
+            recording.fault = lent.faults.get(recording.key)
+        known = recording.fault
+        result = recording(asked, at)
+        self.repeated += recording.did == "repeated"
+        self.recordings += recording.did == "recorded"
+        lent.short |= recording.short
+        if recording.fault is not None and known is None:
+            if not lent.faults:
+                level, follows = self._told
+                told = type(self._model).__name__, follows, recording.fault
+                logger.log(level, "%s: some of its forwards, if not all, %s (%s)", *told)
+            lent.faults[recording.key] = recording.fault
+        return result
+
+    def _give_back(self, lent: Kept) -> None:
+        """Leave it to the model's next calls, unless the model was changed meanwhile: what was
+        recorded may have been recorded before or after it was."""
+        if not self.recordings or self._is_current(lent):
+            self._pool.give_back(self._model, lent)
