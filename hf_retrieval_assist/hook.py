@@ -1,7 +1,7 @@
 """The one reversible wrapper round `GenerationMixin.generate`.
 
 It gives `generate` its `assistant=` keyword, and finds the assistant that is attached to a model.
-`generate_batch` and what else makes managers of continuous batching get theirs.
+Methods that extensions serve, such as `generate_batch`, get theirs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ logger = get_logger(__name__)
 
 # The value of `assistant=` in a call that does not name it, the same after this module is loaded
 # anew. None leaves an attached assistant out.
-_UNNAMED: Any = ...
+UNNAMED: Any = ...
 
 # Settings for which `generate` needs the tokenizer, and which are dealt with here.
 _TOKENIZER_SETTINGS = ("stop_strings", "token_healing")
@@ -44,9 +42,6 @@ _NO_CACHES = {
     "quantized": "whose tokens cannot be dropped one by one",
     "paged": "with which generate decodes as generate_batch does, without drafts",
 }
-
-# The assistant of the call that is about to make its manager.
-_of_manager: ContextVar[Any] = ContextVar("assistant of a manager", default=_UNNAMED)
 
 
 def install() -> None:
@@ -100,11 +95,11 @@ def _wrap(original: Any, serve: Any) -> Any:
     """
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, assistant: Any = UNNAMED, **kwargs: Any) -> Any:
         if _installed:
             return serve(original, self, assistant, args, kwargs)
         # As the caller gave it, for transformers to judge.
-        named = {} if assistant is _UNNAMED else {"assistant": assistant}
+        named = {} if assistant is UNNAMED else {"assistant": assistant}
         return original(self, *args, **named, **kwargs)
 
     wrapper: Any = method
@@ -115,46 +110,6 @@ def _wrap(original: Any, serve: Any) -> Any:
     return wrapper
 
 
-def _serve_batch(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
-    with _naming(assistant):
-        return original(model, *args, **kwargs)
-
-
-@contextmanager
-def _serve_scope(
-    original: Any, model: Any, assistant: Any, args: Any, kwargs: Any
-) -> Iterator[Any]:
-    with ExitStack() as scope:
-        with _naming(assistant):
-            manager = scope.enter_context(original(model, *args, **kwargs))
-        yield manager
-
-
-@contextmanager
-def _naming(assistant: Any) -> Iterator[None]:
-    """A scope in which managers are made for an assistant, where one is named."""
-    token = _of_manager.set(_of_manager.get() if assistant is _UNNAMED else assistant)
-    try:
-        yield
-    finally:
-        _of_manager.reset(token)
-
-
-def _serve_manager(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any:
-    # Only here: who batches nothing does without the module.
-    from .extensions.serving.continuous_batching import draft_for, objection
-
-    assistant, asked = _chosen(model, _of_manager.get() if named is _UNNAMED else named)
-    if assistant is not None and (why := _why_stale(assistant) or objection(assistant)) is not None:
-        if asked:
-            raise ValueError(why)
-        _tell(model, why)
-        assistant = None
-    manager = original(model, *args, **kwargs)
-    draft_for(manager, assistant)
-    return manager
-
-
 def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any:
     for config in (kwargs.get("generation_config"), model.generation_config, *args):
         given = getattr(config, "assistant", None)
@@ -163,7 +118,7 @@ def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any
                 "assistant: expected none in a generation configuration, got a "
                 f"{type(given).__name__}; pass it to generate, or attach it to the model"
             )
-    if named in (None, _UNNAMED) and is_of(Assistant, kwargs.get("custom_generate")):
+    if named in (None, UNNAMED) and is_of(Assistant, kwargs.get("custom_generate")):
         named = kwargs.pop("custom_generate")
     assistant, asked = _chosen(model, named)
     if assistant is None:
@@ -190,9 +145,21 @@ def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any
     return original(model, custom_generate=own, **kwargs)
 
 
+def usable(model: Any, named: Any, objection: Callable[[Any], str | None]) -> Any:
+    """The assistant of a call; None: it has none, or an attached one that meets an objection. Where
+    one is named that does, ValueError."""
+    assistant, asked = _chosen(model, named)
+    if assistant is None or (why := _why_stale(assistant) or objection(assistant)) is None:
+        return assistant
+    if asked:
+        raise ValueError(why)
+    _tell(model, why)
+    return None
+
+
 def _chosen(model: Any, named: Any) -> tuple[Any, bool]:
     """The assistant of a call, None where it has none, and whether its maker asks for it."""
-    if named is _UNNAMED:
+    if named is UNNAMED:
         return attached_to(model), False
     if named is not None and not is_of(Assistant, named):
         raise TypeError(f"assistant: expected an Assistant, got {kind_of(named)}")
@@ -298,12 +265,13 @@ def _heal_tokens(model: Any, kwargs: dict[str, Any]) -> None:
     kwargs[name] = model.heal_tokens(ids, kwargs.get("tokenizer"))
 
 
-_SERVED = {
-    "generate": _serve,
-    "generate_batch": _serve_batch,
-    "continuous_batching_context_manager": _serve_scope,
-    "init_continuous_batching": _serve_manager,
-}
+# The extension that serves methods of these names by functions of the same names.
+def _by_extension(name: str) -> Any:
+    """What serves a method by an extension, which is loaded by the method's first call."""
+    return lambda *call: load("methods", name)(*call)
+
+
+_SERVED = {"generate": _serve, **{name: _by_extension(name) for name in paths("methods")}}
 
 # A module that is loaded anew finds its wrapper, with what was known when that was made.
 _of_before = _standing("generate")

@@ -11,6 +11,8 @@ Kinds:
     fallbacks: `() -> Drafter` for the name that a preset's `fallback=` takes.
     heads: `(module) -> Drafter | None` for a model or head that is given as a fallback.
     memories: `(url, keep_bytes) -> SharedOutputs` for URLs of a scheme.
+    methods: `(original, model, assistant, args, kwargs) -> result`, what serves a method of
+        `GenerationMixin` beside `generate`.
     parts: what one place of the core asks for by its name.
     names: what users import from the package's root.
 """
@@ -36,8 +38,15 @@ _OURS: dict[str, dict[str, str]] = {
     },
     "heads": {"heads": "extensions.heads.fallbacks:drafter_of"},
     "memories": dict.fromkeys(("redis", "rediss", "unix"), "extensions.redis.stream:outputs_at"),
+    "methods": {
+        name: f"extensions.serving.methods:{name}"
+        for name in (
+            "generate_batch",
+            "continuous_batching_context_manager",
+            "init_continuous_batching",
+        )
+    },
     "parts": {
-        "batching": "extensions.serving.continuous_batching:draft_for",
         "forms": "extensions.structured.forms:expected_forms",
         "html": "extensions.record.html:assistant_html",
         "record": "extensions.record:Record",

@@ -1,4 +1,4 @@
-"""Every name of transformers that the package counts on and transformers does not promise.
+"""Every name of transformers that the core counts on and transformers does not promise.
 
 A release is judged by looking for these names, and not by its number: :func:`why_plain` says what a
 release lacks of those without which nothing can be assisted, :func:`absent` what it lacks of any
@@ -86,8 +86,7 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
 
 
 # Each group's owners, and what is used of each: names, and behind a bar their use. Without the
-# first group nothing is assisted, without the third managers of continuous batching run without
-# drafts, without the last `hf-retrieval-assist serve` does not start, or answers no request.
+# first group nothing is assisted.
 _NAMES = """
 # Needed by every assisted call
 transformers:GenerationMixin
@@ -114,71 +113,10 @@ transformers:PreTrainedModel
   _keys_to_ignore_on_load_unexpected | MTP layers in a checkpoint
 transformers.modeling_layers:MtpModel
   _project_to_logits() | MTP layers
-# Needed by continuous batching
-transformers.generation.continuous_batching.continuous_api:ContinuousBatchingManager
-  add_request(input_ids, request_id) | an assistant of one request
-  _create_batch_processor(); batch_processor | the place of the parts that draft
-  input_queue | requests that know their assistant
-transformers.generation.continuous_batching.continuous_api:ContinuousBatchProcessor
-  prepare_next_batch(); _generation_step(model); update_batch() | a step's course
-  fail_all_requests(error); _handle_request_error(error, state) | requests that were dropped
-  scheduler; model_runner; inputs_and_outputs; cache; logit_processor; use_async_batching;
-    distributed_helper; output_router; return_logprobs | its parts
-transformers.generation.continuous_batching.model_runner:ModelRunner
-  _sample(scores, output_ids) | a step's logits
-  compute_batch(model, batch_data); inputs_and_outputs; pad_inputs | a step's forward
-transformers.generation.continuous_batching.scheduler:Scheduler
-  schedule_batch(token_budget, cache_budget); active_requests; waiting_requests;
-    waiting_requests_order; cache; block_new_requests; max_requests_per_batch | room
-  add_waiting_request(state); finish_request(request_id) | requests that cannot be served
-  _infer_request_tokens(state, request_ids_to_remove_from_waiting); _schedule_request(state,
-    request_tokens, token_budget, request_ids_to_remove_from_waiting) | a request's draft
-transformers.generation.continuous_batching.cache:PagedAttentionCache
-  can_store_request_tokens(state, request_len, dry_run); cache_allocators; read_cache_limit;
-    max_tokens_read | room
-  count_new_complete_blocks(state, request_len) | blocks behind a rejected draft
-transformers.generation.continuous_batching.cache_allocators
-  SLIDING_ATTENTION | layers with a window
-transformers.generation.continuous_batching.cache_allocators:SlidingAttentionCacheAllocator
-  get_write_indices(); _kv_token_views; sliding_window; layer_type; tokens_per_page | what a draft
-    overwrites of a window
-transformers.generation.continuous_batching.input_outputs:ContinuousBatchingIOs
-  requests_in_batch | a step's inputs
-  prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens,
-    max_kv_read, use_padding) | a step that is computed again
-  output_ids | a step's tokens
-transformers.generation.continuous_batching.requests:RequestState
-  update_and_check_completion(token_id, logprob); to_generation_output(); request_id; status;
-    generated_len(); initial_tokens; generated_tokens; position_offset; tokens_to_process;
-    remaining_prefill_tokens; _eos_token_ids; max_new_tokens; _new_tokens_limit; streaming;
-    create_equivalent_initial_request() | a request's text
-transformers.generation.continuous_batching.requests:FutureRequestState
-  state; query_length; has_new_token; complete_blocks | a request in a step
-# Needed by the server
-transformers.cli.serving.utils:GenerationState
-  get_manager(model_id, use_cb); is_cb_alive(); shutdown() | the kinds of managers
-transformers.cli.serving.utils:BaseGenerateManager
-  generate_streaming(model, processor, inputs, gen_config, request_id, response_parser);
-    generate_non_streaming(model, processor, inputs, gen_config, request_id) | a request's
-    prediction and length
-transformers.cli.serving.utils:CBGenerateManager
-  init_cb(model, gen_config); _cb | the longest request of continuous batching
-transformers.cli.serving.utils
-  _StreamError(msg) | answers
-transformers.cli.serving.utils:BaseHandler
-  _build_generation_config(body, model_generation_config, use_cb) | fields of requests
-transformers.cli.serving.chat_completion:ChatCompletionHandler
-  _build_completion(usage); _build_chunk_sse(usage) | tokens of predictions
-transformers.cli.serving.transcription:TranscriptionHandler
-  _prepare_audio_inputs() | files without sound
-transformers.cli.serving.model_manager:ModelManager
-  load_model_and_processor(); load_model_streaming() | the model with its assistant
-transformers.cli.serving.server
-  build_server(model_manager, generation_state, enable_cors) | the routes
 """
 
 
-def _groups(text: str) -> dict[str, list[PrivateName]]:
+def groups(text: str) -> dict[str, list[PrivateName]]:
     """The names by the titles of their groups; lines that go on are indented further."""
     groups: dict[str, list[PrivateName]] = {}
     title = owner = ""
@@ -194,8 +132,8 @@ def _groups(text: str) -> dict[str, list[PrivateName]]:
     return groups
 
 
-GROUPS = _groups(_NAMES)
-GENERATE, SOME_MODELS, CONTINUOUS_BATCHING, SERVER = GROUPS.values()
+GROUPS = groups(_NAMES)
+GENERATE = GROUPS["Needed by every assisted call"]
 
 
 def absent(names: Sequence[PrivateName]) -> list[str]:
@@ -234,10 +172,10 @@ def why_plain() -> str | None:
     return None
 
 
-def table() -> str:
-    """The list in Markdown, a row for each owner, without parameters."""
+def table(groups: dict[str, list[PrivateName]]) -> str:
+    """A list in Markdown, a row for each owner, without parameters."""
     lines = ["| names | used for |", "|---|---|"]
-    for title, names in GROUPS.items():
+    for title, names in groups.items():
         lines.append(f"| **{title}** | |")
         for owner, same in itertools.groupby(names, lambda name: name.owner):
             own = [*same]
@@ -248,4 +186,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(GROUPS))

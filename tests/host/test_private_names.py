@@ -1,7 +1,8 @@
 """What the package counts on in transformers is there, and a release without it is told of; private
-names are spelt in one module."""
+names are spelt in the core's module for them, or listed beside their use."""
 
 import ast
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "transformers_versions.md"
 
 # Releases before this one have another continuous batching, in which nothing is drafted.
 HAS_BATCHING = transformers.__version__ >= "5.20"
+# The lists of the core and of extensions, by their folders.
+LISTS = {
+    path.parent: import_module(
+        ".".join((PACKAGE.name, *path.relative_to(PACKAGE).parts))[:-3]
+    ).GROUPS
+    for path in PACKAGE.rglob("private_names.py")
+}
+GROUPS = {title: names for groups in LISTS.values() for title, names in groups.items()}
+BATCHING = GROUPS.get("Needed by continuous batching", [])
 NAMES = [
-    name
-    for names in private_names.GROUPS.values()
-    for name in names
-    if HAS_BATCHING or names is not private_names.CONTINUOUS_BATCHING
+    name for names in GROUPS.values() for name in names if HAS_BATCHING or names is not BATCHING
 ]
 
 
@@ -57,17 +64,15 @@ def test_a_renamed_method_a_parameter_and_an_attribute_are_named(monkeypatch):
     assert "No module named 'transformers.no_module'" in gone.lacking()
 
 
-@pytest.mark.skipif(not HAS_BATCHING, reason="another continuous batching")
+@pytest.mark.skipif(not (HAS_BATCHING and BATCHING), reason="another continuous batching")
 def test_a_renamed_attribute_of_the_scheduler_is_named(monkeypatch):
     for kind in Scheduler.__mro__[:-1]:
         for name, member in [*vars(kind).items()]:
             code = getattr(member, "__code__", None)
             if code is not None and "waiting_requests_order" in code.co_names:
                 monkeypatch.setattr(kind, name, lambda self: None)
-    assert any(
-        "Scheduler.waiting_requests_order" in line
-        for line in private_names.absent(private_names.CONTINUOUS_BATCHING)
-    )
+    lacking = private_names.absent(BATCHING)
+    assert any("Scheduler.waiting_requests_order" in line for line in lacking)
 
 
 def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, told, fresh):
@@ -103,16 +108,18 @@ def test_a_cache_is_found_under_any_name_of_it():
     assert given({})[1] is None
 
 
-def test_the_page_shows_the_list():
-    assert private_names.table() in PAGE.read_text(), (
-        "write what `python -m hf_retrieval_assist.host.private_names` prints into the page"
-    )
+def test_the_page_shows_the_lists():
+    for groups in LISTS.values():
+        assert private_names.table(groups) in PAGE.read_text(), (
+            "write what `python -m` prints of the modules `private_names` into the page"
+        )
     assert private_names.NEWEST in PAGE.read_text()
 
 
 HOST = Path(transformers_private.__file__)
-# The same for what runs requests side by side, whose classes it extends.
-HOSTS = (HOST, HOST.with_name("continuous_batching.py"))
+# Extensions that list names spell those, because they extend classes of transformers'.
+LISTED = {name.text.partition("(")[0] for names in GROUPS.values() for name in names}
+LISTING = LISTS.keys() - {HOST.parent}
 # PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
 PYTORCH = {"_C", "_nn", "_len_torch_function_stack", "_parameters", "_schema", "_version"}
 PYTORCH |= {"_TensorMeta", "_buffers"}
@@ -150,8 +157,8 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
             names = {n for n in names_of(node) if n.startswith("_") and not n.endswith("__")}
             defined.add(defined_by(node))
             spelt |= names if path == HOST else set()
-            read |= dict.fromkeys(() if path in HOSTS else names, path)
-    # The server extends classes of transformers'.
-    served = {name.text.partition("(")[0] for name in private_names.SERVER}
-    foreign = (read.keys() - defined - served - PYTORCH - OTHERS) | (read.keys() & spelt)
+            if path.parent in LISTING:
+                names -= LISTED
+            read |= dict.fromkeys(() if path == HOST else names, path)
+    foreign = (read.keys() - defined - PYTORCH - OTHERS) | (read.keys() & spelt)
     assert not foreign, {name: read[name] for name in foreign}

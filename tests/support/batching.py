@@ -2,14 +2,24 @@
 
 import random
 
+import pytest
+import transformers
+from packaging.version import Version
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.types.token_tree import TokenTree
 
+from .memories import wait_until
 from .scripted import Scripted
 
+if Version(transformers.__version__) < Version("5.20"):
+    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
+
+from hf_retrieval_assist.extensions.serving import batching as hosted
+
 LENGTH = 16
+DraftedRequest = hosted.DraftedRequest
 
 
 def greedy(**options):
@@ -29,29 +39,18 @@ def small(**options):
     return ContinuousBatchingConfig(**options)
 
 
-def _arguments(config, assistant, options):
-    return {
-        "generation_config": config or greedy(),
-        "continuous_batching_config": small(**options),
-        "warmup": False,
-        **({} if assistant is None else {"assistant": assistant}),
-    }
+def results(model, inputs, config=None, *, persistent_manager=False, **options):
+    """What `generate_batch` returns of each request; `assistant`: where one is named."""
+    named = {"assistant": options.pop("assistant")} if "assistant" in options else {}
+    named |= {"persistent_manager": persistent_manager, "warmup": False}
+    return [*model.generate_batch(inputs, config or greedy(), small(**options), **named).values()]
 
 
-def run(model, inputs, config=None, assistant=None, **options):
+def run(model, inputs, config=None, **options):
     """The generated tokens of each request."""
-    results = model.generate_batch(inputs, **_arguments(config, assistant, options))
-    assert all(output.error is None for output in results.values())
-    return [output.generated_tokens for output in results.values()]
-
-
-def drafted(model, inputs, config=None, make=None, **options):
-    """The figures of a run with drafts, whose tokens are those of one without; `make`: makes its
-    assistant from both."""
-    plain = run(model, inputs, config, **options)
-    assistant = (make or half_knowing)(inputs, plain)
-    assert run(model, inputs, config, assistant, **options) == plain
-    return assistant.stats.total
+    found = results(model, inputs, config, **options)
+    assert all(output.error is None for output in found)
+    return [output.generated_tokens for output in found]
 
 
 def half_knowing(inputs, outputs, **options):
@@ -62,8 +61,34 @@ def half_knowing(inputs, outputs, **options):
     return SamAssistant(texts, **({"budget": 5} | options))
 
 
+def half_known(model, count, **options):
+    """So many prompts, their outputs, and an assistant that half knows them."""
+    inputs = prompts(count)
+    plain = run(model, inputs)
+    return inputs, plain, half_knowing(inputs, plain, **options)
+
+
+def drafted(model, inputs, config=None, make=half_knowing, **options):
+    """The figures of a run with drafts, whose tokens are those of one without; `make`: makes its
+    assistant from both."""
+    plain = run(model, inputs, config, **options)
+    assistant = make(inputs, plain)
+    assert run(model, inputs, config, assistant=assistant, **options) == plain
+    return assistant.stats.total
+
+
 def manager_of(model, assistant, config=None, **options):
-    return model.continuous_batching_context_manager(**_arguments(config, assistant, options))
+    """A scope in which a manager runs."""
+    named = {} if assistant is None else {"assistant": assistant}
+    named |= {"continuous_batching_config": small(**options), "warmup": False}
+    return model.continuous_batching_context_manager(config or greedy(), **named)
+
+
+def add(manager, inputs, *each, **options):
+    """Requests whose names are numbers, each with its own options besides those of all."""
+    for name, prompt in numbered(inputs).items():
+        own = each[int(name)] if each else {}
+        manager.add_request(prompt, request_id=name, **options, **own)
 
 
 def outputs(manager, requests, errors=False):
@@ -76,6 +101,26 @@ def outputs(manager, requests, errors=False):
         assert errors or output.error is None
         requests -= output.is_finished()
         yield output
+
+
+def finished(manager, requests):
+    """The last outputs of so many requests, with errors and without."""
+    return [output for output in outputs(manager, requests, errors=True) if output.is_finished()]
+
+
+def texts(manager, requests):
+    """The tokens of so many requests by their names; none fails."""
+    return {output.request_id: output.generated_tokens for output in outputs(manager, requests)}
+
+
+def numbered(values):
+    return {str(number): value for number, value in enumerate(values)}
+
+
+def settled(manager):
+    """Wait until the manager has nothing left to do."""
+    processor, drafts = manager.batch_processor, manager.drafts
+    wait_until(lambda: not (processor.has_pending_requests() or drafts._texts))
 
 
 def guess(token):

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import ContinuousBatchingConfig, Qwen2Config, Qwen2ForCausalLM, set_seed
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.extensions.serving import build_app
+from hf_retrieval_assist.extensions.serving.app import build_app
 
 from .byte_model import byte_tokenizer
 from .memories import wait_until

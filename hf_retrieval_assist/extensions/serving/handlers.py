@@ -6,23 +6,15 @@ import copy
 import inspect
 import json
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
+import pydantic
 import torch
 from fastapi import HTTPException, Request
 from jinja2 import TemplateError
 from openai.types.completion_usage import CompletionTokensDetails, CompletionUsage
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Json,
-    NonNegativeInt,
-    ValidationError,
-    create_model,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Json, create_model
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -85,7 +77,7 @@ _NUMBERS: dict[str, Any] = {
     "temperature": Annotated[float, Field(ge=0, allow_inf_nan=False)],
     "top_p": Annotated[float, Field(gt=0, le=1)],
     "frequency_penalty": Annotated[float, Field(gt=-1, le=2)],
-    "logit_bias": dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100)]],
+    "logit_bias": dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]],
     "seed": Annotated[int, Field(ge=-(2**63), lt=2**64)],
     **dict.fromkeys(_LENGTHS, Annotated[int, Field(ge=1)]),
 }
@@ -107,7 +99,7 @@ _OTHERS: dict[str, Any] = {
 }
 
 _ALL: dict[str, Any] = {n: (kind | None, None) for n, kind in (_NUMBERS | _OTHERS).items()}
-_FIELDS: Any = create_model("_Fields", __config__=ConfigDict(extra="allow"), **_ALL)
+_FIELDS: Any = create_model("_Fields", __config__={"extra": "allow"}, **_ALL)
 
 # Fields that transformers drops, and the values that ask for nothing.
 _DROPPED: dict[str, Any] = {
@@ -150,7 +142,7 @@ def _checked(body: dict[str, Any], text_field: str) -> dict[str, Any]:
             raise HTTPException(422, f"{name!a}: {type(error).__name__}") from None
     try:
         asked = _FIELDS.model_validate(body).model_dump(exclude_unset=True, round_trip=True)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise HTTPException(422, "; ".join(map(_named, error.errors()))) from None
     asked = {name: value for name, value in asked.items() if value is not None}
     if text_field not in asked:
@@ -205,40 +197,38 @@ class _Texts(BaseHandler):
         except HTTPException as error:
             raise HTTPException(error.status_code, told(error.detail)) from error
         except Exception as error:
-            suspects = handler._suspects(error)
-            if not suspects or (handler.decoding and not await handler._serves_others()):
+            if not (suspects := await handler._suspects(error)):
                 raise
             found = f"{' or '.join(suspects)}: {type(error).__name__}: {error}"
             raise HTTPException(422, found) from error
         return answer
 
-    def _suspects(self, error: Exception) -> list[str]:
-        """The fields of the request by which it may have failed."""
+    async def _suspects(self, error: Exception) -> list[str]:
+        """The fields of the request by which it may have failed; none: others fail as well."""
         fields: tuple[str, ...] = ()
         if self.decoding:
             fields = "generation_config", "logit_bias", "stop"
         elif isinstance(error, _BY_A_REQUEST):
             fields = self.text_field, "instructions", "tools", "chat_template_kwargs"
-        return [name for name in fields if name in self.body]
-
-    async def _serves_others(self) -> bool:
-        """Whether requests without fields of their own are served."""
+        found = [name for name in fields if name in self.body]
+        if not (found and self.decoding):
+            return found
         if self.common is not None:
-            return False
+            return []
         model, _ = self.model_manager.served()
         manager = self.generation_state.get_manager(self.model_manager.name)
         prompt = torch.zeros((1, 1), dtype=torch.long, device=model.device)
         try:
             await manager.async_submit(model.generate, prompt, max_new_tokens=2)
         except Exception:
-            return False
-        return True
+            return []
+        return found
 
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
     ) -> Any:
-        theirs = super()._build_generation_config
-        build = partial(theirs, model_generation_config=model_generation_config, use_cb=use_cb)
+        options = {"model_generation_config": model_generation_config, "use_cb": use_cb}
+        build = partial(super()._build_generation_config, **options)
         try:
             config = build(body)
         except _BY_A_REQUEST as error:
@@ -288,11 +278,6 @@ class _Texts(BaseHandler):
                 inputs["assistant"] = self.model_manager.assistant.expecting(ids)
         return inputs
 
-    def end(self, ids: Any) -> None:
-        """These tokens were generated."""
-        if self.expected is not None:
-            self.expected.follow(ids)
-
 
 class _Chats(_Texts, ChatCompletionHandler):
     """Chats, whose usage tells how much of their `prediction` was written."""
@@ -307,7 +292,7 @@ class _Chats(_Texts, ChatCompletionHandler):
         self._written += options.get("content") or ""
         if usage is not None and self.expected is not None:
             written = self._written if self.parser is None else self.parser.written
-            self.end(expected_ids(written, self.tokenizer) if written else [])
+            self.expected.follow(expected_ids(written, self.tokenizer) if written else [])
         return super()._build_chunk_sse(*chunk, usage=self._detailed(usage), **options)
 
     def _detailed(self, usage: CompletionUsage | None) -> CompletionUsage | None:
@@ -348,11 +333,11 @@ def handlers_of(models: Any, state: Any) -> dict[str, Any]:
         "response_handler": texts(ResponseHandler, "input"),
         "transcription_handler": _Transcriptions(models, state),
     }
-    try:
+    if find_spec("transformers.cli.serving.systemone"):  # not in earlier releases
         from transformers.cli.serving.systemone import SystemOneHandler
-    except ImportError:  # of earlier releases
-        return handlers
-    return handlers | {"systemone_handler": texts(SystemOneHandler, "questions")}
+
+        handlers["systemone_handler"] = texts(SystemOneHandler, "questions")
+    return handlers
 
 
 def told(detail: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.cli.serving.utils import GenerationState, _StreamError
 
 from ...system.log import get_logger
-from .transformers_batching import DraftingManager, adding_for
+from .batching import DraftingManager, adding_for
 
 logger = get_logger(__name__)
 
@@ -60,7 +60,8 @@ class _Manager:
     async def generate_non_streaming(self, *asked: Any, **named: Any) -> Any:
         with self._begun(*asked, **named) as begun:
             answer = await self._manager.generate_non_streaming(*begun)
-        self._request.end(answer[2])
+        if self._request.expected is not None:
+            self._request.expected.follow(answer[2])
         return answer
 
     @contextmanager
@@ -108,17 +109,16 @@ class Items:
         return self._first[0]
 
     async def get(self) -> Any:
-        return _shown(self._first.pop() if self._first else await self._queue.get())
+        return self._shown(self._first.pop() if self._first else await self._queue.get())
 
     def get_nowait(self) -> Any:
-        return _shown(self._queue.get_nowait())
+        return self._shown(self._queue.get_nowait())
 
-
-def _shown(item: Any) -> Any:
-    if not isinstance(item, _StreamError):
-        return item
-    logger.error("a streamed answer failed: %s", item.msg)
-    return _StreamError("the answer could not be completed")
+    def _shown(self, item: Any) -> Any:
+        if not isinstance(item, _StreamError):
+            return item
+        logger.error("a streamed answer failed: %s", item.msg)
+        return _StreamError("the answer could not be completed")
 
 
 class Parser:
@@ -131,12 +131,8 @@ class Parser:
     written = ""
 
     def __init__(self, parser: Any) -> None:
-        self._parser = parser
+        self._parser, self.initial_events = parser, parser.initial_events
         self._held = ""  # of a call that goes on
-
-    @property
-    def initial_events(self) -> Any:
-        return self._parser.initial_events
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         self.written += text

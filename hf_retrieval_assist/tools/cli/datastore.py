@@ -20,35 +20,38 @@ _MEMORY = Option(
 )
 _WORKERS = Option(1, help="shards sorted at the same time")
 _QUIET = Option(False, "--quiet", help="no progress bar")
+_SOURCES = Argument(
+    ...,
+    help=".txt, .py, .md, .jsonl or .parquet files, directories of them, pipes of text, or "
+    "datasets:NAME for one on the Hub or in a local folder",
+)
+_TOKENIZER = Option(
+    ..., help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file"
+)
+_VOCAB_SIZE = Option(
+    None, help="rows of the model's output layer (default: from the tokenizer's folder)"
+)
+_SKIP_BAD = Option(False, "--skip-bad", help="pass over rows and files that cannot be read")
+_RAY = Option(
+    None,
+    metavar="ADDRESS",
+    help="tokenise and sort on a Ray cluster whose machines all see these paths: auto, local, or "
+    "host:port",
+)
 
 
 def build(
     path: Path = _STORE,
-    sources: list[str] = Argument(
-        ...,
-        help=".txt, .py, .md, .jsonl or .parquet files, directories of them, pipes of text, or "
-        "datasets:NAME for one on the Hub or in a local folder",
-    ),
-    tokenizer: str = Option(
-        ..., help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file"
-    ),
+    sources: list[str] = _SOURCES,
+    tokenizer: str = _TOKENIZER,
     memory: int = _MEMORY,
     workers: int = _WORKERS,
     quiet: bool = _QUIET,
     field: str = Option("text", help="column with the text"),
     split: str = Option("train", help="split of a data set"),
-    vocab_size: int | None = Option(
-        None, help="rows of the model's output layer (default: from the tokenizer's folder)"
-    ),
-    skip_bad: bool = Option(
-        False, "--skip-bad", help="pass over rows and files that cannot be read"
-    ),
-    ray: str | None = Option(
-        None,
-        metavar="ADDRESS",
-        help="tokenise and sort on a Ray cluster whose machines all see these paths: auto, local, "
-        "or host:port",
-    ),
+    vocab_size: int | None = _VOCAB_SIZE,
+    skip_bad: bool = _SKIP_BAD,
+    ray: str | None = _RAY,
     append: bool = Option(False, "--append", help="add to an existing datastore"),
     overwrite: bool = Option(False, "--overwrite", help="replace an existing datastore"),
 ) -> None:

@@ -9,48 +9,35 @@ import weakref
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
 from hf_retrieval_assist.extensions.serving import continuous_batching as batching
+from tests.support.batching import (
+    LENGTH,
+    DraftedRequest,
+    add,
+    drafted,
+    finished,
+    greedy,
+    guess,
+    half_knowing,
+    half_known,
+    manager_of,
+    numbered,
+    prompts,
+    run,
+    settled,
+    texts,
+)
 from tests.support.lossless import build
 from tests.support.memories import wait_until
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import calls_of
 
-if Version(transformers.__version__) < Version("5.20"):
-    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
-
-from transformers.generation.continuous_batching.requests import RequestStatus
-
-from hf_retrieval_assist.extensions.serving.transformers_batching import DraftedRequest
-from tests.support.batching import (
-    LENGTH,
-    drafted,
-    greedy,
-    guess,
-    half_knowing,
-    manager_of,
-    outputs,
-    prompts,
-    run,
-    small,
-)
-
 SMALL = {"num_blocks": 16}  # 256 tokens
-
-
-def finished(manager, requests):
-    """The last outputs of so many requests, with errors and without."""
-    return [output for output in outputs(manager, requests, errors=True) if output.is_finished()]
-
-
-def settled(manager):
-    """Wait until the manager has nothing left to do."""
-    processor, drafts = manager.batch_processor, manager.drafts
-    wait_until(lambda: not (processor.has_pending_requests() or drafts._texts))
 
 
 LONE = [5, 6, 7]
@@ -75,9 +62,7 @@ SPOILING = {
 @pytest.mark.parametrize("case", SPOILING)
 def test_a_request_that_cannot_be_served_fails_alone(llama, case):
     spoiling, options, message = SPOILING[case]
-    inputs = prompts(3)
-    plain = run(llama, inputs)
-    assistant = half_knowing(inputs, plain, memory=OutputMemory())
+    inputs, plain, assistant = half_known(llama, 3, memory=OutputMemory())
     with manager_of(llama, assistant, **SMALL) as manager:
         manager.add_request(inputs[0], request_id="before")
         for prompt in spoiling:
@@ -140,21 +125,17 @@ def test_an_id_may_be_used_again(llama):
 def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
     """The cache does not hold them all: some begin again, with what they have for a prompt."""
     inputs = [[token] * 110 for token in (5, 7, 9)]
-    options = SMALL | {"allow_block_sharing": False}
-    plain = run(llama, inputs, greedy(max_new_tokens=90))
-    memory = OutputMemory()
+    config, memory = greedy(max_new_tokens=90), OutputMemory()
+    plain = run(llama, inputs, config)
     assistant = SamAssistant(memory=memory, budget=4)
     sent_back = calls_of(monkeypatch, DraftedRequest, "create_equivalent_initial_request")
-    with manager_of(llama, assistant, greedy(max_new_tokens=90), **options) as manager:
-        for number, prompt in enumerate(inputs):
-            twin = assistant.private() if number else None
-            manager.add_request(prompt, request_id=str(number), assistant=twin)
-        found = {out.request_id: out.generated_tokens for out in finished(manager, 3)}
+    with manager_of(llama, assistant, config, allow_block_sharing=False, **SMALL) as manager:
+        add(manager, inputs, {}, *[{"assistant": assistant.private()}] * 2)
+        assert texts(manager, 3) == numbered(plain)
         settled(manager)
     assert sent_back
-    assert [found[str(number)] for number in range(3)] == plain
-    assert assistant.stats.total.calls == 3
-    assert assistant.stats.total.tokens == 3 * 90
+    total = assistant.stats.total
+    assert (total.calls, total.tokens) == (3, 3 * 90)
     assert len(memory) == 1
 
 
@@ -243,20 +224,21 @@ def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
     beside it in parts."""
     model = build(getattr(transformers, name))
     inputs = prompts(6, seed=3)
-    options = {"max_batch_tokens": 12, "max_requests_per_batch": 3}
-    plain = run(model, inputs, greedy(max_new_tokens=24), **options)
+    options = {"config": greedy(max_new_tokens=24)}
+    options |= {"max_batch_tokens": 12, "max_requests_per_batch": 3}
+    plain = run(model, inputs, **options)
     spoiling = min({*range(1, VOCAB)} - {*itertools.chain(*inputs, *plain)})
     with torch.no_grad():
         model.get_input_embeddings().weight[spoiling] = float("nan")
         if model.config.tie_word_embeddings:
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(-9.0))
-    assert run(model, inputs, greedy(max_new_tokens=24), **options) == plain
-    assistant = Assistant([guess(spoiling)], budget=2)
-    assert run(model, inputs, greedy(max_new_tokens=24), assistant, **options) == plain
+    total = drafted(
+        model, inputs, make=lambda *_: Assistant([guess(spoiling)], budget=2), **options
+    )
+    assert run(model, inputs, **options) == plain
     assert told.text.count("FloatingPointError: logits that are no numbers") == 1
     # A request fails with its first draft, and has none from then on.
-    assert assistant.stats.total.drafted == 0
-    assert assistant.stats.total.calls == len(inputs)
+    assert (total.drafted, total.calls) == (0, len(inputs))
 
 
 @pytest.mark.parametrize("knows", [False, True])
@@ -276,26 +258,26 @@ def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
             return False
 
     monkeypatch.setattr(batching, "reroute", Failing)
-    drafted(llama, prompts(4), make=None if knows else lambda *_: Assistant([guess(4)], budget=1))
+    make = half_knowing if knows else lambda *_: Assistant([guess(4)], budget=1)
+    drafted(llama, prompts(4), make=make)
     assert scopes.count(True) == 1
 
 
-def decoding():
-    """Requests that have generated a token each of a text that goes on as it began."""
+def decoding(model):
+    """Drafts for requests that have generated a token each of a text that goes on as it began."""
     states = [DraftedRequest(f"r{number}", [3, 4, 5, 6] * 50) for number in range(3)]
     for number, state in enumerate(states):
         state.max_new_tokens, state.generated_tokens = 1000, [3]
         state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
-    return states
+    drafts = batching.RequestDrafts(SamAssistant(budget=8), model)
+    drafts.follow(states, torch.zeros(3, VOCAB))
+    return drafts, states
 
 
 def test_drafts_of_all_requests_share_the_room_of_a_step(llama):
-    drafts, states = batching.RequestDrafts(SamAssistant(budget=8), llama), decoding()
-    drafts.follow(states, torch.zeros(3, VOCAB))
+    drafts, states = decoding(llama)
     found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
-    assert found[64] == [8, 2, 0]
-    assert sum(found[5]) == 5
-    assert found[0] == [0, 0, 0]
+    assert (found[64], sum(found[5]), found[0]) == ([8, 2, 0], 5, [0, 0, 0])
 
 
 def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
@@ -316,16 +298,14 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
             Prompt.reads += isinstance(place, slice)
             return super().__getitem__(place)
 
-    drafts, states = batching.RequestDrafts(SamAssistant(budget=8), llama), decoding()
-    logits = torch.zeros(3, VOCAB)
-    drafts.follow(states, logits)
+    drafts, states = decoding(llama)
     for state in states:
         state.initial_tokens = Prompt(state.initial_tokens)
     for step in range(12):
         assert len(drafts.propose(states, [8] * 3, 64)) == 3
         for state in states:
             state.generated_tokens.append(4 + step % 3)
-        drafts.follow(states, logits)
+        drafts.follow(states, torch.zeros(3, VOCAB))
         drafts.keep(states)
     assert Prompt.reads == 0
 
@@ -340,27 +320,20 @@ def test_drafts_end_where_positions_do(told):
     with manager_of(model, guessing, greedy(max_new_tokens=90)) as manager:
         manager.add_request(inputs[0])
         manager.add_request([5] * 41)
-        for output in finished(manager, 2):
-            assert "40 tokens" in output.error
+        assert all("40 tokens" in output.error for output in finished(manager, 2))
         assert manager.is_running()
     assert "without drafts" not in told.text
 
 
-UNSUPPORTED = {
-    "hidden states": lambda drafter: setattr(drafter, "needs", FeedbackNeeds(hidden_layers=(-1,))),
-    "residual": lambda drafter: None,
-}
-
-
-@pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_attached_assistants_that_cannot_draft_here_leave_plain_batches(kind, told):
+@pytest.mark.parametrize("residual", [False, True])
+def test_attached_assistants_that_cannot_draft_here_leave_plain_batches(residual, told):
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("eager")
     inputs = prompts(2)
     plain = run(model, inputs)
     drafter = guess(4)
-    UNSUPPORTED[kind](drafter)
-    assistant = Assistant([drafter], residual=kind == "residual")
+    drafter.needs = FeedbackNeeds(hidden_layers=() if residual else (-1,))
+    assistant = Assistant([drafter], residual=residual)
     with assistant.attached(model):
         for _ in range(2):
             assert run(model, inputs) == plain
@@ -372,20 +345,16 @@ def test_attached_assistants_that_cannot_draft_here_leave_plain_batches(kind, to
 
 
 def test_a_manager_that_is_kept_goes_on_without_the_assistant(llama):
-    inputs = prompts(2)
-    options = {"persistent_manager": True, "warmup": False}
-
-    def tokens(**more):
-        results = llama.generate_batch(inputs, greedy(), small(), **options, **more)
-        return [output.generated_tokens for output in results.values()]
-
-    plain = run(llama, inputs)
-    assistant = half_knowing(inputs, plain)
-    given, calls = {"assistant": assistant}, 0
+    inputs, plain, assistant = half_known(llama, 2)
+    given, calls = {"assistant": assistant}, 2
     try:
-        for more in (given, given, {}, {"assistant": None}, given):
-            assert tokens(**more) == plain
-            calls += 2 * (more is given)
+        assert run(llama, inputs, persistent_manager=True) == plain
+        # A call that keeps nothing uses what was kept, for the last time.
+        assert run(llama, inputs, **given) == plain
+        assert llama._cached_continuous_batching_manager.batch_processor is None
+        for named in ({}, given, given, {}, {"assistant": None}, given):
+            assert run(llama, inputs, persistent_manager=True, **named) == plain
+            calls += 2 * (named is given)
             assert assistant.stats.total.calls == calls
     finally:
         llama.destroy_cached_continuous_batching_manager()

@@ -7,35 +7,35 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
-from packaging.version import Version
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu import norms
-from hf_retrieval_assist.extensions.serving import continuous_batching
+from hf_retrieval_assist.extensions.serving import methods
 from hf_retrieval_assist.host.private_names import PrivateName
 from hf_retrieval_assist.types.token_tree import TokenTree
-from tests.support.fixed_costs import FixedCosts
-from tests.support.laws import assert_follows, exact_law
-from tests.support.lossless import build
-
-if Version(transformers.__version__) < Version("5.20"):
-    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
-
-from hf_retrieval_assist.extensions.serving import transformers_batching as hosted
 from tests.support.batching import (
     LENGTH,
+    DraftedRequest,
+    add,
     drafted,
     greedy,
     guess,
     half_knowing,
+    half_known,
+    hosted,
     manager_of,
+    numbered,
     outputs,
     prompts,
+    results,
     run,
-    small,
+    texts,
 )
+from tests.support.fixed_costs import FixedCosts
+from tests.support.laws import assert_follows, exact_law
+from tests.support.lossless import build
 from tests.support.scripted import Scripted
 from tests.support.watching import calls_of
 
@@ -55,8 +55,7 @@ from tests.support.watching import calls_of
 )
 def test_greedy_requests(llama, options):
     total = drafted(llama, prompts(), **options)
-    assert total.calls == 8
-    assert total.tokens == 8 * LENGTH
+    assert (total.calls, total.tokens) == (8, 8 * LENGTH)
     assert 0 < total.accepted < total.drafted
     # The prompt brings the first token of each, and every accepted one saves a step.
     assert total.steps == total.tokens - total.calls - total.accepted
@@ -95,7 +94,7 @@ def test_requests_end_where_they_would(llama):
     plain = run(llama, inputs, config)
     assert len({*map(len, plain)}) > 1
     assistant = half_knowing(inputs, run(llama, inputs, greedy(max_new_tokens=30)))
-    assert run(llama, inputs, config, assistant) == plain
+    assert run(llama, inputs, config, assistant=assistant) == plain
 
 
 def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
@@ -115,13 +114,11 @@ def test_what_requests_wrote_is_drafted_to_later_ones(llama):
 
 
 def test_attached_assistants_serve(llama):
-    inputs = prompts(3)
-    plain = run(llama, inputs)
-    with half_knowing(inputs, plain).attached(llama) as assistant:
+    inputs, plain, assistant = half_known(llama, 3)
+    with assistant.attached(llama):
         assert run(llama, inputs) == plain
         assert assistant.stats.total.accepted > 0
-        results = llama.generate_batch(inputs, greedy(), small(), assistant=None, warmup=False)
-        assert [output.generated_tokens for output in results.values()] == plain
+        assert run(llama, inputs, assistant=None) == plain
         assert assistant.stats.total.calls == 3
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
         run(llama, inputs, assistant="sam")
@@ -131,39 +128,32 @@ def streamed(model, inputs, assistant):
     """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
     seen = {}
     with manager_of(model, assistant) as manager:
-        for number, prompt in enumerate(inputs):
-            manager.add_request(prompt, request_id=str(number), max_new_tokens=12, streaming=True)
+        add(manager, inputs, max_new_tokens=12, streaming=True)
         for output in outputs(manager, len(inputs)):
             seen.setdefault(output.request_id, []).append([*output.generated_tokens])
     return seen
 
 
 def test_streams_get_every_token(llama):
-    inputs = prompts(4)
-    plain = streamed(llama, inputs, None)
-    assistant = half_knowing(inputs, run(llama, inputs))
-    assert streamed(llama, inputs, assistant) == plain
+    inputs, _, assistant = half_known(llama, 4)
+    assert streamed(llama, inputs, assistant) == streamed(llama, inputs, None)
     assert assistant.stats.total.accepted > 0
 
 
 def test_cancelled_requests_leave_no_block_behind(llama):
-    inputs = prompts(6)
-    plain = run(llama, inputs)
-    assistant = half_knowing(inputs, plain)
+    inputs, plain, assistant = half_known(llama, 6)
     with manager_of(llama, assistant) as manager:
-        for number, prompt in enumerate(inputs):
-            manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH)
+        add(manager, inputs)
         manager.add_request(inputs[0], request_id="cancelled", max_new_tokens=500)
         manager.cancel_request("cancelled")
-        found = {out.request_id: out.generated_tokens for out in outputs(manager, len(inputs))}
+        assert texts(manager, len(inputs)) == numbered(plain)
         manager.add_request(inputs[0], request_id="last", max_new_tokens=2)
-        assert [output.request_id for output in outputs(manager, 1)] == ["last"]
+        assert [*texts(manager, 1)] == ["last"]
         cache = manager.batch_processor.cache
         cache.evict_cached_blocks()
         cache.pool.try_to_free_sectors()
         assert cache.compute_free_capacity() == 1.0
         assert all(not allocator.block_table for allocator in cache.cache_allocators.values())
-    assert [found[str(number)] for number in range(len(inputs))] == plain
     assert assistant.stats.total.calls >= len(inputs) + 1
 
 
@@ -171,35 +161,30 @@ def test_drawn_tokens_have_plain_decodings_distribution():
     model = build(LlamaForCausalLM, vocab_size=6, num_hidden_layers=1)
     prompt = [1, 2, 3]
     config = greedy(do_sample=True, max_new_tokens=3, top_k=None)
-    assistant = Assistant([guess(4)], budget=2)
-    drawn = run(model, [prompt] * 3000, config, assistant, seed=3, num_blocks=512)
-    assert_follows(drawn, exact_law(model, prompt))
+    options = {"assistant": Assistant([guess(4)], budget=2), "seed": 3, "num_blocks": 512}
+    assert_follows(run(model, [prompt] * 3000, config, **options), exact_law(model, prompt))
 
 
 def test_warpers_are_each_requests_own(llama):
-    inputs = prompts(4)
+    inputs, plain, assistant = half_known(llama, 4)
     config = greedy(do_sample=True, temperature=0.7, top_k=5)
-    plain = run(llama, inputs)
-    assistant = half_knowing(inputs, plain)
     with manager_of(llama, assistant, config, per_request_processors=True) as manager:
         # Whose temperature the others would have, were they taken for the first one.
-        manager.add_request(inputs[0], request_id="warm", max_new_tokens=LENGTH, temperature=9.0)
-        for number, prompt in enumerate(inputs):
-            cold = {"temperature": 1e-4} if number % 2 else {"top_k": 1}
-            manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH, **cold)
-        found = {out.request_id: out.generated_tokens for out in outputs(manager, 1 + len(inputs))}
-    # So cold that they are as good as greedy.
-    assert [found[str(number)] for number in range(len(inputs))] == plain
+        manager.add_request(inputs[0], request_id="warm", temperature=9.0)
+        # So cold that they are as good as greedy.
+        add(manager, inputs, *[{"top_k": 1}, {"temperature": 1e-4}] * 2)
+        found = texts(manager, 1 + len(inputs))
+    assert found.items() > numbered(plain).items()
     assert assistant.stats.total.accepted > 0
 
 
 def test_log_probabilities_are_those_of_each_token(llama):
-    inputs = prompts(3)
-    options = {"continuous_batching_config": small(return_logprobs=True)}
-    plain = llama.generate_batch(inputs, greedy(), warmup=False, **options)
-    assistant = half_knowing(inputs, [output.generated_tokens for output in plain.values()])
-    found = llama.generate_batch(inputs, greedy(), warmup=False, assistant=assistant, **options)
-    for one, other in zip(plain.values(), found.values(), strict=True):
+    inputs, _, assistant = half_known(llama, 3)
+    plain, found = (
+        results(llama, inputs, return_logprobs=True, **named)
+        for named in ({}, {"assistant": assistant})
+    )
+    for one, other in zip(plain, found, strict=True):
         assert one.generated_tokens == other.generated_tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert assistant.stats.total.accepted > 0
@@ -211,7 +196,7 @@ LACKING = PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
 @pytest.mark.parametrize(
     ("module", "name", "value", "shown"),
     [
-        (continuous_batching, "CONTINUOUS_BATCHING", (LACKING,), "gone(now) is gone"),
+        (methods, "CONTINUOUS_BATCHING", (LACKING,), "gone(now) is gone"),
         (hosted, "_why_not", lambda processor: "no room", "without the assistant (no room)"),
     ],
 )
@@ -225,26 +210,21 @@ def test_where_nothing_can_be_drafted_requests_are_decoded_plainly(
     assert shown in told.text
 
 
-def processor(**changes):
-    """What is looked at of a processor before it drafts."""
-    known = {
-        "use_async_batching": False,
-        "model_runner": SimpleNamespace(pad_inputs=False),
-        "distributed_helper": SimpleNamespace(tp_size=1),
-        "logit_processor": SimpleNamespace(logits_processor=[]),
-    }
-    return SimpleNamespace(**(known | changes))
+def why_not(asynchronous=False, padded=False, ranks=1, processors=()):
+    """Why a manager's configuration leaves no room for drafts."""
+    some = SimpleNamespace
+    processor = some(use_async_batching=asynchronous, model_runner=some(pad_inputs=padded))
+    processor.distributed_helper = some(tp_size=ranks)
+    processor.logit_processor = some(logits_processor=processors)
+    return hosted._why_not(processor)
 
 
 def test_why_a_configuration_leaves_no_room_for_drafts():
-    _why_not = hosted._why_not
-    counting = SimpleNamespace(logits_processor=[transformers.LogitsProcessor()])
-    assert _why_not(processor()) is None
-    assert "use_async_batching=False" in _why_not(processor(use_async_batching=True))
-    recorded = SimpleNamespace(pad_inputs=True)
-    assert "use_cuda_graph=False" in _why_not(processor(model_runner=recorded))
-    assert "ranks" in _why_not(processor(distributed_helper=SimpleNamespace(tp_size=2)))
-    assert "LogitsProcessor" in _why_not(processor(logit_processor=counting))
+    assert why_not() is None
+    assert "use_async_batching=False" in why_not(asynchronous=True)
+    assert "use_cuda_graph=False" in why_not(padded=True)
+    assert "ranks" in why_not(ranks=2)
+    assert "LogitsProcessor" in why_not(processors=[transformers.LogitsProcessor()])
 
 
 def test_a_request_may_have_a_twin_of_the_assistant(llama):
@@ -257,7 +237,7 @@ def test_a_request_may_have_a_twin_of_the_assistant(llama):
         for name, twin, prompt in zip("abc", twins, inputs, strict=True):
             assert manager.add_request(prompt, request_id=name, assistant=twin) == name
         assert manager.add_request(inputs[1], assistant=assistant.private()) not in "abc"
-        found = {output.request_id: output.generated_tokens for output in outputs(manager, 4)}
+        found = texts(manager, 4)
         with pytest.raises(ValueError, match="a twin of the manager's own"):
             manager.add_request(inputs[0], assistant=SamAssistant())
     assert [found[name] for name in "abc"] == plain
@@ -270,13 +250,17 @@ def test_a_request_may_have_a_twin_of_the_assistant(llama):
     assert total.accepted > LENGTH // 2
 
 
-def test_twins_serve_every_sequence_of_a_request(llama):
+@pytest.mark.parametrize("num_blocks", [64, 3])
+def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch):
+    """Also where the cache has no room for all at once, and some begin anew."""
+    begun_anew = calls_of(monkeypatch, DraftedRequest, "create_equivalent_initial_request")
     memory = OutputMemory()
     assistant = SamAssistant(memory=memory, budget=8)
-    config = greedy(num_return_sequences=3, do_sample=True)
-    with manager_of(llama, assistant, config) as manager:
-        manager.add_request(prompts(1)[0], assistant=assistant.private())
+    config = greedy(num_return_sequences=3, do_sample=True, max_new_tokens=8)
+    with manager_of(llama, assistant, config, num_blocks=num_blocks) as manager:
+        manager.add_request(range(1, 41), assistant=assistant.private())
         assert len([*outputs(manager, 3)]) == 3
+    assert bool(begun_anew) == (num_blocks == 3)
     assert len(memory) == 0
 
 

@@ -131,6 +131,13 @@ def hello(served, **body):
     return get(f"{served.url}/v1/chat/completions", good | body)
 
 
+def answered(served, **body):
+    """The answer of a chat's route that has served a request."""
+    status, text = hello(served, **body)
+    assert status == 200, text
+    return json.loads(text)
+
+
 SURROGATE = "half of \ud83d"
 PARTS = [{"type": "text"}]
 OF_NO_TEXT = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
@@ -218,16 +225,14 @@ def test_what_is_no_object_is_refused(served, raw):
 
 
 def test_requests_that_say_nothing_unusual_are_served(served, theirs):
-    plain = json.loads(hello(theirs)[1])["choices"]
+    plain = answered(theirs)["choices"]
     unusual = {"n": 1, "logprobs": False, "presence_penalty": 0, "tool_choice": "auto", "user": "x"}
     unusual |= {"stop": [], "seed": None, "chat_template_kwargs": None, "stream_options": None}
     for body in (unusual, {"max_tokens": 8.0}, {"temperature": "0"}):
-        status, text = hello(served, **body)
-        assert status == 200, text
-        assert json.loads(text)["choices"] == plain
+        assert answered(served, **body)["choices"] == plain
     # As many as anybody may ask for.
     for most in (10**30, 10**400):
-        assert hello(served, max_tokens=most)[0] == 200
+        answered(served, max_tokens=most)
 
 
 def test_settings_that_all_share_are_no_clients(served, theirs):
@@ -274,13 +279,13 @@ def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
 
 def test_a_worker_that_died_is_replaced(folder, monkeypatch):
     with serving(folder, batching=True) as served:
-        assert hello(served)[0] == 200
+        answered(served)
         with monkeypatch.context() as patched:
             patched.setattr(Qwen2ForCausalLM, "forward", broken)
             status, _ = hello(served)
         assert status in (500, 503)
         assert get(f"{served.url}/health")[0] == 503
-        assert hello(served)[0] == 200
+        answered(served)
         assert get(f"{served.url}/health")[0] == 200
 
 
@@ -290,10 +295,10 @@ def test_a_server_that_was_reset_serves_again(folder, monkeypatch, batching):
     ended, stop = [], CBGenerateManager.stop
     monkeypatch.setattr(CBGenerateManager, "stop", lambda manager: ended.append(stop(manager)))
     with serving(folder, batching=batching) as served:
-        before = json.loads(hello(served)[1])["choices"]
+        before = answered(served)["choices"]
         assert get(f"{served.url}/reset", {})[0] == 200
         assert len(ended) == batching
-        assert json.loads(hello(served)[1])["choices"] == before
+        assert answered(served)["choices"] == before
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -303,11 +308,10 @@ def test_prompts_end_where_the_cache_does(folder, stream):
         status, text = hello(served, stream=stream, **of_user("x" * 3000))
         assert status == 422
         assert "messages: expected 1 to 256 tokens, got 30" in text
-        status, text = hello(served, max_tokens=200, **of_user("x" * 180))
-        answer = json.loads(text)
+        answer = answered(served, max_tokens=200, **of_user("x" * 180))
         if answer["choices"][0]["finish_reason"] == "length":
             assert answer["usage"]["total_tokens"] == 257  # the last one is not stored
-        assert hello(served)[0] == 200
+        answered(served)
 
 
 @pytest.mark.parametrize("batching", [False, True])
@@ -324,7 +328,7 @@ def test_prompts_end_where_positions_do(tmp_path, batching):
             status, text = hello(served, stream=stream, **of_user("x" * 80))
             assert status == 422
             assert "messages: expected 1 to 64 tokens, got 99" in text
-        answer = json.loads(hello(served, max_tokens=500)[1])
+        answer = answered(served, max_tokens=500)
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["total_tokens"] == 65
 
@@ -394,19 +398,15 @@ def test_a_predicted_call_counts_as_written(served):
     whole, streamed = served.ask("rain?", **options), served.stream("rain?", **options)[1][-1]
     for answer in (whole, streamed):
         told = answer.usage.completion_tokens_details
-        assert told.accepted_prediction_tokens == len(CALL)
-        assert told.rejected_prediction_tokens == 0
+        assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (len(CALL), 0)
 
 
 @pytest.mark.parametrize("setting", ['"num_beams": 2', '"prompt_lookup_num_tokens": 3'])
 def test_predictions_beside_other_ways_of_decoding(alone, theirs, setting):
-    config = f'{{{setting}, "max_new_tokens": 8}}'
-    prediction = {"type": "content", "content": "hello"}
-    plain = json.loads(hello(theirs, generation_config=config)[1])
-    status, text = hello(alone, generation_config=config, prediction=prediction)
-    assert status == 200, text
-    assert json.loads(text)["choices"] == plain["choices"]
-    assert json.loads(text)["usage"]["completion_tokens_details"]
+    config = {"generation_config": f'{{{setting}, "max_new_tokens": 8}}'}
+    ours = answered(alone, **config, prediction={"type": "content", "content": "hello"})
+    assert ours["choices"] == answered(theirs, **config)["choices"]
+    assert ours["usage"]["completion_tokens_details"]
 
 
 def test_a_client_that_goes_away_costs_the_others_nothing(served, theirs):

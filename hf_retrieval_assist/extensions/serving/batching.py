@@ -1,11 +1,11 @@
 """transformers' continuous batching, with several tokens of a decoding request in one step.
 
-The scheduler, the blocks, prefix sharing and chunked prefill stay transformers' own. Its classes
-get subclasses here, which are the only places that spell names of theirs that are not public. A
-decoding request is fed its last token and a draft behind it; the step reads the logits of all of
-these places, chooses a token at each, keeps the ones that plain decoding would have chosen, and
-takes the rest back before the next step. A request that cannot be served fails alone, and a step
-that fails with drafts is computed again without them.
+The scheduler, the blocks, prefix sharing and chunked prefill stay transformers' own. A manager of
+ours makes what serves its requests of subclasses, which are the only places that spell names of
+transformers' that are not public. A decoding request is fed its last token and a draft behind it;
+the step reads the logits of all of these places, chooses a token at each, keeps the ones that plain
+decoding would have chosen, and takes the rest back before the next step. A request that cannot be
+served fails alone, and a step that fails with drafts is computed again without them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import queue
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate, chain, islice
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -40,10 +40,34 @@ from ...system.log import get_logger
 
 logger = get_logger(__name__)
 
+Ours = TypeVar("Ours")
+
 _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
 # The assistant of what the running thread, or task, adds.
 _assistant: ContextVar[Any] = ContextVar("assistant of a request", default=None)
+
+
+class Drafts(Protocol):
+    """What drafts for the requests of a manager; `RequestDrafts` says how."""
+
+    def check_twin(self, assistant: Any) -> None: ...
+    def scope(self) -> AbstractContextManager[Any]: ...
+    def propose(
+        self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
+    ) -> list[list[int]]: ...
+    def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None: ...
+    def keep(self, requests: Sequence[DraftedRequest]) -> None: ...
+    def time(self, tokens: int, seconds: float) -> None: ...
+    def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None: ...
+
+
+def _taken_over(kind: type[Ours], theirs: Any, **own: Any) -> Ours:
+    """An object of a class of ours in the place of one that transformers, which names its classes
+    itself, has made: what that one holds, and more."""
+    ours = kind.__new__(kind)
+    vars(ours).update(vars(theirs), **own)
+    return ours
 
 
 class DraftedRequest(RequestState):
@@ -66,11 +90,10 @@ class DraftedRequest(RequestState):
     kept: int = 0
 
     def create_equivalent_initial_request(self) -> RequestState:
-        state: Any = super().create_equivalent_initial_request()
-        state.__class__ = DraftedRequest
-        state.assistant, state.checked = self.assistant, True
-        state.text, self.text = self.text, None
-        return state
+        state = super().create_equivalent_initial_request()
+        text, self.text = self.text, None
+        own = {"assistant": self.assistant, "checked": True, "text": text}
+        return _taken_over(DraftedRequest, state, **own)
 
     @property
     def left(self) -> float:
@@ -82,8 +105,7 @@ class _Requests(queue.Queue[Any]):
     """A manager's queue, whose requests know their assistants."""
 
     def put(self, item: Any, *args: Any, **options: Any) -> None:
-        item.__class__ = DraftedRequest
-        item.assistant = _assistant.get()
+        item = _taken_over(DraftedRequest, item, assistant=_assistant.get())
         super().put(item, *args, **options)
 
 
@@ -98,30 +120,30 @@ def adding_for(assistant: Any) -> Iterator[None]:
         _assistant.reset(token)
 
 
-def serve(manager: ContinuousBatchingManager, drafts: Any) -> None:
-    """Let a manager that has not started draft; None: let one that has drafted before do without.
+def drafting(manager: Any, drafts: Drafts | None) -> Any:
+    """A manager that has not started, as one whose steps carry drafts; None: none.
 
     A model may keep its manager from one call to the next.
-
-    Args:
-        manager: whose steps carry drafts from now on.
-        drafts: `RequestDrafts` of the module that drafts, which this one does not import.
     """
-    if drafts is not None:
-        manager.__class__ = DraftingManager
+    if isinstance(manager, DraftingManager):
         manager.drafts = drafts
-        manager.input_queue.__class__ = _Requests
-        if isinstance(manager.batch_processor, DraftingProcessor):
-            manager.batch_processor.scheduler.drafts = drafts
-    elif isinstance(manager, DraftingManager):
-        manager.__class__ = ContinuousBatchingManager
-        manager.batch_processor = None
+        if drafts is None and isinstance(manager.batch_processor, DraftingProcessor):
+            manager.batch_processor = None
+        return manager
+    if drafts is None:
+        return manager
+    requests = _taken_over(_Requests, manager.input_queue)
+    ours = _taken_over(DraftingManager, manager, drafts=drafts, input_queue=requests)
+    model = manager.model
+    if getattr(model, "_cached_continuous_batching_manager", None) is manager:
+        model._cached_continuous_batching_manager = ours
+    return ours
 
 
 class DraftingManager(ContinuousBatchingManager):
-    """A manager whose steps carry drafts."""
+    """A manager whose steps carry drafts, where there are any."""
 
-    drafts: Any
+    drafts: Drafts | None
 
     def add_request(self, *args: Any, assistant: Any = None, **options: Any) -> str | None:
         """transformers' own, with an assistant for this request alone.
@@ -134,27 +156,34 @@ class DraftingManager(ContinuousBatchingManager):
         """
         assistant = _assistant.get() if assistant is None else assistant
         if assistant is not None:
+            if self.drafts is None:
+                raise ValueError("assistant: expected none where the manager has none itself")
             self.drafts.check_twin(assistant)
         with adding_for(assistant):
             return super().add_request(*args, **options)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
+        if self.drafts is None:
+            return processor
         if isinstance(processor, DraftingProcessor):
+            processor.scheduler.drafts = self.drafts
             return processor
         if (why := _why_not(processor)) is not None:
             name = type(self.model).__name__
             logger.warning("%s: continuous batching without the assistant (%s)", name, why)
             return processor
-        scheduler: Any = processor.scheduler
-        kind: Any = type(scheduler)
-        scheduler.__class__ = _drafting(kind)
-        processor.__class__ = DraftingProcessor
-        processor.model_runner.__class__ = _DraftingRunner
-        scheduler.drafts = self.drafts
-        scheduler.vocab_size = len(self.model.get_input_embeddings().weight)
-        scheduler.most_tokens = _most_tokens(processor.cache, position_limit(self.model))
-        return processor
+        kind: Any = type(processor.scheduler)
+        scheduler = _taken_over(
+            _drafting(kind),
+            processor.scheduler,
+            drafts=self.drafts,
+            vocab_size=len(self.model.get_input_embeddings().weight),
+            most_tokens=_most_tokens(processor.cache, position_limit(self.model)),
+        )
+        processor.offloading_manager.scheduler = scheduler
+        runner = _taken_over(_DraftingRunner, processor.model_runner)
+        return _taken_over(DraftingProcessor, processor, scheduler=scheduler, model_runner=runner)
 
 
 def _why_not(processor: ContinuousBatchProcessor) -> str | None:
@@ -206,7 +235,7 @@ class _DraftingScheduler(Scheduler):
         proposes: whether drafts are still to be proposed for this step.
     """
 
-    drafts: Any
+    drafts: Drafts
     vocab_size: int
     most_tokens: int
     proposes = False
@@ -218,11 +247,9 @@ class _DraftingScheduler(Scheduler):
 
     def _check(self, state: RequestState) -> None:
         """ValueError for a request that would end the loop, and with it all other requests."""
-        if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
-            raise ValueError(
-                f"request_id: expected one that no running request has, got {state.request_id!r}"
-            )
-        ids = np.asarray(state.initial_tokens)
+        name, wanted, ids = state.request_id, state.max_new_tokens, np.asarray(state.initial_tokens)
+        if name in self.active_requests or name in self.waiting_requests:
+            raise ValueError(f"request_id: expected one that no running request has, got {name!r}")
         if not 0 < len(ids) <= self.most_tokens:
             raise ValueError(
                 f"input_ids: expected 1 to {self.most_tokens} tokens, as many as the cache holds "
@@ -230,13 +257,11 @@ class _DraftingScheduler(Scheduler):
             )
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"input_ids: expected integers, got {ids.ndim}-d {ids.dtype}")
-        if not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(
-                f"input_ids: expected ids from 0 to {self.vocab_size - 1}, got {ids.min()} to "
-                f"{ids.max()}"
-            )
-        if not isinstance(state.max_new_tokens, (int, float, type(None))):
-            raise ValueError(f"max_new_tokens: expected a number, got {state.max_new_tokens!r}")
+        least, most, last = ids.min(), ids.max(), self.vocab_size - 1
+        if not 0 <= least <= most <= last:
+            raise ValueError(f"input_ids: expected ids from 0 to {last}, got {least} to {most}")
+        if not isinstance(wanted, (int, float, type(None))):
+            raise ValueError(f"max_new_tokens: expected a number, got {wanted!r}")
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         if self.proposes:

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 
 from ...assistants import Assistant
 from ...drafters.base import Target
 from ...drafters.feedback import RowFeedback
 from ...host import transformers_private
-from ...host.private_names import CONTINUOUS_BATCHING, absent
 from ...policy.account import Drafting
 from ...policy.cost_store import CostKey, size_bucket
 from ...policy.cost_views import PackedCost
@@ -34,34 +32,9 @@ from ...verification.engine import engine_of
 from ...verification.verified import TopLogits
 
 if TYPE_CHECKING:
-    from .transformers_batching import DraftedRequest
+    from .batching import DraftedRequest
 
 logger = get_logger(__name__)
-
-
-def objection(assistant: Assistant) -> str | None:
-    """Why an assistant's drafters cannot draft here; None: they can."""
-    if assistant.hidden_layers or assistant.residual or assistant.expected.rows:
-        return (
-            "assistant: expected drafters that need no hidden states, no residual sampling and no "
-            "texts by row in continuous batching"
-        )
-    return None
-
-
-def draft_for(manager: Any, assistant: Assistant | None) -> None:
-    """Let a manager of continuous batching draft, where its release has what that takes; None: let
-    a manager that has drafted before do without."""
-    if lacking := absent(CONTINUOUS_BATCHING):
-        if assistant is not None:
-            logger.warning_once(
-                f"continuous batching without the assistant: transformers "
-                f"{transformers.__version__} lacks what it drafts with: {'; '.join(lacking)}"
-            )
-        return
-    from .transformers_batching import serve
-
-    serve(manager, None if assistant is None else RequestDrafts(assistant, manager.model))
 
 
 class RequestDrafts:
