@@ -29,6 +29,7 @@ from transformers import CompileConfig
 from hf_retrieval_assist import Assistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
 from hf_retrieval_assist.policy.cost_store import CostModels
+from hf_retrieval_assist.policy.policy import DraftingPolicy, union
 from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
@@ -75,8 +76,10 @@ Options = Callable[[], dict[str, Any]]
 class Chained(SuffixAssistant):
     """The same drafts, of which only the best path is verified."""
 
-    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        return Forest.of([super().choose(sessions, drafts)]).best_paths()[0]
+    def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
+        policy = super()._policy(drafters, **options)
+        policy.choose = lambda sessions, drafts: Forest.of([union(drafts)]).best_paths()[0]
+        return policy
 
 
 class Filler(Drafter):

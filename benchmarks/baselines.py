@@ -53,4 +53,4 @@ class _LookupSession(DraftSession):
 
 def prompt_lookup(tokens: int = LOOKUP_TOKENS) -> Assistant:
     """An assistant that verifies whatever prompt lookup drafts, as transformers does."""
-    return Assistant([PromptLookupDrafter(tokens)], budget="paper", max_nodes=tokens)
+    return Assistant([PromptLookupDrafter(tokens)], budget=tokens)

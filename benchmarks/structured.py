@@ -244,7 +244,7 @@ def first_calls(
             for request in requests:
                 assistant = make()
                 if column == "with":
-                    assistant.expected = expecting
+                    assistant.policy.expected = expecting
                 found.append(simulate(assistant, [request]))
             tokens = sum(one.tokens for one in found)
             figures[column] = tokens / sum(one.steps for one in found)

@@ -19,6 +19,7 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.base import DraftSession
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 from hf_retrieval_assist.policy.policy import union
 
 from .baselines import prompt_lookup
@@ -47,31 +48,27 @@ def presets(trace: Trace, folder: Path) -> dict[str, Make]:
     return found
 
 
-class CorpusAlone(SamAssistant):
+class CorpusAlone(SamDecoding):
     """SAM-Decoding whose automaton over the text itself never gets to draft."""
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         corpus: Any = sessions[1]
-        rule = self.policy
-        if corpus.match_length - rule.corpus_bias >= rule.min_match:
+        if corpus.match_length - self.corpus_bias >= self.min_match:
             return drafts[1]
         return union(drafts[2:])
 
 
 def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
     """The paper's table of ablations, under its own rule."""
-    paper = partial(SamAssistant, budget="paper")
     found: dict[str, Make] = {
-        "without corpus": paper,
-        "without corpus and fallback": partial(paper, fallback=None),
+        "without corpus": SamDecoding,
+        "without corpus and fallback": partial(SamDecoding, fallback=None),
     }
     if trace.corpus:
         found |= {
-            "whole": lambda: paper(corpus=trace.corpus),
-            "without fallback": lambda: paper(corpus=trace.corpus, fallback=None),
-            "without the text's own automaton": lambda: CorpusAlone(
-                corpus=trace.corpus, budget="paper"
-            ),
+            "whole": lambda: SamDecoding(trace.corpus),
+            "without fallback": lambda: SamDecoding(trace.corpus, fallback=None),
+            "without the text's own automaton": lambda: CorpusAlone(trace.corpus),
             "whole, planned": lambda: SamAssistant(corpus=trace.corpus),
         }
     return found
@@ -79,14 +76,14 @@ def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
 
 def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
     """The paper's alpha (nodes per matched token), and what each of the two trees brings."""
-    paper = partial(SuffixAssistant, fallback=None, budget="paper")
+    paper = partial(SuffixDecoding, fallback=None)
     found: dict[str, Make] = {
         f"alpha {alpha}": partial(paper, alpha=alpha) for alpha in (0.5, 1, 2, 4)
     }
     bare = partial(SuffixAssistant, fallback=None)
     return found | {
         "alpha 4, the request's tree alone": lambda: Assistant(
-            [SuffixDrafter(alpha=4, scored=True, learn=False)], budget="paper"
+            [SuffixDrafter(alpha=4, scored=True, learn=False)], budget=4 * 64
         ),
         # No match in a tree of depth 1 leaves room for a draft.
         "alpha 4, the outputs' tree alone": partial(paper, alpha=4, max_depth=1),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,32 +14,25 @@ from numpy.typing import NDArray
 from .attachment import attached
 from .decoding.decode import decode
 from .decoding.observer import Observer
+from .drafters.base import Drafter
 from .drafters.expected import Expected, Text
-from .plugins import load
-from .policy.policy import DraftingPolicy
+from .plugins import every, load
+from .policy.policy import AllOptions, DraftingPolicy
 from .policy.stats import CallStats
 from .system import changes
+from .system.locks import Lock
 
 if TYPE_CHECKING:
     from .extensions.record import Record, Step
 
 
-class _OfUsers(type):
-    """A class whose list of names, which `help` shows, leaves out what only the loop calls."""
-
-    def __dir__(cls) -> list[str]:
-        hidden = {name for name in vars(DraftingPolicy) if not name.startswith("_")}
-        return [name for name in super().__dir__() if name not in hidden]
-
-
-class Assistant(DraftingPolicy, metaclass=_OfUsers):
+class Assistant:
     """Drafts for `model.generate(..., assistant=...)`; reusable over calls, models and threads.
 
     Args:
         drafters: where drafts come from.
         budget: how many nodes a step verifies. "auto": as many as pay for themselves at the
-            measured cost of this model on this machine, maybe none. "paper": the rule of the
-            preset's paper. A number: that many.
+            measured cost of this model on this machine, maybe none. A number: that many.
         max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
             fastest method for few rows; see
@@ -61,10 +55,31 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             `CostModels(CostModels.user_directory())` they are kept from one process to the next.
 
     Attributes:
-        learn: whether texts teach later ones; see `private`.
-        expected: texts that outputs are expected to resemble; see `expecting`.
+        policy: what the loop asks.
+        drafters, costs: as above, of the policy.
+        stats: figures of the last call and of all; see
+            :class:`~hf_retrieval_assist.policy.stats.Stats`.
         records: of calls that go on being recorded; see `record`.
     """
+
+    def __init__(self, drafters: Sequence[Drafter], **options: Unpack[AllOptions]):
+        self.policy = policy = self._policy(drafters, **options)
+        self.drafters, self.stats, self.costs = policy.drafters, policy.stats, policy.costs
+        self.records: list[Any] = []
+        self._lock = Lock()
+
+    def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
+        return DraftingPolicy([*drafters, *[make() for make in every("drafters")]], **options)
+
+    @property
+    def learn(self) -> bool:
+        """Whether texts teach later ones; see `private`."""
+        return self.policy.teaches
+
+    @property
+    def expected(self) -> Expected:
+        """Texts that outputs are expected to resemble; see `expecting`."""
+        return self.policy.expected
 
     def private(self) -> Assistant:
         """This assistant for texts that must leave no trace in what later texts are drafted from.
@@ -73,7 +88,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         text, stay common to both. Its calls are recorded by its own `record` alone.
         """
         assistant = copy.copy(self)
-        assistant.learn = False
+        assistant.policy = self.policy.twin(teaches=False)
         assistant.records = []
         return assistant
 
@@ -107,13 +122,14 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             TypeError: a string, `schema` or `tools` without a tokenizer, ids that are no integers,
                 or a schema or tool of another kind.
             ValueError: an id that no vocabulary has; a tool without a name; a chat template that
-                writes no tool calls; `schema` or `tools` under `budget="paper"`. `generate` raises
-                it for a batch whose size is no multiple of `rows`.
+                writes no tool calls; `schema` or `tools` where a paper's rule drafts. `generate`
+                raises it for a batch whose size is no multiple of `rows`.
         """
         assistant = copy.copy(self)
-        assistant.expected = Expected.of(texts, rows, tokenizer, schema, tools)
-        if assistant.expected.forms and self.planner.budget == "paper":
-            raise ValueError('expecting: no paper drafts from schema or tools, got budget="paper"')
+        expected = Expected.of(texts, rows, tokenizer, schema, tools)
+        if expected.forms and self.policy.choose is not None:
+            raise ValueError(f"expecting: {self!r} drafts from no schema or tools")
+        assistant.policy = self.policy.twin(expected=expected)
         return assistant
 
     @staticmethod
@@ -138,10 +154,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         return f"{type(self).__name__}({self._arguments()}){twin}"
 
     def _arguments(self) -> str:
-        return f"[{', '.join(self._names)}], budget={self.planner.budget!r}"
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *vars(self)})
+        return f"[{', '.join(self.stats.sources)}], budget={self.policy.planner.budget!r}"
 
     def __copy__(self) -> Assistant:
         twin = object.__new__(type(self))
@@ -161,7 +174,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
 
     def __call__(self, model: Any, *inputs: Any, **settings: Any) -> Any:
         """Decode; what `generate(custom_generate=assistant)` calls."""
-        return decode(model, self, *inputs, observe=self._observe, **settings)
+        return decode(model, self.policy, *inputs, observe=self._observe, **settings)
 
     @contextmanager
     def record(
@@ -194,5 +207,9 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
 
     def _repr_html_(self) -> str:
         """Drafters and figures, for notebooks."""
-        html: str = load("parts", "html")(self)
+        html: str = load("parts", "html")(type(self).__name__, self.policy)
         return html
+
+
+# What `help` shows, since options are the policy's.
+Assistant.__init__.__signature__ = inspect.signature(DraftingPolicy.__init__)  # type: ignore[attr-defined]

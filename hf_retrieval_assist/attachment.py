@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import GenerationMixin
@@ -23,16 +23,22 @@ from .system.reloads import is_of
 
 logger = get_logger(__name__)
 
-Policy = TypeVar("Policy", bound=DraftingPolicy)
 
+class HasPolicy(Protocol):
+    """An assistant, as far as this module looks at it."""
+
+    policy: DraftingPolicy
+
+
+Attached = TypeVar("Attached", bound=HasPolicy)
 
 # Those that were there before this module was loaded anew are among them.
-_attachments: weakref.WeakKeyDictionary[Any, DraftingPolicy] = globals().setdefault(
+_attachments: weakref.WeakKeyDictionary[Any, HasPolicy] = globals().setdefault(
     "_attachments", weakref.WeakKeyDictionary()
 )
 
 
-def attach(model: Any, assistant: DraftingPolicy) -> None:
+def attach(model: Any, assistant: HasPolicy) -> None:
     """Let every `model.generate(...)` without an `assistant=` of its own be assisted.
 
     A call that cannot be assisted (beams, a quantised cache, another way of decoding) decodes as if
@@ -48,12 +54,12 @@ def attach(model: Any, assistant: DraftingPolicy) -> None:
         TypeError: another kind of model or assistant.
         ValueError: an assistant that expects texts row by row, of batches that others make.
     """
-    if not is_of(DraftingPolicy, assistant):
+    if not is_of(DraftingPolicy, getattr(assistant, "policy", None)):
         raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
-    if assistant.expected.rows:
+    if rows := assistant.policy.expected.rows:
         raise ValueError(
             "assistant: expected texts for all rows where others make the batches, got "
-            f"{len(assistant.expected.rows)} rows of them"
+            f"{len(rows)} rows of them"
         )
     model = generating_model(model)
     if _attachments.get(model, assistant) is not assistant:
@@ -71,7 +77,7 @@ def detach(model: Any) -> None:
 
 
 @contextmanager
-def attached(model: Any, assistant: Policy) -> Iterator[Policy]:
+def attached(model: Any, assistant: Attached) -> Iterator[Attached]:
     """A scope in which `assistant` is attached; what was attached before returns after it."""
     model = generating_model(model)
     before = _attachments.pop(model, None)
@@ -84,8 +90,8 @@ def attached(model: Any, assistant: Policy) -> Iterator[Policy]:
             _attachments[model] = before
 
 
-def attached_to(model: Any) -> DraftingPolicy | None:
-    """The assistant that is attached to a model whose `generate` is called."""
+def attached_to(model: Any) -> HasPolicy | None:
+    """The assistant that is attached to a model whose `generate` is called; None: none is."""
     # A runtime that is no module may have no hash.
     return _attachments.get(model) if isinstance(model, torch.nn.Module) else None
 

@@ -7,6 +7,7 @@ selects; `generate(assistant=...)` does more. This class is for code that is bui
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers.generation import CandidateGenerator
 
 from .assistants import Assistant
 from .drafters.base import Target
+from .policy.policy import Ask, Outcome
 from .types.token_tree import Limits
 
 
@@ -35,6 +37,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         self.target = target
         self.max_length = max_length
         self._session: Any = None
+        self._step: Any = None
         self._finish: Any = None
         self._committed = 0
 
@@ -64,16 +67,16 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         text = self.target.known(input_ids[0].cpu()).tolist()
         if self._session is None:
             # The last token of the prompt is the first that a session takes as generated.
-            self._session = self.assistant.start(np.array(text[:-1], np.int32), self.target)
+            policy, prompt_ids = self.assistant.policy, np.array(text[:-1], np.int32)
+            self._session = policy.start(prompt_ids, self.target)
             self._finish = weakref.finalize(self, self._session.close)
             self._session.begin(text[-1:])
             self._committed = len(text)
         self._commit(text)
         room = None if self.max_length is None else max(0, self.max_length - len(text) - 1)
-        drafting = self.assistant.begin()
-        draft = self._session.propose(drafting)
-        (chain,) = drafting.planner.plan([draft], None, Limits([room], chains=True))
-        tokens = input_ids.new_tensor(chain.token_ids.tolist())[None]
+        ask = Ask([self._session], limits=partial(Limits, [room], chains=True))
+        self._step = self.assistant.policy.draft(ask)
+        tokens = input_ids.new_tensor(self._step.trees[0].token_ids.tolist())[None]
         return cast(torch.LongTensor, torch.cat([input_ids, tokens], dim=1)), None
 
     def update_candidate_strategy(
@@ -85,10 +88,12 @@ class RetrievalCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         """Release the draft session; a next text starts a new one."""
         if self._session is not None:
-            self._session = None
+            self._session = self._step = None
             self._finish()
 
     def _commit(self, text: list[int]) -> None:
         if len(text) > self._committed:
-            self._session.commit(text[self._committed :], None)
-            self._committed = len(text)
+            tree = None if self._step is None else self._step.trees[0]
+            outcome = Outcome(self._session, text[self._committed :], tree)
+            self.assistant.policy.learn(self._step, [outcome])
+            self._committed, self._step = len(text), None

@@ -22,7 +22,7 @@ from .decoding.call import refused_mode
 from .host.plain_step import has_own_loop
 from .host.private_names import why_plain
 from .host.transformers_private import given_cache, shards_need_company
-from .policy.policy import DraftingPolicy
+from .plugins import load, paths
 from .policy.stats import CallStats
 from .system.arguments import kind_of
 from .system.log import get_logger
@@ -132,7 +132,7 @@ def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any
             raise ValueError(why)
         _tell(model, why)
         result = original(model, **kwargs)
-        assistant.count(CallStats(tier="plain", reason=why, calls=1))
+        assistant.policy.count(CallStats(tier="plain", reason=why, calls=1))
         return result
     _heal_tokens(model, kwargs)
     _stop_at_strings(kwargs)
@@ -168,7 +168,7 @@ def _chosen(model: Any, named: Any) -> tuple[Any, bool]:
 
 def _why_stale(assistant: Any) -> str | None:
     """Why this module and an assistant are not of one copy of the package; None: they are."""
-    if not isinstance(assistant, DraftingPolicy):
+    if not isinstance(assistant, Assistant):
         return "the assistant is of a copy of the package that was replaced since; make a new one"
     return _loaded.why_stale()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -17,14 +18,12 @@ from .corpus.datastore import Datastore
 from .corpus.readers import Corpus, tokenised
 from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.fallbacks import Fallback, fallback_drafters
-from .drafters.base import Graphs
+from .drafters.base import Drafter
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .memory.output_memory import OutputMemory
-from .papers.sam_decoding import SamDecoding
-from .papers.suffix_decoding import ALGORITHM_1, SuffixDecoding
-from .policy.cost_store import CostModels
 from .policy.planner import Budget
+from .policy.policy import Options
 from .system.arguments import kind_of
 
 # The longest draft from a corpus where the planner says how much of it pays.
@@ -33,41 +32,17 @@ _LONGEST_DRAFT = 256
 _NOT_SHOWN = ("self", "corpus", "tokenizer", "memory", "datastore", "draft_model", "costs")
 
 
-def _require(kind: type, **arguments: Any) -> None:
+def require(kind: type, **arguments: Any) -> None:
     """TypeError where an argument is of another kind."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name}: expected {kind.__name__}, got {kind_of(value)}")
 
 
-def _of_paper(budget: Budget, **arguments: Any) -> dict[str, Any]:
-    """Those that were given, of a paper's own rule; ValueError where it does not decide."""
-    given = _given(**arguments)
-    for name, value in given.items():
-        if budget != "paper":
-            expected = 'expected None without budget="paper", whose rule it belongs to'
-            raise ValueError(f"{name}: {expected}, got {value!r}")
-    return given
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-class Options(TypedDict, total=False):
-    """What every preset takes besides its own arguments; see :class:`Assistant`."""
-
-    reroute: bool
-    graphs: Graphs
-    fixed_width: int | None
-    extra_memory: int | None
-    costs: CostModels | None
-
-
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def _shows_arguments(init: Init) -> Init:
+def shows_arguments(init: Init) -> Init:
     """A preset's `__init__` whose signature names each of `Options`, and that keeps for `repr`
     what differs from the defaults."""
     shared = inspect.signature(Assistant).parameters
@@ -89,14 +64,8 @@ def _shows_arguments(init: Init) -> Init:
 
 
 class Preset(Assistant):
-    """An assistant that follows a paper, or drafts from the same sources.
+    """An assistant with the sources of a paper."""
 
-    Attributes:
-        policy: the rule by which a paper chooses between drafts, under `budget="paper"`; otherwise
-            None.
-    """
-
-    policy: Any = None
     _told: dict[str, Any]
 
     def _arguments(self) -> str:
@@ -121,10 +90,9 @@ class SamAssistant(Preset):
         model.generate(**inputs, assistant=assistant)
         print(assistant.stats)
 
-    Under `budget="paper"` it drafts as SAM-Decoding does (Hu et al., 2024), from suffix automata.
-    The paper's rule and its automata stand in :mod:`~hf_retrieval_assist.papers.sam_decoding`. A
-    `Datastore` drafts beside the trees, or in the second automaton's place. The other arguments are
-    those of :class:`Assistant`.
+    The sources are those of SAM-Decoding, whose own rule and automata are
+    :class:`~hf_retrieval_assist.papers.SamDecoding`. A `Datastore` drafts beside the trees. The
+    other arguments are those of :class:`Assistant`.
 
     Args:
         corpus: documents, indexed once, in memory: texts, rows of a data set with a "text", or
@@ -134,29 +102,22 @@ class SamAssistant(Preset):
             "quantized_self", the target itself with weights in eight bits, beside token recycling;
             a draft model, of any tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a
             list of these, whose drafts become one tree.
-        min_match: shortest match that drafts, in tokens; under "paper" alone. None: the paper's 5.
-        corpus_bias: tokens by which a corpus match must be longer than one in the text; under
-            "paper" alone. None: the paper's 5.
-        max_draft: longest draft from a match; under "paper" alone. None: the paper's 40.
         memory: earlier outputs to draft from, and to teach; None learns nothing.
         tokenizer: of the model; for a corpus of texts.
         budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
-            costs; "paper", the paper's rule; or a number.
+            costs; or a number.
 
     Raises:
-        ValueError: a bad size or an empty corpus; texts without a tokenizer; a parameter that does
-            not apply; from `generate`, a corpus id outside the model's vocabulary.
+        ValueError: a bad size or an empty corpus; texts without a tokenizer; from `generate`, a
+            corpus id outside the model's vocabulary.
         TypeError: an argument of another kind than said.
     """
 
-    @_shows_arguments
+    @shows_arguments
     def __init__(
         self,
         corpus: Corpus | None = None,
         fallback: Fallback = "token_recycling",
-        min_match: int | None = None,
-        corpus_bias: int | None = None,
-        max_draft: int | None = None,
         memory: OutputMemory | None = None,
         *,
         tokenizer: Any = None,
@@ -164,79 +125,61 @@ class SamAssistant(Preset):
         max_nodes: int = 255,
         **options: Unpack[Options],
     ):
-        rule = _of_paper(budget, min_match=min_match, corpus_bias=corpus_bias, max_draft=max_draft)
-        if corpus_bias is not None and corpus is None:
-            raise ValueError(f"corpus_bias: expected None without a corpus, got {corpus_bias}")
         if corpus is not None:
             corpus = tokenised(corpus, tokenizer)
-        _require(OutputMemory, **_given(memory=memory))
+        if memory is not None:
+            require(OutputMemory, memory=memory)
         self.memory, learn = memory, memory is not None
-        if budget == "paper":
-            self.policy = SamDecoding(**rule)
-            sources = self.policy.drafters(corpus)
-            choose = functools.partial(self.policy.choose, matchers=len(sources))
-            self.choose = choose  # type: ignore[method-assign]
-            if memory is not None:
-                sources.append(SuffixDrafter(memory))
-        elif isinstance(corpus, Datastore):
+        sources: list[Drafter]
+        if isinstance(corpus, Datastore):
             longest = {"max_nodes": _LONGEST_DRAFT, "continuation": _LONGEST_DRAFT}
             sources = [SuffixDrafter(memory, learn=learn), RestDrafter(corpus, **longest)]
         else:  # one drafter for the text, the memory and the corpus
             sources = [SuffixDrafter(memory, corpus=corpus, learn=learn)]
-        sources += fallback_drafters(fallback, budget == "paper")
+        sources += fallback_drafters(fallback)
         super().__init__(sources, budget=budget, max_nodes=max_nodes, **options)
 
 
 class SuffixAssistant(Preset):
     """Drafts from suffix trees of the text and of earlier outputs, mixed by their worth.
 
-    Under `budget="paper"` it drafts as SuffixDecoding does (Oliaro et al., 2024). The paper's rule
-    stands in :mod:`~hf_retrieval_assist.papers.suffix_decoding`.
-    The other arguments are those of :class:`Assistant`.
+    The sources are those of SuffixDecoding, whose own rule is
+    :class:`~hf_retrieval_assist.papers.SuffixDecoding`. The other arguments are those of
+    :class:`Assistant`.
 
     Args:
         memory: earlier outputs to draft from, and to teach; None for a new one, at hand as
             `assistant.memory`.
         max_depth: longest match plus draft, in tokens.
-        alpha: nodes for each matched token, at most; None: the paper's 4 under "paper", otherwise
-            no limit.
-        min_prob: no node is drafted that is estimated to be less probable; None: the paper's 0.02
-            under "paper", otherwise 0.002.
+        alpha: nodes for each matched token, at most.
+        min_prob: no node is drafted that is estimated to be less probable.
         tree: draft trees; otherwise single paths.
         fallback: as for :class:`SamAssistant`.
-        threshold: of the paper's rule, under "paper" alone: SCORE from which on the trees draft;
-            None: the number of tokens that the fallback's draft is expected to bring.
 
     Raises:
-        ValueError: a bad size or probability; a parameter that does not apply.
+        ValueError: a bad size or probability.
         TypeError: an argument of another kind than said.
     """
 
-    @_shows_arguments
+    @shows_arguments
     def __init__(
         self,
         memory: OutputMemory | None = None,
         max_depth: int = 64,
-        alpha: float | None = None,
-        min_prob: float | None = None,
+        alpha: float = math.inf,
+        min_prob: float = 0.002,
         tree: bool = True,
         fallback: Fallback = "token_recycling",
-        threshold: float | None = None,
         *,
         budget: Budget = "auto",
         max_nodes: int = 255,
         **options: Unpack[Options],
     ):
-        rule = _of_paper(budget, threshold=threshold)
-        _require(OutputMemory, **_given(memory=memory))
-        given: dict[str, Any] = {"max_depth": max_depth, "tree": tree}
-        if budget == "paper":
-            self.policy = SuffixDecoding(**rule)
-            self.choose = self.policy.choose  # type: ignore[method-assign]
-            given |= ALGORITHM_1
-        drafter = SuffixDrafter(memory, **given | _given(alpha=alpha, min_prob=min_prob))
+        if memory is not None:
+            require(OutputMemory, memory=memory)
+        drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree)
         self.memory = drafter.memory
-        drafters = [drafter, *fallback_drafters(fallback, budget == "paper")]
+        drafters = [drafter, *fallback_drafters(fallback)]
         super().__init__(drafters, budget=budget, max_nodes=max_nodes, **options)
 
 
@@ -267,7 +210,7 @@ class RolloutAssistant(Preset):
         ValueError: `half_life` or `max_bytes` beside a memory, which has its own.
     """
 
-    @_shows_arguments
+    @shows_arguments
     def __init__(
         self,
         memory: OutputMemory | None = None,
@@ -281,13 +224,14 @@ class RolloutAssistant(Preset):
         max_nodes: int = 255,
         **options: Unpack[Options],
     ):
-        given = _given(half_life=half_life, max_bytes=max_bytes)
+        own = {"half_life": half_life, "max_bytes": max_bytes}
+        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
         if memory is None:
             given = {"max_bytes": 1 << 30, "half_life": 16.0, **given}
             memory = OutputMemory(max_depth=max_depth, **given)
         elif given:
             raise ValueError(f"{min(given)}: expected None beside a memory, which has its own")
-        _require(OutputMemory, memory=memory)
+        require(OutputMemory, memory=memory)
         self.memory = memory
         drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
         drafters = [drafter, *fallback_drafters(fallback)]
@@ -297,34 +241,34 @@ class RolloutAssistant(Preset):
 class RestAssistant(Preset):
     """Drafts from a corpus on disk, the most frequent continuations first (REST, He et al., 2023).
 
-    Under `budget="paper"` the longest match alone drafts (sections 3.2 and 3.3), otherwise the next
-    shorter ones do as well. The other arguments are those of :class:`Assistant`.
+    As published it is `RestAssistant(datastore, sources=1, budget=64)` (sections 3.2 and 3.3). The
+    other arguments are those of :class:`Assistant`.
 
     Args:
         datastore: of the model's tokenizer; or its path.
         max_match: the longest context looked up, in tokens.
         max_nodes: of a draft.
         continuation: tokens of a draft's longest path.
+        sources: match lengths that draft: the longest one, then the next shorter ones.
     """
 
-    @_shows_arguments
+    @shows_arguments
     def __init__(
         self,
         datastore: Datastore | str | os.PathLike[str],
         max_match: int = 16,
         max_nodes: int = 64,
         continuation: int = 10,
+        sources: int = 3,
         *,
         budget: Budget = "auto",
         **options: Unpack[Options],
     ):
         if isinstance(datastore, (str, os.PathLike)):
             datastore = Datastore.open(datastore)
-        _require(Datastore, datastore=datastore)
+        require(Datastore, datastore=datastore)
         self.datastore = datastore
-        drafter = RestDrafter(datastore, max_match, max_nodes, continuation)
-        if budget == "paper":
-            drafter.sources = 1
+        drafter = RestDrafter(datastore, max_match, max_nodes, continuation, sources)
         super().__init__([drafter], budget=budget, **options)
 
 
@@ -332,7 +276,7 @@ class SequoiaAssistant(Preset):
     """Drafts optimal trees of a small model (Sequoia, Chen et al., 2024).
 
     A tree's shape is solved by dynamic programming for the measured acceptance by rank (section
-    4.1), its size for the measured times (section 4.3). Under `budget="paper"` it is verified
+    4.1), its size for the measured times (section 4.3); with `budget=max_nodes` it is verified
     whole. The other arguments are those of :class:`Assistant`.
 
     Args:
@@ -349,7 +293,7 @@ class SequoiaAssistant(Preset):
         ValueError: a bad size; from `generate`, another vocabulary than the target's.
     """
 
-    @_shows_arguments
+    @shows_arguments
     def __init__(
         self,
         draft_model: PreTrainedModel,
@@ -361,7 +305,7 @@ class SequoiaAssistant(Preset):
         budget: Budget = "auto",
         **options: Unpack[Options],
     ):
-        _require(torch.nn.Module, draft_model=draft_model)
+        require(torch.nn.Module, draft_model=draft_model)
         sizes = {"max_nodes": max_nodes, "max_levels": max_levels, "width": width}
         drafter = DraftModelDrafter(draft_model, temperature=temperature, **sizes)
         residual = temperature is not None

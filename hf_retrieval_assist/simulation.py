@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .assistants import Assistant
 from .drafters.base import Target
 from .policy.account import Account
-from .policy.cost_model import CostModel
+from .policy.cost_model import CostModel, CostView
 from .policy.cost_store import CostKey
-from .policy.cost_views import PackedCost
-from .policy.policy import AssistantSession, DraftingPolicy
+from .policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from .system.arguments import require_at_least
 from .types.token_tree import Ids, Limits, TokenTree, checked_ids
 
@@ -78,7 +79,7 @@ class SimulationReport:
 
 
 def simulate(
-    assistant: DraftingPolicy,
+    assistant: Assistant,
     requests: Iterable[tuple[Ids, Ids]],
     cost: Callable[[int], float] | None = None,
     vocab_size: int = 2**31 - 1,
@@ -107,19 +108,19 @@ def simulate(
         TypeError: ids that are no integers.
     """
     require_at_least(1, batch_size=batch_size)
-    model = None if cost is None else CostModel.fixed(cost)
+    policy, model = assistant.policy, None if cost is None else CostModel.fixed(cost)
     report = SimulationReport(cost=None if cost is None else 0.0)
     # Every simulation learns for itself: outputs of different recordings do not belong together.
     target = Target(vocab_size=vocab_size, fingerprint="simulation")
-    account = None if model is None else assistant.account(CostKey(target.fingerprint, "", "", ""))
+    account = None if model is None else policy.account(CostKey(target.fingerprint, "", "", ""))
     waiting = iter(requests)
     while batch := list(islice(waiting, batch_size)):
         rows: list[_Row] = []
         try:
             for request in batch:
                 prompt, output = (checked_ids("requests", ids, vocab_size) for ids in request)
-                rows.append(_Row(assistant.start(prompt, target), output))
-            _replay(assistant, rows, model, report, packed, account)
+                rows.append(_Row(policy.start(prompt, target), output))
+            _replay(policy, rows, model, report, packed, account)
         finally:
             for row in rows:
                 row.session.close()
@@ -147,7 +148,7 @@ class _Row:
 
 
 def _replay(
-    assistant: DraftingPolicy,
+    policy: DraftingPolicy,
     rows: Sequence[_Row],
     cost: CostModel | None,
     report: SimulationReport,
@@ -160,23 +161,23 @@ def _replay(
             row.session.begin(row.output[:1].tolist())
     report.plain_forwards += max(row.left for row in rows)
     while running := [row for row in rows if row.left]:
-        price = PackedCost(cost, len(running)) if cost is not None and packed else cost
+        price = CostView(cost, rows=len(running)) if cost is not None and packed else cost
         started = time.perf_counter()
-        sessions = [row.session for row in running]
-        depths = [row.left - 1 for row in running]
-        drafting = assistant.begin(price, account)
-        drafts = assistant.propose(sessions, drafting)
-        trees = drafting.planner.plan(drafts, price, Limits(depths, packed=packed))
+        limits = partial(Limits, [row.left - 1 for row in running], packed=packed)
+        step = policy.draft(Ask([row.session for row in running], price, account, limits=limits))
         report.draft_seconds += time.perf_counter() - started
-        steps = [row.follow(tree) for row, tree in zip(running, trees, strict=True)]
-        committing = time.perf_counter()
-        assistant.commit(sessions, steps, [None] * len(running), drafting)
-        report.update_seconds += time.perf_counter() - committing
+        outcomes = [
+            Outcome(row.session, row.follow(tree), tree)
+            for row, tree in zip(running, step.trees, strict=True)
+        ]
+        sizes = [len(tree) for tree in step.trees]
+        fed = sum(sizes) + len(running) if packed else 1 + max(sizes)
+        learning = time.perf_counter()
+        policy.learn(step, outcomes, fed if price is None else price.share(fed))
+        report.update_seconds += time.perf_counter() - learning
         report.forwards += 1
         report.steps += len(running)
-        report.nodes += sum(map(len, trees))
-        report.tokens += sum(map(len, steps))
-        fed = sum(1 + len(tree) for tree in trees) if packed else 1 + max(map(len, trees))
+        report.nodes += sum(sizes)
+        report.tokens += sum(len(outcome.tokens) for outcome in outcomes)
         if cost is not None and report.cost is not None:
             report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
-        assistant.end(drafting, sessions, trees, steps, drafting.width(fed))

@@ -20,7 +20,7 @@ from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.policy.policy import union
+from hf_retrieval_assist.policy.policy import DraftingPolicy, union
 from hf_retrieval_assist.policy.stats import CallStats, Stats
 from tests.support.rounding import near
 from tests.support.threads import in_threads
@@ -94,7 +94,6 @@ REQUEST = (list(range(10)), list(range(10, 210)))
         # What takes no time is asked in every step.
         ([], "auto", lambda n: _AGES, 199),
         ([], 4, lambda n: 1.0, 199),
-        ([], "paper", lambda n: 1.0, 199),
         ([], "auto", None, 199),
         # Four tokens and one in every step.
         (REQUEST[0] + REQUEST[1], "auto", lambda n: _AGES, 40),
@@ -288,12 +287,13 @@ def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):
     other = build(LlamaForCausalLM, num_hidden_layers=2)
     assistant = SamAssistant(corpus=[plain[0].tolist()])
     run(model, assistant=assistant)
-    rates = [counts._counts.copy() for counts in assistant.calibrators(fingerprint(model))]
+    rates = [counts._counts.copy() for counts in assistant.policy.calibrators(fingerprint(model))]
     observed = assistant.stats.reliability["suffix"].trials.sum()
     run(other, assistant=assistant)
-    for counts, before in zip(assistant.calibrators(fingerprint(model)), rates, strict=True):
+    for counts, before in zip(assistant.policy.calibrators(fingerprint(model)), rates, strict=True):
         assert np.array_equal(counts._counts, before)
-    assert {key.fingerprint for key in assistant._accounts} == set(map(fingerprint, (model, other)))
+    accounts = assistant.policy._accounts
+    assert {key.fingerprint for key in accounts} == set(map(fingerprint, (model, other)))
     assert assistant.stats.reliability["suffix"].trials.sum() > observed
 
 
@@ -305,7 +305,7 @@ def test_drafters_of_one_name_are_told_apart():
 def test_calls_of_several_threads_are_all_counted():
     assistant = Assistant([])
     call = CallStats(calls=1, steps=2, tokens=3)
-    in_threads(lambda _: [assistant.count(call) for _ in range(500)], range(4))
+    in_threads(lambda _: [assistant.policy.count(call) for _ in range(500)], range(4))
     total = assistant.stats.total
     assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
 
@@ -326,7 +326,10 @@ def test_what_only_the_loop_calls_is_not_among_a_users_names():
     names, of_class = dir(SamAssistant()), dir(SamAssistant)
     assert {"record", "private", "expecting", "attached"} <= {*of_class} <= {*names}
     assert {"stats", "records", "memory", "costs"} <= {*names}
-    assert not {"propose", "commit", "calibrators", "account", "settle"} & {*names}
+    loops = {name for name in vars(DraftingPolicy) if not name.startswith("_")}
+    assert loops >= {"draft", "start", "calibrators", "account"}
+    assert not (loops - {"learn"}) & {*names}
+    assert inspect.signature(Assistant) == inspect.signature(DraftingPolicy)
     assert "assistant = SamAssistant(" in SamAssistant.__doc__
     own = " ".join(SamAssistant.__doc__.split())
     assert "The other arguments are those of :class:`Assistant`" in own

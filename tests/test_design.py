@@ -36,12 +36,12 @@ def test_every_folder_is_described():
 
 # What stands for each stage of a step. Ranks agree round the plan.
 STAGES = {
-    "propose": ("policy/policy.py", "propose"),
+    "draft": ("policy/policy.py", "draft"),
     "plan": ("policy/planner.py", "plan"),
     "forward": ("verification/verifiers.py", "forward"),
     "walk": ("decoding/walk.py", "__call__"),
     "keep": ("verification/verifiers.py", "keep"),
-    "learn": ("policy/policy.py", "commit"),
+    "learn": ("policy/policy.py", "learn"),
     "observe": ("policy/cost_model.py", "observe"),
 }
 
@@ -83,7 +83,7 @@ def test_a_token_goes_the_way_that_is_told():
     names = {place: stage for stage, place in STAGES.items()}
     went = [names[call] for call in calls if call in names]
     # Before them comes the walk of the prefill's token.
-    steps = went[went.index("propose") :]
+    steps = went[went.index("draft") :]
     assert steps == list(STAGES) * assistant.stats.last.forwards
 
 

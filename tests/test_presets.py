@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.host.fingerprint import fingerprint
+from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.presets import Options, fallback_drafters
 from tests.support.memories import check_memory
@@ -30,7 +32,7 @@ from .support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, run, same
 from .support.tiny_models import VOCAB
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-BUDGETS = ["auto", "paper", 6]
+BUDGETS = ["auto", 6]
 SLOW_STEPS = FixedCosts(lambda tokens: 1.0)  # beside which any drafting takes no time
 
 
@@ -78,11 +80,6 @@ def test_the_default_draws_trees_of_a_draft_model_that_costs_little():
     assert assistant.stats.total.accepted > 20
 
 
-def short(budget):
-    """Texts as short as these are matched by less than the paper asks for."""
-    return 3 if budget == "paper" else None
-
-
 SIZES = {"max_nodes": 8, "max_levels": 3, "width": 3}
 
 # By the model, documents of what it generates, these on disk, and a draft model.
@@ -91,12 +88,8 @@ KINDS = {
     "sam alone": lambda made, **options: SamAssistant(fallback=None, **options),
     "sam with a memory": lambda made, **options: SamAssistant(memory=OutputMemory(), **options),
     "sam without kernels": lambda made, **options: SamAssistant(reroute=False, **options),
-    "sam with a corpus": lambda made, budget: SamAssistant(
-        corpus=made.texts, min_match=short(budget), budget=budget
-    ),
-    "sam with a datastore": lambda made, budget: SamAssistant(
-        corpus=made.store, min_match=short(budget), budget=budget
-    ),
+    "sam with a corpus": lambda made, **options: SamAssistant(made.texts, **options),
+    "sam with a datastore": lambda made, **options: SamAssistant(made.store, **options),
     "suffix": lambda made, **options: SuffixAssistant(**options),
     "suffix of chains": lambda made, **options: SuffixAssistant(tree=False, **options),
     "suffix alone": lambda made, **options: SuffixAssistant(fallback=None, **options),
@@ -105,6 +98,24 @@ KINDS = {
     "sam, draft model": lambda made, **options: SamAssistant(fallback=made.draft, **options),
     "suffix, draft model": lambda made, **options: SuffixAssistant(fallback=made.draft, **options),
     "sam, drafter": lambda made, **options: SamAssistant(fallback=made.drafter, **options),
+}
+# Texts as short as these are matched by less than the paper asks for.
+Sam = partial(SamDecoding, min_match=3)
+PAPERS = {
+    "paper: sam": lambda made: SamDecoding(),
+    "paper: sam alone": lambda made: SamDecoding(fallback=None),
+    "paper: sam with a memory": lambda made: SamDecoding(memory=OutputMemory()),
+    "paper: sam without kernels": lambda made: SamDecoding(reroute=False),
+    "paper: sam with a corpus": lambda made: Sam(made.texts),
+    "paper: sam with a datastore": lambda made: Sam(made.store),
+    "paper: suffix": lambda made: SuffixDecoding(),
+    "paper: suffix of chains": lambda made: SuffixDecoding(tree=False),
+    "paper: suffix alone": lambda made: SuffixDecoding(fallback=None),
+    "paper: rest": lambda made: RestAssistant(made.store, sources=1, budget=64),
+    "paper: sequoia": lambda made: SequoiaAssistant(made.draft, **SIZES, budget=8),
+    "paper: sam, draft model": lambda made: SamDecoding(fallback=made.draft),
+    "paper: suffix, draft model": lambda made: SuffixDecoding(fallback=made.draft),
+    "paper: sam, drafter": lambda made: SamDecoding(fallback=made.drafter),
 }
 # Whose corpora hold the texts.
 KNOWING = ("sam with a corpus", "sam with a datastore", "rest")
@@ -125,10 +136,21 @@ def made(request, tmp_path_factory):
 def test_every_preset_is_lossless(made, name, budget):
     if budget != 6 and isinstance(made.model, Gemma3ForCausalLM):
         pytest.skip("one budget of a model with windows is enough")
-    assistant = KINDS[name](made, budget=budget)
+    check_preset(made, name, KINDS[name](made, budget=budget), budget == "auto")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_paper_is_lossless(made, name):
+    if isinstance(made.model, Gemma3ForCausalLM):
+        pytest.skip("a budget of a model with windows is enough")
+    check_preset(made, name.removeprefix("paper: "), PAPERS[name](made), measured=False)
+
+
+def check_preset(made, name, assistant, measured):
+    """Lossless, and drafting what it knows unless measured costs may forbid it."""
     greedy = check_lossless(made.model, assistant)
-    assert name not in KNOWING or budget == "auto" or greedy.accepted > NEW_TOKENS // 2
-    assert name != "sequoia" or budget == "auto" or greedy.accepted > 0
+    assert name not in KNOWING or measured or greedy.accepted > NEW_TOKENS // 2
+    assert name != "sequoia" or measured or greedy.accepted > 0
     if (memory := getattr(assistant, "memory", None)) is not None:
         assert len(memory) == 4
         check_memory(memory)
@@ -136,7 +158,7 @@ def test_every_preset_is_lossless(made, name, budget):
 
 def test_drafts_of_a_fallback_stand_behind_those_of_retrieval(llama):
     assistant = SamAssistant(fallback=eagle_head(llama))
-    assert assistant.hidden_layers
+    assert assistant.policy.hidden_layers
     assert [drafter.costly for drafter in assistant.drafters].count(True) == 1
     fallback = TokenRecyclingDrafter(top_k=4)
     assert SamAssistant(fallback=fallback).drafters[-2] is fallback
@@ -158,7 +180,7 @@ def test_memory_may_be_filled_beforehand(llama, preset, named):
 @pytest.mark.parametrize("temperature", [None, 0.6])
 def test_a_perfect_draft_model_is_accepted_to_the_end(llama, temperature):
     sizes = {"max_nodes": 4, "max_levels": 4, "width": 1}
-    assistant = SequoiaAssistant(llama, temperature, budget="paper", **sizes)
+    assistant = SequoiaAssistant(llama, temperature, budget=4, **sizes)
     # Drafted at one temperature, accepted at any: greedy decoding draws nothing.
     same(llama, assistant=assistant)
     if temperature is None:
@@ -174,15 +196,10 @@ def test_a_vocabulary_smaller_than_the_fallbacks_table():
 
 
 BAD_SIZES = [
-    (SamAssistant, {"min_match": -1, "budget": "paper"}),
-    (SamAssistant, {"corpus_bias": -1, "budget": "paper", "corpus": [[1]]}),
-    (SamAssistant, {"max_draft": 0, "budget": "paper"}),
-    # What does not apply is not ignored.
-    (SamAssistant, {"min_match": 5}),
-    (SamAssistant, {"corpus_bias": 5, "corpus": [[1]]}),
-    (SamAssistant, {"corpus_bias": 5, "budget": "paper"}),
-    (SamAssistant, {"max_draft": 40, "budget": 8}),
-    (SuffixAssistant, {"threshold": 1.0}),
+    (SamDecoding, {"min_match": -1}),
+    (SamDecoding, {"corpus_bias": -1, "corpus": [[1]]}),
+    (SamDecoding, {"max_draft": 0}),
+    # A memory has its own.
     (RolloutAssistant, {"half_life": 16.0, "memory": OutputMemory()}),
     (RolloutAssistant, {"max_bytes": 1 << 20, "memory": OutputMemory()}),
     (SamAssistant, {"max_nodes": 0}),
@@ -190,13 +207,13 @@ BAD_SIZES = [
     *((SamAssistant, {"corpus": bad}) for bad in ([], [[], []], [[1, -2]])),
     *((SuffixAssistant, {name: 0.0}) for name in ("alpha", "min_prob")),
     *((SuffixAssistant, {"max_depth": bad}) for bad in (0, 1 << 17)),
-    (SuffixAssistant, {"threshold": -1.0, "budget": "paper"}),
+    (SuffixDecoding, {"threshold": -1.0}),
 ]
 
 
 OTHER_KINDS = [
     *((SamAssistant, {"corpus": bad}) for bad in (5, [["a"]])),
-    *((preset, {"memory": []}) for preset in (SamAssistant, SuffixAssistant)),
+    *((p, {"memory": []}) for p in (SamAssistant, SuffixAssistant, SamDecoding, SuffixDecoding)),
     (RestAssistant, {"datastore": [[1, 2]]}),
     (SequoiaAssistant, {"draft_model": "a name"}),
 ]
@@ -210,6 +227,26 @@ def test_refuses_bad_values_and_other_kinds(error, preset, options):
     start = "^" if error is TypeError else ""
     with pytest.raises(error, match=rf"{start}\b{next(iter(options))}\b"):
         preset(**options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [
+        *((SamAssistant, name) for name in ("min_match", "corpus_bias", "max_draft")),
+        (SuffixAssistant, "threshold"),
+        *((paper, "budget") for paper in (SamDecoding, SuffixDecoding)),
+    ],
+)
+def test_what_does_not_apply_is_not_ignored(preset, name):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        preset(**{name: 5})
+
+
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant, RolloutAssistant])
+def test_the_former_spelling_of_a_papers_rule_tells_the_new_one(preset):
+    said = r"^budget: .*, got 'paper'; .*papers\.SamDecoding\(\) or papers\.SuffixDecoding\(\)"
+    with pytest.raises(ValueError, match=said):
+        preset(budget="paper")
 
 
 PRESETS = [SamAssistant, SuffixAssistant, RolloutAssistant, RestAssistant, SequoiaAssistant]
@@ -229,8 +266,8 @@ def test_signatures_name_shared_options_with_the_policys_defaults(preset):
 
 def test_an_assistant_shows_what_it_was_told(llama):
     assert repr(SamAssistant()) == repr(SamAssistant(budget="auto")) == "SamAssistant()"
-    shown = repr(SamAssistant(None, None, 3, budget="paper", reroute=False))
-    assert shown == "SamAssistant(fallback=None, min_match=3, budget='paper', reroute=False)"
+    shown = repr(SamDecoding(None, None, 3, reroute=False))
+    assert shown == "SamDecoding(fallback=None, min_match=3, reroute=False)"
     assert repr(SamAssistant(fallback=[llama])) == "SamAssistant(fallback=[<LlamaForCausalLM>])"
 
     class Own(SamAssistant):
@@ -267,10 +304,10 @@ def small_models():
 @pytest.mark.parametrize(
     ("temperature", "top_p", "budget", "rows"),
     [
-        (0.7, 1.0, "paper", 500),
+        (0.7, 1.0, 4, 500),
         (1.3, 0.8, 2, 500),
         pytest.param(0.7, 0.9, 2, 4000, marks=pytest.mark.slow),
-        pytest.param(1.5, 1.0, "paper", 4000, marks=pytest.mark.slow),
+        pytest.param(1.5, 1.0, 4, 4000, marks=pytest.mark.slow),
     ],
 )
 def test_residual_sampling_keeps_the_law(small_models, temperature, top_p, budget, rows):

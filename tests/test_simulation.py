@@ -13,6 +13,8 @@ from hf_retrieval_assist import (
     simulate,
 )
 from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.papers import SamDecoding
+from hf_retrieval_assist.policy.policy import Ask
 from tests.support.rounding import near
 
 TEXT = list(range(1, 11))
@@ -21,8 +23,8 @@ TARGET = Target(vocab_size=1000)
 COPY = (TEXT, TEXT)
 
 
-def sam(**options):
-    return SamAssistant(**({"fallback": None} | options))
+def sam(make=SamAssistant, **options):
+    return make(**({"fallback": None} | options))
 
 
 def counts(report):
@@ -36,14 +38,14 @@ COUNTED = [
     # 4 nodes and a token, then 3 nodes and a token.
     ({"budget": 4}, (2, 9, 7)),
     # One token a step until 5 are matched, then the remaining 5 with 4 nodes.
-    ({"budget": "paper"}, (5, 9, 4)),
-    ({"budget": "paper", "min_match": 3}, (3, 9, 6)),
-    ({"budget": "paper", "max_draft": 2}, (6, 9, 3)),
+    ({"make": SamDecoding}, (5, 9, 4)),
+    ({"make": SamDecoding, "min_match": 3}, (3, 9, 6)),
+    ({"make": SamDecoding, "max_draft": 2}, (6, 9, 3)),
 ]
 
 
 @pytest.mark.parametrize(("options", "counted"), COUNTED)
-def test_budgets_decide_how_a_copy_is_drafted(options, counted):
+def test_budgets_and_papers_decide_how_a_copy_is_drafted(options, counted):
     arrays = ((np.array(p, np.int64), np.array(o, np.uint16)) for p, o in [COPY])
     for requests in ([COPY], arrays):
         assert counts(simulate(sam(**options), requests)) == counted
@@ -154,11 +156,12 @@ CORPUS = list(range(100, 140))
 
 
 def first_draft(prompt, first, **options):
-    assistant = sam(corpus=[CORPUS], budget="paper", **options)
-    session = assistant.start(np.array(prompt, np.int32), TARGET)
+    policy = SamDecoding([CORPUS], fallback=None, **options).policy
+    session = policy.start(np.array(prompt, np.int32), TARGET)
     session.begin([first])
     dynamic, static = (part.match_length for part in session.sessions)
-    return dynamic, static, session.propose().token_ids.tolist()
+    (tree,) = policy.draft(Ask([session])).trees
+    return dynamic, static, tree.token_ids.tolist()
 
 
 @pytest.mark.parametrize(("matched", "drafts"), [(9, False), (10, True), (11, True)])

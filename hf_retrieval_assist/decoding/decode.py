@@ -26,7 +26,7 @@ from .plainly import decode_at_rest, decode_plainly
 
 def decode(
     model: Any,
-    assistant: DraftingPolicy,
+    policy: DraftingPolicy,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -41,7 +41,7 @@ def decode(
 
     Args:
         model: a transformers model with a language modelling head.
-        assistant: where drafts come from.
+        policy: where drafts come from.
         input_ids: int64 [batch, length], left-padded.
         logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
         synced_gpus: go on with empty forwards until the other processes have finished.
@@ -65,12 +65,12 @@ def decode(
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
     with call.engine.scopes_left():
-        return _decode(call, assistant, observe)
+        return _decode(call, policy, observe)
 
 
-def _decode(call: Call, assistant: DraftingPolicy, observe: Observe) -> Any:
+def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
     started = time.perf_counter()
-    service = call.service(assistant.planner, assistant.fixed_width, assistant.graphs)
+    service = call.service(policy.planner, policy.fixed_width, policy.graphs)
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
@@ -79,12 +79,12 @@ def _decode(call: Call, assistant: DraftingPolicy, observe: Observe) -> Any:
         with left_out(call.model) if service.lacked_hooks else nullcontext():
             result = decode_plainly(call, counts, record)
     else:
-        account = None if record is not None else _account(call, assistant)
+        account = None if record is not None else _account(call, policy)
         if account is not None and account.rests():
-            result = decode_at_rest(call, assistant, counts, account)
+            result = decode_at_rest(call, policy, counts, account)
         else:
             try:
-                result = _decode_with_drafts(call, assistant, service, counts, record, account)
+                result = _decode_with_drafts(call, policy, service, counts, record, account)
             except UnservableError as error:
                 call.tell_plain(str(error))
                 counts.tier, counts.reason = Tier.PLAIN.value, str(error)
@@ -92,24 +92,24 @@ def _decode(call: Call, assistant: DraftingPolicy, observe: Observe) -> Any:
     if isinstance(call.model, torch.nn.Module):
         learn_moving(call.model)
     counts.seconds["total"] = time.perf_counter() - started
-    assistant.count(counts)
-    assistant.costs.save_at_times(call.kind.fingerprint)
+    policy.count(counts)
+    policy.costs.save_at_times(call.kind.fingerprint)
     return result
 
 
-def _account(call: Call, assistant: DraftingPolicy) -> Account | None:
+def _account(call: Call, policy: DraftingPolicy) -> Account | None:
     """What tells whether to draft for the call; None: it is drafted for.
 
     All ranks would have to decide alike.
     """
     if Ranks.of(call.model).several or call.synced_gpus:
         return None
-    return assistant.account(call.kind) if assistant.may_rest() else None
+    return policy.account(call.kind) if policy.may_rest() else None
 
 
 def _decode_with_drafts(
     call: Call,
-    assistant: DraftingPolicy,
+    policy: DraftingPolicy,
     service: Service,
     counts: CallStats,
     record: Observer | None,
@@ -117,7 +117,7 @@ def _decode_with_drafts(
 ) -> Any:
     """By the loop; timed from the first token on."""
     started, before = time.perf_counter(), compilations()
-    generation = Generation(call, assistant, service, counts, record)
+    generation = Generation(call, policy, service, counts, record)
     result = generation.run()
     once = counts.seconds["prefill"] + counts.seconds["pack"]
     seconds = time.perf_counter() - started - once

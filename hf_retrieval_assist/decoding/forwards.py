@@ -39,7 +39,7 @@ class Forwards:
 
     Args:
         call: whose forwards.
-        assistant: says what may serve them, and what drafters learn from them.
+        policy: says what may serve them, and what drafters learn from them.
         service: how the model is served.
         walk: that chooses from their logits.
         several: whether the model is spread over processes, which have to compute the same bits.
@@ -61,25 +61,25 @@ class Forwards:
     def __init__(
         self,
         call: Call,
-        assistant: DraftingPolicy,
+        policy: DraftingPolicy,
         service: Service,
         walk: Walk,
         several: bool,
         counts: CallStats,
     ):
-        self._call, self._assistant, self._service = call, assistant, service
+        self._call, self._policy, self._service = call, policy, service
         self._walk, self._several, self._counts = walk, several, counts
         self.model_kwargs = dict(call.model_kwargs)
         room = call.prompt_length + call.room
         self.cache, self.returned_cache = call.engine.slot_cache(
             call.model, self.model_kwargs, service, call.batch_size, room
         )
-        self.taps = FeatureTaps(call.model, assistant.hidden_layers)
+        self.taps = FeatureTaps(call.model, policy.hidden_layers)
         self._hooks = HookWatch(call.model)
         self._decode_scope = private.OptimisedForDecode(call.model)
         wanted = Wanted(
-            reroute=assistant.reroute,
-            extra_memory=assistant.extra_memory,
+            reroute=policy.reroute,
+            extra_memory=policy.extra_memory,
             several=several,
             batch=call.batch_size,
             select=walk.rowwise,
@@ -147,21 +147,21 @@ class Forwards:
 
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""
-        call, assistant = self._call, self._assistant
-        recorded = call.may_record(assistant.graphs)
-        states = call.returns_states or assistant.hidden_layers
+        call, policy = self._call, self._policy
+        recorded = call.may_record(policy.graphs)
+        states = call.returns_states or policy.hidden_layers
         return ForwardOptions(
             taps=self.taps,
-            top_k=assistant.top_k,
+            top_k=policy.top_k,
             capacity=call.prompt_length + call.room,
             keeps_cache=call.keeps_cache(self._service),
             most_tokens=self._engine.most_tokens,
             recorded=recorded,
-            fused=assistant.graphs == "fused",
+            fused=policy.graphs == "fused",
             by_kernels=self._engine.by_kernels,
             states=bool(states),
             select=self._walk.rowwise,
-            fixed_width=assistant.fixed_width,
+            fixed_width=policy.fixed_width,
         )
 
     def pack_due(self) -> None:
@@ -195,7 +195,7 @@ class Forwards:
         return trees, verified
 
     def _run(self, trees: Sequence[TokenTree]) -> Verified:
-        widest = self._assistant.fixed_width or 1 + max(map(len, trees))
+        widest = self._policy.fixed_width or 1 + max(map(len, trees))
         self._decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         verified = self._engine.forward(self.verifier, self._walk.rows, trees)
         verified.wait()

@@ -1,4 +1,4 @@
-"""The decoding loop: propose, plan, verify in one forward, walk, keep, learn.
+"""The decoding loop: draft, verify in one forward, walk, keep, learn.
 
 :meth:`Generation.step` is the loop's body.
 """
@@ -16,18 +16,19 @@ from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
 from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
-from ..policy.account import Drafting
-from ..policy.policy import AssistantSession, DraftingPolicy
+from ..policy.account import DraftedStep
+from ..policy.cost_model import CostModel, CostView
+from ..policy.cost_store import CallCosts
+from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats, Stopwatch
 from ..types.row_text import Path, RowText
-from ..types.token_tree import Forest, TokenTree
+from ..types.token_tree import Limits, TokenTree
 from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service
 from ..verification.verified import Verified
 from .call import Call
 from .forwards import Forwards
 from .observer import Observer
-from .pricing import Pricing
 from .selection import RowPreview
 from .walk import Drawn, Walk
 
@@ -37,7 +38,7 @@ class Generation:
 
     Args:
         call: what is generated.
-        assistant: where drafts come from.
+        policy: where drafts come from.
         service: how the model is served.
         counts: the call's figures.
         record: is told every step; None: nobody is.
@@ -49,21 +50,23 @@ class Generation:
     def __init__(
         self,
         call: Call,
-        assistant: DraftingPolicy,
+        policy: DraftingPolicy,
         service: Service,
         counts: CallStats,
         record: Observer | None,
     ):
-        self.call, self.assistant, self.counts, self.record = call, assistant, counts, record
+        self.call, self.policy, self.counts, self.record = call, policy, counts, record
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
-        self.walk = Walk(call, self.rows, call.rows_in_step(service), assistant.residual)
+        self.walk = Walk(call, self.rows, call.rows_in_step(service), policy.residual)
         if self.walk.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")
-        self.forward = Forwards(call, assistant, service, self.walk, self.ranks.several, counts)
+        self.forward = Forwards(call, policy, service, self.walk, self.ranks.several, counts)
         self.keeps_cache = call.keeps_cache(service)
-        self.pricing = Pricing(call, assistant, self.walk.in_step, not self.ranks.several)
+        self.costs = CallCosts(policy.costs, call.kind)
+        # Accounts of time differ between ranks, which have to ask together.
+        self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = OwnForwards()
         self.sessions: list[AssistantSession] = []
 
@@ -95,9 +98,11 @@ class Generation:
         self.forward.pack_due()
         lap("pack")
         rows = self.running
-        drafting = self.pricing.begin(self.forward.verifier, len(rows), self.forward.cost_variant)
-        drafts = self.propose(rows, drafting)
-        trees = self.plan(rows, drafts, drafting)
+        # In step, rows that have ended go on.
+        drafted = [row for row in rows if row.padding is None] if self.walk.in_step else rows
+        price = self.price(len(rows))
+        step = self.draft(drafted, price)
+        trees = self.trees(rows, drafted, step)
         lap("draft")
         trees, verified = self.forward(trees)
         if watch is not None:
@@ -107,13 +112,14 @@ class Generation:
         seconds += lap("walk")
         self.keep(verified, paths)
         seconds += lap("cache")
-        self.learn(rows, trees, verified, paths, drafting)
+        self.learn(rows, trees, verified, paths, step, price.share(verified.width))
         lap("draft")
-        self.pricing.end(drafting, verified, seconds)
+        self.costs.learn(verified.width, seconds, step.is_plain, verified.typical)
         if self.record is not None:
-            grown = [row.index for row in rows if paths[row.index].tokens]
-            drafted = [session.drafts for session in self.sessions]
-            self.record.step(grown, drafted, trees, paths)
+            grown = [row.index for row in drafted if paths[row.index].tokens]
+            proposed = zip(drafted, zip(*step.proposals, strict=True), strict=True)
+            drafts = {row.index: proposals for row, proposals in proposed}
+            self.record.step(grown, drafts, trees, paths)
 
     @property
     def running(self) -> list[RowText]:
@@ -136,9 +142,18 @@ class Generation:
     @property
     def plain_step(self) -> float | None:
         """Seconds that a step without drafts is expected to take; None: no step was timed yet."""
-        forward = self.forward
-        cost = self.pricing.price(forward.verifier, len(self.rows), forward.cost_variant)
+        cost = self.price(len(self.rows))
         return cost.seconds(1) if cost.known else None
+
+    def price(self, rows: int) -> CostModel:
+        """t(n) of the next forward as the tokens of one running row see it, so many rows being fed
+        together."""
+        verifier = self.forward.verifier
+        variant = self.forward.cost_variant
+        cost = self.costs.at(verifier.cache.slots.longest, verifier.packed, variant)
+        if verifier.packed:
+            return CostView(cost, rows=rows, alike=self.walk.in_step)
+        return CostView(cost, verifier.widths) if verifier.widths else cost
 
     def prefill(self) -> None:
         """transformers' own prefill, and the first token of every row."""
@@ -153,7 +168,7 @@ class Generation:
         lap("prefill")
         states = self.forward.taps.features
         for i, (session, path) in enumerate(zip(self.sessions, paths, strict=True)):
-            logits = outputs.logits[i] if self.assistant.needs_logits else None
+            logits = outputs.logits[i] if self.policy.needs_logits else None
             shown = {name: found[i] for name, found in states.items()}
             session.begin(path.tokens, logits, shown)
         lap("draft")
@@ -164,36 +179,32 @@ class Generation:
     def _drawn(self) -> list[Drawn] | None:
         return [session.draw_at for session in self.sessions] if self.walk.residual else None
 
-    def _drafted(self, rows: Sequence[RowText]) -> Sequence[RowText]:
-        """Those of the running rows that are drafted for: in step, rows that have ended go on."""
-        return [row for row in rows if row.padding is None] if self.walk.in_step else rows
+    def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
+        """A step with a draft of each of these rows."""
 
-    def propose(self, rows: Sequence[RowText], drafting: Drafting) -> Forest:
-        """A draft of each row that is drafted for."""
-        drafted = self._drafted(rows)
-        if not (self.ranks.leads and self.forward.may_draft):
-            return Forest.empty(len(drafted))
-        return self.assistant.propose([self.sessions[row.index] for row in drafted], drafting)
+        def limits() -> Limits:
+            depths = [self.walk.stopping.deepest(row) for row in drafted]
+            return self.forward.verifier.limits(self.rows, drafted, depths, self.walk.in_step)
 
-    def plan(
-        self, rows: Sequence[RowText], drafts: Forest, drafting: Drafting
+        sessions = [self.sessions[row.index] for row in drafted]
+        budget = None if self.ranks.leads and self.forward.may_draft else 0
+        agree = self.ranks.agree if self.ranks.several else None
+        return self.policy.draft(Ask(sessions, price, self.account, budget, limits, agree))
+
+    def trees(
+        self, rows: Sequence[RowText], drafted: Sequence[RowText], step: DraftedStep
     ) -> Sequence[TokenTree]:
         """What to verify of every row; nothing of finished ones, which bring no more tokens."""
-        drafted, in_step = self._drafted(rows), self.walk.in_step
-        if not (drafts.nodes or self.ranks.several):
-            drafting.planner.plan(drafts, drafting.price)
-            return [TokenTree.empty()] * len(self.rows)
-        depths = [self.walk.stopping.deepest(row) for row in drafted]
-        limits = self.forward.verifier.limits(self.rows, drafted, depths, in_step)
-        own = drafting.planner.plan(drafts, drafting.price, limits)
-        planned = self.ranks.agree(own, len(drafted))
         trees = [TokenTree.empty()] * len(self.rows)
-        for row in rows if in_step else ():
-            if row.padding is not None:
-                depth = len(planned[0])
-                trees[row.index] = TokenTree.chain([row.padding] * depth, [1.0] * depth)
-        for row, tree in zip(drafted, planned, strict=True):
+        if not len(step.trees.token_ids):
+            return trees
+        for row, tree in zip(drafted, step.trees, strict=True):
             trees[row.index] = tree
+        if len(drafted) < len(rows):
+            depth = len(step.trees[0])
+            for row in rows:
+                if row.padding is not None:
+                    trees[row.index] = TokenTree.chain([row.padding] * depth, [1.0] * depth)
         return trees
 
     def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
@@ -208,7 +219,8 @@ class Generation:
         trees: Sequence[TokenTree],
         verified: Verified,
         paths: Sequence[Path],
-        drafting: Drafting,
+        step: DraftedStep,
+        width: int,
     ) -> None:
         """Count the step, and tell drafters and the account what it showed."""
         grown = [row for row in rows if paths[row.index].tokens]
@@ -217,25 +229,15 @@ class Generation:
             sum([len(trees[row.index]) for row in grown]),
             sum([len(paths[row.index].tokens) - 1 for row in grown]),
         )
-        feedbacks: Sequence[RowFeedback | None] = [None] * len(grown)
-        if self.assistant.needs_feedback and (
-            self.assistant.hidden_layers or not drafting.is_plain
-        ):
-            needs_all, taps = self.assistant.needs_all_logits, self.forward.taps
+        feedbacks: dict[int, RowFeedback] = {}
+        if self.policy.needs_feedback and (self.policy.hidden_layers or not step.is_plain):
+            needs_all, taps = self.policy.needs_all_logits, self.forward.taps
             feedbacks = row_feedbacks(grown, trees, paths, verified, taps, needs_all)
-        self.assistant.commit(
-            [self.sessions[row.index] for row in grown],
-            [paths[row.index].tokens for row in grown],
-            feedbacks,
-            drafting,
-        )
-        self.assistant.end(
-            drafting,
-            [self.sessions[row.index] for row in rows],
-            [trees[row.index] for row in rows],
-            [paths[row.index].tokens for row in rows],
-            drafting.width(verified.width),
-        )
+        outcomes = [
+            Outcome(self.sessions[i], paths[i].tokens, trees[i], feedbacks.get(i))
+            for i in [row.index for row in rows]
+        ]
+        self.policy.learn(step, outcomes, width)
 
     def rest(self) -> None:
         """A forward after the rows have ended, for the cache or for other processes."""
@@ -272,11 +274,11 @@ class Generation:
     def _open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""
         call = self.call
-        graphs = call.may_record(self.assistant.graphs)
+        graphs = call.may_record(self.policy.graphs)
         for row, prompt_ids in zip(self.rows, call.prompts, strict=True):
             preview = RowPreview(self.walk.select, row)
             target = replace(call.target, preview=preview, own=self.own_forwards, graphs=graphs)
-            session = self.assistant.start(prompt_ids, target, row.index, call.batch_size)
+            session = self.policy.start(prompt_ids, target, row.index, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)
 

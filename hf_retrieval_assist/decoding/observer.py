@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from ..policy.stats import CallStats
@@ -19,13 +19,13 @@ class Observer(Protocol):
     def step(
         self,
         rows: Sequence[int],
-        drafts: Sequence[Sequence[TokenTree]],
+        drafts: Mapping[int, Sequence[TokenTree]],
         trees: Sequence[TokenTree],
         paths: Sequence[Path],
     ) -> None:
-        """A forward verified a tree of each of `rows`; the other arguments are for all rows.
+        """A forward verified a tree of each of `rows`; `trees` and `paths` are for all rows.
 
-        `drafts` are each row's, one of every drafter.
+        `drafts` are by row, one of every drafter; rows that nobody drafted for have none.
         """
 
     def plain(self, generated: Sequence[Sequence[int]]) -> None:

@@ -34,24 +34,22 @@ def decode_plainly(call: Call, counts: CallStats, record: Observer | None) -> An
     return result
 
 
-def decode_at_rest(
-    call: Call, assistant: DraftingPolicy, counts: CallStats, account: Account
-) -> Any:
+def decode_at_rest(call: Call, policy: DraftingPolicy, counts: CallStats, account: Account) -> Any:
     """The same while drafts make calls slower, timed from the first token on; drafters learn the
     texts afterwards, as far as there is time for it."""
     counts.tier, counts.rests = "at rest", 1
-    rerouted, before = _reroutes(call, assistant, account), transformers_private.compilations()
+    rerouted, before = _reroutes(call, policy, account), transformers_private.compilations()
     with call.engine.plain_scope(rerouted):
         result, texts = _sampled(call, counts)
     ends = time.perf_counter() + _LEARNING * counts.seconds["forward"]
     for i, (prompt_ids, token_ids) in enumerate(zip(call.prompts, texts, strict=True)):
         if i >= _LEARNT and time.perf_counter() > ends:
             break
-        with closing(assistant.start(prompt_ids, call.target)) as session:
+        with closing(policy.start(prompt_ids, call.target)) as session:
             session.learn_plain(token_ids)
     if transformers_private.compilations() == before:
         account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
-    total = assistant.stats.total
+    total = policy.stats.total
     if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
         logger.warning_once(
             f"{type(call.model).__name__}: drafts made calls like this one slower, so most calls "
@@ -61,13 +59,13 @@ def decode_at_rest(
     return result
 
 
-def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
+def _reroutes(call: Call, policy: DraftingPolicy, account: Account) -> bool:
     """Whether the kernels for few rows serve a call at rest; batches gain by them too.
 
     In half precision they do whatever that takes: the text depends on how it is rounded, and must
     not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
     """
-    if not assistant.reroute or call.compiles_plainly or not call.engine.has_kernels:
+    if not policy.reroute or call.compiles_plainly or not call.engine.has_kernels:
         return False
     return call.model.dtype.itemsize < 4 or account.reroutes()
 

@@ -97,12 +97,13 @@ class ExpectedTexts:
         automaton.freeze()
         self._cursor = automaton.cursor()
         self._tokens = automaton.tokens()
+        self.any = len(self._tokens) > 0  # whether there is something to follow
         self._came = np.zeros(len(self._tokens), np.bool_)
         self._next = -1  # place of the token that comes next where the output is within a text
 
     def follow(self, token_ids: Iterable[int]) -> None:
         """The output went on with these tokens."""
-        if not len(self._tokens):
+        if not self.any:
             return
         for token in token_ids:
             joined = self._cursor.advance(int(token)) >= _JOINED

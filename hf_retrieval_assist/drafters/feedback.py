@@ -27,15 +27,20 @@ class RowFeedback(Feedback):
 
     states: dict[Layers, torch.Tensor] = field(default_factory=dict)
 
-    def share(self, needs: FeedbackNeeds) -> Feedback:
-        """What a drafter with these needs is told."""
-        return Feedback(
-            self.token_ids,
-            self.accepted,
-            self.logits if needs.logits else None,
-            self.states.get(needs.hidden_layers),
-            self.top if needs.top_k else None,
+
+def shares(feedbacks: Sequence[RowFeedback | None], needs: FeedbackNeeds) -> list[Feedback | None]:
+    """What a drafter with these needs is told of each row; None where nothing was shown."""
+    return [
+        shown
+        and Feedback(
+            shown.token_ids,
+            shown.accepted,
+            shown.logits if needs.logits else None,
+            shown.states.get(needs.hidden_layers),
+            shown.top if needs.top_k else None,
         )
+        for shown in feedbacks
+    ]
 
 
 def row_feedbacks(
@@ -45,8 +50,8 @@ def row_feedbacks(
     verified: Verified,
     taps: FeatureTaps,
     needs_all_logits: bool,
-) -> list[RowFeedback]:
-    """What a forward showed about some rows.
+) -> dict[int, RowFeedback]:
+    """What a forward showed about some rows, by their number.
 
     Args:
         rows: those.
@@ -55,19 +60,18 @@ def row_feedbacks(
         taps: with its hidden states.
         needs_all_logits: whether a drafter wants them.
     """
-    numbers = [row.index for row in rows]
-    states = taps.of_rows([[verified.roots[n] + node for node in paths[n].chosen] for n in numbers])
-    feedbacks = []
-    for row, n, seen in zip(rows, numbers, states, strict=True):
+    chosen = {row.index: paths[row.index].chosen for row in rows}
+    states = taps.of_rows([[verified.roots[n] + i for i in nodes] for n, nodes in chosen.items()])
+    feedbacks = {}
+    for row, (n, nodes), seen in zip(rows, chosen.items(), states, strict=True):
         root, ids = [row.generated[paths[n].start - 1]], trees[n].token_ids
-        feedback = RowFeedback(
+        feedbacks[n] = RowFeedback(
             token_ids=np.concatenate([root, ids], dtype=np.int32),
-            accepted=np.array(paths[n].chosen, np.int32),
+            accepted=np.array(nodes, np.int32),
             logits=verified.of_row(n, len(ids)) if needs_all_logits else None,
             top=verified.top(n, len(ids)),
             states=seen,
         )
-        feedbacks.append(feedback)
     return feedbacks
 
 

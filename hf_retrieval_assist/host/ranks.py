@@ -64,7 +64,7 @@ class Ranks:
         """Whether this process drafts: it is the first rank, or the only one."""
         return self._group is None or torch.distributed.get_rank(self._group) == 0
 
-    def agree(self, trees: Sequence[TokenTree], rows: int) -> Sequence[TokenTree]:
+    def agree(self, trees: Forest, rows: int) -> Forest:
         """What the first rank verifies.
 
         Args:

@@ -1,5 +1,7 @@
-"""The rules by which published systems choose between drafts, with their parameters and defaults.
+"""Published systems whose own rules choose between drafts, with the papers' defaults.
 
-A preset follows its paper under `budget="paper"`. Otherwise it drafts from the same sources, and
-what was measured decides what is verified.
+The assistants of the same sources in :mod:`~hf_retrieval_assist.presets` let measurements decide.
 """
+
+from .sam_decoding import SamDecoding as SamDecoding
+from .suffix_decoding import SuffixDecoding as SuffixDecoding

@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
+from ..draft_models.fallbacks import Fallback, fallback_drafters
 from ..drafters.base import DraftSession
-from ..policy.policy import union
+from ..drafters.suffix import SuffixDrafter
+from ..memory.output_memory import OutputMemory
+from ..policy.policy import Options, union
+from ..presets import require, shows_arguments
 from ..types.token_tree import TokenTree
-
-# Arguments of a `SuffixDrafter` that drafts by Algorithm 1.
-ALGORITHM_1 = {"alpha": 4.0, "min_prob": 0.02, "scored": True}
+from .paper import Paper
 
 
-@dataclass(frozen=True)
-class SuffixDecoding:
+class SuffixDecoding(Paper):
     """Algorithm 1 drafts from the match of the highest SCORE, in the text's tree or the outputs'.
 
     The fallback drafts where SCORE is low (the paper's hybrid).
 
-    Attributes:
+    Args:
+        memory: earlier outputs to draft from, and to teach; None for a new one, at hand as
+            `assistant.memory`.
+        max_depth: longest match plus draft, in tokens.
+        alpha: nodes for each matched token, at most.
+        min_prob: no node is drafted that is estimated to be less probable.
+        tree: draft trees; otherwise single paths.
+        fallback: as for :class:`~hf_retrieval_assist.presets.SamAssistant`.
         threshold: SCORE from which on the trees draft; None: the number of tokens that the
             fallback's draft is expected to bring.
 
     Raises:
-        ValueError: the threshold is out of range.
+        ValueError: a size, a probability or the threshold is out of range.
     """
 
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.threshold is not None and not self.threshold >= 0:
-            raise ValueError(f"threshold: expected None or at least 0, got {self.threshold}")
+    @shows_arguments
+    def __init__(
+        self,
+        memory: OutputMemory | None = None,
+        max_depth: int = 64,
+        alpha: float = 4.0,
+        min_prob: float = 0.02,
+        tree: bool = True,
+        fallback: Fallback = "token_recycling",
+        threshold: float | None = None,
+        **options: Unpack[Options],
+    ):
+        if threshold is not None and not threshold >= 0:
+            raise ValueError(f"threshold: expected None or at least 0, got {threshold}")
+        if memory is not None:
+            require(OutputMemory, memory=memory)
+        self.threshold = threshold
+        drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=True)
+        self.memory = drafter.memory
+        super().__init__([drafter, *fallback_drafters(fallback, paper=True)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        """The draft to verify, the first one being Algorithm 1's."""
         suffix: Any = sessions[0]
         fallback = union(drafts[1:])
         threshold = fallback.expected_tokens if self.threshold is None else self.threshold

@@ -9,7 +9,7 @@ verification has to be spent on exploring.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,13 +104,13 @@ class Calibrator:
             earlier: what others have drafted, calibrated, for a drafter that stands `beside` them;
                 None: nothing.
         """
-        if not drafts.nodes:
+        if not len(drafts.token_ids):
             return drafts
         known = None
         if self.beside:
             known = (earlier or Forest.empty(len(drafts))).known_probs(drafts)
         arrays = drafts.token_ids, drafts.parents, drafts.probs, drafts.classes, drafts.offsets
-        return drafts.with_probs(evidence.calibrated(texts, *arrays, known, self._counts))
+        return replace(drafts, probs=evidence.calibrated(texts, *arrays, known, self._counts))
 
     def judge(self, texts: list[OpenDrafts], token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from the tokens by which texts went on; once per step, after `calibrate`.

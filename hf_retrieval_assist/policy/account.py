@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from ..structures import draft_tree
 from ..system.running_mean import toward
+from ..types.token_tree import Forest, TokenTree
 from .cost_model import CostModel
 from .planner import Planner
 
@@ -70,14 +74,9 @@ class _Entry:
         """Whether it gains time, lately."""
         return self._gained - self._price > _PAYS
 
-    @property
-    def _loss(self) -> float:
-        """What the next ask is expected to lose."""
-        return self._price - self._gained
-
     def asks(self) -> bool:
         """Whether to ask the drafter in this step. If not, some of the step is lent."""
-        if self._loss <= self._credit:
+        if self._price - self._gained <= self._credit:  # what it is expected to lose
             return True
         share = _SHARES[self._fruitless]
         paid = min(self._owed, share)
@@ -105,7 +104,7 @@ class _Entry:
         self._credit = min(max(self._credit + gained - spent, -most), max(most, _CREDIT))
         if gained > spent:
             self._fruitless = 0
-        elif self._loss > self._credit:
+        elif self._price - self._gained > self._credit:
             self._fruitless = min(self._fruitless + 1, len(_SHARES) - 1)
 
 
@@ -127,33 +126,47 @@ class Use:
 
 
 @dataclass
-class Drafting:
-    """One step: what it may cost, whom it asks, and what that took.
+class DraftedStep:
+    """One step: what it may cost, whom it asks, what that took, and what they proposed.
 
     Attributes:
         price: t(n) for one row; None where only tokens are counted.
         planner: says how many nodes are verified.
         account: says who drafts; None: everybody does.
+        sessions: the texts that are drafted for.
         uses: by the number of the drafter that was asked.
+        is_plain: whether the account has asked nobody.
+        proposals: of each drafter, calibrated: a tree of each text.
+        trees: of each text what is to be verified.
     """
 
     price: CostModel | None
     planner: Planner
     account: Account | None = None
+    sessions: Sequence[Any] = ()
     uses: dict[int, Use] = field(default_factory=dict)
+    is_plain: bool = False
+    proposals: list[Forest] = field(default_factory=list)
+    trees: Forest = field(default_factory=partial(Forest.empty, 0))
 
-    def width(self, tokens: int) -> int:
-        """Tokens per row of a forward that fed so many in each row, or in all packed rows."""
-        return tokens if self.price is None else self.price.share(tokens)
+    def reached(self, place: int, accepted: Sequence[int]) -> list[int]:
+        """For each drafter, how many of a text's accepted tokens it had proposed; nothing where
+        none were accepted."""
+        found, tokens = [], np.array(accepted, np.int32)
+        for proposal in self.proposals if accepted else ():
+            nodes = slice(proposal.offsets[place], proposal.offsets[place + 1])
+            ids, parents = proposal.token_ids[nodes], proposal.parents[nodes]
+            found.append(len(draft_tree.follow(ids, parents, tokens)))
+        return found
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the account has asked nobody."""
-        return self.account is not None and not self.uses
-
-    def asked(self, number: int) -> bool:
-        """Whether a drafter has drafted, and so learns in this step what came."""
-        return self.account is None or number in self.uses
+    def promise(self, place: int, tree: TokenTree, token_ids: Sequence[int]) -> tuple[float, int]:
+        """Tokens that a verified tree was expected to bring, and those that came of it; where
+        nothing was verified, the same of the proposals' best guess at the next token, which the
+        text judges."""
+        if len(tree):
+            return tree.expected_tokens, len(token_ids) - 1
+        prob, token = max((proposal.first(place) for proposal in self.proposals), default=(0.0, -1))
+        return prob, int(token == token_ids[0])
 
     def asks(self, number: int, missed: float = 1.0) -> bool:
         """Whether to ask a drafter, where those before it leave open a share `missed` of the next
@@ -162,7 +175,8 @@ class Drafting:
             self.uses[number] = Use()
             return True
         with self.account.lock:
-            entry = self.account.entry(number, missed > _OPEN)
+            entries = self.account.entries[number]
+            entry = entries.get(missed > _OPEN, entries[True])
             if entry.asks():
                 self.uses[number] = Use(entry)
         return number in self.uses
@@ -194,16 +208,21 @@ class Account:
     Args:
         planner: says how many nodes; its own.
         costly: of each drafter, whether it is.
+
+    Attributes:
+        entries: of each drafter, by whether those before it leave a step open; that for a step
+            which they do stands for both where there is no other.
+        lock: held while an entry, or what the planner has learnt, is looked at or changes.
     """
 
     def __init__(self, planner: Planner, costly: Sequence[bool]) -> None:
         self.planner = planner
         planner.learn(_FIRST_PROMISED, _FIRST_ACCEPTED)
         self.lock = planner.lock
-        self._entries = [{True: _Entry(_CREDIT)} for _ in costly]
+        self.entries = [{True: _Entry(_CREDIT)} for _ in costly]
         for number in np.flatnonzero(costly):
             # It may pay where the others leave a step open, and only there.
-            self._entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
+            self.entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
         self._drafted = _Pace()
         self._plain = {True: _Pace(), False: _Pace()}  # by whether rerouted
         self._calls = self._plain_calls = 0
@@ -212,14 +231,9 @@ class Account:
         self._patience = 1  # drafted calls before plain is tried
         self._waited = 0
 
-    def entry(self, number: int, leaves_open: bool) -> _Entry:
-        """Of a drafter; of a costly one by whether those before it leave a step open."""
-        entries = self._entries[number]
-        return entries.get(leaves_open, entries[True])
-
     def pays(self, number: int) -> bool:
         """Whether a drafter gains time, lately."""
-        return any(entry.pays for entry in self._entries[number].values())
+        return any(entry.pays for entry in self.entries[number].values())
 
     def rests(self) -> bool:
         """Whether to decode the next call plainly; to be called once for each."""
@@ -265,7 +279,7 @@ class Account:
                 self._choose_rests(plain_step)
 
     def _choose_rests(self, plain_step: float | None) -> None:
-        if any(map(self.pays, range(len(self._entries)))):
+        if any(map(self.pays, range(len(self.entries)))):
             self._streak = 0
             return
         if self._rest_if_faster():

@@ -10,7 +10,8 @@ uncertainty that tells the planner where a trial would teach something.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -181,19 +182,17 @@ class CostModel:
         """Forget a little, and much where outliers on one side say that the machine changed."""
         if self.observations % _FORGETTING_PERIOD == 0:
             self._forget(_FORGETTING * _FORGETTING_PERIOD * self._noise / _LEVEL_STD**2)
-        changed = [self._count_outlier(place, disbelieved) for place in (left, _ANYWHERE)]
-        if any(changed):
-            self._forget(_CHANGE_FORGETTING)
-
-    def _count_outlier(self, place: int, disbelieved: float) -> bool:
-        """Whether a run of outliers on one side at `place` has become too long for chance."""
         side = (disbelieved > 0) - (disbelieved < 0)
-        run = self._outliers[place]
-        self._outliers[place] = (run + side if run * side >= 0 else side) if side else 0
-        long = abs(self._outliers[place]) >= _OUTLIERS_OF_A_CHANGE
-        if long:
-            self._outliers[place] = 0
-        return long
+        changed = False
+        for place in (left, _ANYWHERE):
+            run = self._outliers[place]
+            run = (run + side if run * side >= 0 else side) if side else 0
+            # Too long for chance.
+            long = abs(run) >= _OUTLIERS_OF_A_CHANGE
+            self._outliers[place] = 0 if long else run
+            changed |= long
+        if changed:
+            self._forget(_CHANGE_FORGETTING)
 
     def _forget(self, share: float) -> None:
         """Move the uncertainty towards the prior's."""
@@ -215,7 +214,8 @@ class CostModel:
     def curve(self, max_tokens: int) -> Float64Array:
         """float64 [max_tokens]: t(1), …, t(max_tokens) in seconds, non-decreasing; read-only."""
         with self._lock:
-            self._refresh(max_tokens)
+            if self._stale or max_tokens > len(self._curve):
+                self._refresh(max_tokens)
             return self._curve[:max_tokens]
 
     def spread(self, max_tokens: int, reference: int) -> Float64Array:
@@ -230,8 +230,6 @@ class CostModel:
         return np.sqrt(np.interp(np.arange(1, max_tokens + 1), KNOTS, np.maximum(variance, 0)))
 
     def _refresh(self, max_tokens: int) -> None:
-        if not self._stale and max_tokens <= len(self._curve):
-            return
         sizes = np.arange(1, 1 + max(max_tokens, len(self._curve)))
         at_knots = np.exp(_monotone(self._mean))
         self._curve = np.interp(sizes, KNOTS, at_knots)
@@ -299,15 +297,62 @@ class _FixedCostModel(CostModel):
     def __init__(self, seconds: Callable[[int], float]):
         super().__init__()
         self._seconds = seconds
+        self._stale = False
 
     def _update(self, left: int, weight: float, log_seconds: float) -> None:
         pass
 
     def _refresh(self, max_tokens: int) -> None:
-        known = len(self._curve)
-        if max_tokens > known:
-            more = [float(self._seconds(n)) for n in range(known + 1, max_tokens + 1)]
-            self._curve = np.concatenate([self._curve, more])
+        new = range(len(self._curve) + 1, max_tokens + 1)
+        self._curve = np.concatenate([self._curve, [float(self._seconds(n)) for n in new]])
 
     def spread(self, max_tokens: int, reference: int) -> Float64Array:
         return np.zeros(max_tokens)
+
+
+class CostView(CostModel):
+    """A measured t(n) as one row sees it: other numbers are fed than the row's own n tokens.
+
+    Args:
+        cost: what was measured; it goes on learning.
+        widths: ascending, the numbers that forwards are filled up to; what is wider than the last
+            is fed as it is.
+        rows: whose tokens are counted together, since they are fed without padding.
+        alike: whether every other row is fed as many tokens; otherwise each is fed one.
+    """
+
+    def __init__(
+        self, cost: CostModel, widths: Sequence[int] = (), rows: int = 1, alike: bool = False
+    ):
+        # Made in every step: what the base class would learn with takes longer than the rest.
+        self._cost = cost
+        self.observations = cost.observations
+        self._rows, self._step = rows, rows if alike else 1
+        self.company = rows - self._step
+        self._fed = partial(_fed, tuple(widths), rows, self._step)
+
+    @property
+    def known(self) -> bool:
+        return self._cost.known
+
+    def share(self, tokens: int) -> int:
+        # Fewer are fed where a step that was priced packed had to be repeated otherwise.
+        return 1 + max(0, tokens - self._rows) // self._step
+
+    def curve(self, max_tokens: int) -> Float64Array:
+        fed = self._fed(max_tokens)
+        return self._cost.curve(int(fed[-1]))[fed - 1]
+
+    def spread(self, max_tokens: int, reference: int) -> Float64Array:
+        fed = self._fed(max_tokens)
+        compared = int(self._fed(reference)[-1])
+        return self._cost.spread(int(fed[-1]), compared)[fed - 1]
+
+
+@lru_cache(maxsize=1024)
+def _fed(widths: tuple[int, ...], rows: int, step: int, most: int) -> NDArray[np.int64]:
+    """int64 [most]: what is fed for 1, …, `most` tokens of one row; see `CostView`."""
+    tokens = rows + step * np.arange(most)
+    filled = np.array([*widths, 0])
+    place = np.searchsorted(filled[:-1], tokens)
+    return np.where(place < len(widths), filled[place], tokens)

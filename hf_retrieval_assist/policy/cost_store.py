@@ -8,7 +8,7 @@ import json
 import time
 import warnings
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .cost_model import CostModel
 
 _FORMAT = 3
 _SAVE_INTERVAL = 60.0  # seconds
+_TIMING_PERIOD = 8  # steps without drafts, which are all alike, of which one is timed
 
 
 def size_bucket(size: int) -> int:
@@ -161,6 +162,38 @@ class CostModels:
         if self.directory is not None:
             path, read = self.directory / _file_name(fingerprint), partial(_models_of, fingerprint)
             self._models.update(read_kept(path, "the saved timings", read) or {})
+
+
+class CallCosts:
+    """t(n) of one call's forwards, under a key that changes while its cache grows.
+
+    Args:
+        costs: where it is kept.
+        key: of the call.
+    """
+
+    def __init__(self, costs: CostModels, key: CostKey):
+        self._costs, self._key = costs, key
+        self._cost: CostModel | None = None
+        self._plain = 0  # steps since somebody drafted
+
+    def at(self, length: int, packed: bool, manner: str) -> CostModel:
+        """What is known of a forward over rows of so many tokens in the cache; see `CostKey`."""
+        key, bucket = self._key, size_bucket(length)
+        if (bucket, packed, manner) != (key.cache_length, key.packed, key.manner):
+            self._key = replace(key, cache_length=bucket, packed=packed, manner=manner)
+            self._cost = None
+        if self._cost is None or not self._cost.timed:
+            self._cost = self._costs.get(self._key)
+        return self._cost
+
+    def learn(self, tokens: int, seconds: float, plain: bool, typical: bool) -> None:
+        """A step that was priced last fed so many tokens per row, or of all packed rows. `plain`:
+        nobody was asked for a draft. `typical`: other steps will take as long."""
+        self._plain = self._plain + 1 if plain else 0
+        if self._plain % _TIMING_PERIOD == 0 and typical:
+            assert self._cost is not None
+            self._cost.observe(tokens, seconds)
 
 
 def _file_name(fingerprint: str) -> str:

@@ -17,13 +17,11 @@ _HOPE = 2.0  # standard deviations by which a size may be cheaper than it is tho
 _FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
 _LEAST_SHARE = 16  # nodes that each of many rows is asked for
 _UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
-_ANY_NODES = 4096  # more than a drafter proposes of its own accord; what they have buffers for
 _TRIAL_PERIOD = 4  # drafts from one consideration of a trial to the next
 
 _PROMISE_MEMORY = 64.0  # promised tokens, after which half is forgotten
 
-Budget = Literal["auto", "paper"] | int
-
+Budget = Literal["auto"] | int
 
 _ANY = Limits()
 
@@ -42,8 +40,7 @@ class Planner:
     may lose is saved up beforehand as a share of the time spent, so trials never cost more.
 
     Attributes:
-        budget: "auto" does the above; "paper" leaves drafts as their drafters sized them; a number
-            keeps that many nodes.
+        budget: "auto" does the above; a number keeps that many nodes.
         max_nodes: the most nodes that a drafter may propose under "auto".
         exploration: share of the time that trials may lose, in [0, 1).
         lock: held while what was learnt changes.
@@ -55,9 +52,10 @@ class Planner:
     lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.budget not in ("auto", "paper") and not _is_count(self.budget):
+        if self.budget != "auto" and not _is_count(self.budget):
             raise ValueError(
-                f'budget: expected "auto", "paper" or a number >= 0, got {self.budget!r}'
+                f'budget: expected "auto" or a number >= 0, got {self.budget!r}; a rule of a paper '
+                "is hf_retrieval_assist.papers.SamDecoding() or papers.SuffixDecoding()"
             )
         if self.max_nodes < 1:
             raise ValueError(f"max_nodes: expected at least 1, got {self.max_nodes}")
@@ -100,8 +98,6 @@ class Planner:
         """
         if isinstance(self.budget, int):
             return self.budget
-        if self.budget == "paper":
-            return _ANY_NODES
         if cost is None:
             return min(_UNMEASURED_NODES, self.max_nodes)
         most = self.max_nodes
@@ -132,19 +128,26 @@ class Planner:
         """
         forest = limits.within(drafts)
         if not limits.alike:
-            return forest.prune(self._sizes(forest, cost, limits))
+            return self._kept(forest, cost, limits)
         depth = min(forest.sizes)
         together = np.prod([chain.probs[:depth] for chain in forest], axis=0)
         common = Forest.of([TokenTree.chain(range(depth), together)])
-        return forest.prune(self._sizes(common, cost, limits) * len(forest))
+        return forest.prune(self._kept(common, cost, limits).sizes * len(forest))
 
-    def _sizes(self, forest: Forest, cost: CostModel | None, limits: Limits) -> list[int]:
-        """How many of each tree's most probable nodes to keep."""
-        if cost is None or self.budget != "auto":
-            forest = forest.prune([self.request()] * len(forest))
-            if limits.total is None or forest.nodes <= limits.total:
-                return forest.sizes
-            return _shares(forest, draft_tree.rank(forest.probs, forest.offsets)[0][: limits.total])
+    def _kept(self, forest: Forest, cost: CostModel | None, limits: Limits) -> Forest:
+        """Each tree's most probable nodes, as many as pay or as were asked for."""
+        if cost is not None and self.budget == "auto":
+            return forest.prune(self._sizes(forest, cost, limits))
+        if not len(forest.token_ids):
+            return forest
+        forest = forest.prune([self.request()] * len(forest))
+        if limits.total is None or len(forest.token_ids) <= limits.total:
+            return forest
+        rows = draft_tree.rank(forest.probs, forest.offsets)[0][: limits.total]
+        return forest.prune(_shares(forest, rows))
+
+    def _sizes(self, forest: Forest, cost: CostModel, limits: Limits) -> list[int]:
+        """How many nodes of each tree pay."""
         if not limits.packed:
             tokens = draft_tree.by_width(forest.probs, forest.offsets)
             return [self._best_width(tokens, cost, limits.backlog)] * len(forest)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple, Self, TypedDict
 
 import numpy as np
 import torch
@@ -24,18 +25,75 @@ from ..drafters.base import (
     close_all,
 )
 from ..drafters.expected import Expected, ExpectedTexts
-from ..drafters.feedback import RowFeedback, prompt_feedback
-from ..plugins import every
+from ..drafters.feedback import RowFeedback, prompt_feedback, shares
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
-from ..types.token_tree import Forest, Int32Array, Int64Array, TokenTree
+from ..types.token_tree import Forest, Int32Array, Int64Array, Limits, TokenTree
 from .acceptance import Calibrator
-from .account import Account, Drafting
+from .account import Account, DraftedStep
 from .cost_model import CostModel
 from .cost_store import CostKey, CostModels
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
+
+Choose = Callable[[Sequence[DraftSession], Sequence[TokenTree]], TokenTree]
+
+
+class Options(TypedDict, total=False):
+    """What every preset takes besides its own arguments; see :class:`~..assistants.Assistant`."""
+
+    reroute: bool
+    graphs: Graphs
+    fixed_width: int | None
+    extra_memory: int | None
+    costs: CostModels | None
+
+
+class AllOptions(Options, total=False):
+    """What an :class:`~..assistants.Assistant` takes besides its drafters."""
+
+    budget: Budget
+    max_nodes: int
+    residual: bool
+
+
+@dataclass
+class Ask:
+    """What one step wants drafted.
+
+    Attributes:
+        sessions: the texts, of one model; at least one.
+        price: t(n) for one row; None: only tokens are counted.
+        account: says who drafts; None: everybody does.
+        budget: the most nodes of each drafter; None: the planner's number.
+        limits: of the forward that is to verify the drafts, which is asked where there are any.
+        agree: makes of this process's plan, and the number of texts, that of all processes which
+            compute the model together; None: there are no others.
+    """
+
+    sessions: Sequence[AssistantSession]
+    price: CostModel | None = None
+    account: Account | None = None
+    budget: int | None = None
+    limits: Callable[[], Limits] = Limits
+    agree: Callable[[Forest, int], Forest] | None = None
+
+
+class Outcome(NamedTuple):
+    """What a step brought to one text.
+
+    Attributes:
+        session: the text.
+        tokens: that came, in their order; none where the text had ended.
+        tree: what was verified; None: the step did not draft for the text.
+        feedback: what the forward showed; None: nothing.
+    """
+
+    session: AssistantSession
+    tokens: Sequence[int]
+    tree: TokenTree | None = None
+    feedback: RowFeedback | None = None
 
 
 class DraftingPolicy:
@@ -45,7 +103,15 @@ class DraftingPolicy:
     t(n) and the account of time by model and kind of call.
 
     Args: see :class:`~hf_retrieval_assist.assistants.Assistant`.
+
+    Attributes:
+        choose: the rule by which a draft is made of those of the drafters, one of each session;
+            None: they become one tree, in which a later one adds to those before it.
+        teaches: whether texts teach later ones.
+        expected: texts that outputs are expected to resemble.
     """
+
+    choose: Choose | None = None
 
     def __init__(
         self,
@@ -64,9 +130,7 @@ class DraftingPolicy:
             raise ValueError(f"fixed_width: expected at least 1, got {fixed_width}")
         if graphs not in (True, False, "fused"):
             raise ValueError(f"graphs: expected True, False or 'fused', got {graphs!r}")
-        # The rule of a paper knows of no others.
-        others = [] if budget == "paper" else [make() for make in every("drafters")]
-        self.drafters = (*drafters, *others)
+        self.drafters = (*drafters,)
         self.planner = Planner(budget, max_nodes)
         self.reroute = reroute
         self.graphs = graphs
@@ -76,27 +140,32 @@ class DraftingPolicy:
         self.costs = CostModels() if costs is None else costs
         self._accounts: dict[CostKey, Account] = {}
         self._calibrators: dict[str, tuple[Calibrator, ...]] = {}
-        self._names = _distinct([drafter.name for drafter in self.drafters])
-        self.stats = Stats(self._names, self._calibrators)
+        names = _distinct([drafter.name for drafter in self.drafters])
+        self.stats = Stats(names, self._calibrators)
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
         self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
         self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
         self.needs_logits = self.needs_all_logits or self.top_k > 0
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
-        self.learn = True
+        self.teaches = True
         self.expected = Expected()
-        self.records: list[Any] = []
         self._lock = Lock()
+
+    def twin(self, **changes: Any) -> Self:
+        """The same policy, which shares what it learns, with other attributes."""
+        twin = copy.copy(self)
+        vars(twin).update(changes)
+        return twin
 
     def calibrators(self, fingerprint: str) -> tuple[Calibrator, ...]:
         """Of each drafter, how often its drafts for one model were accepted."""
         with self._lock:
             if fingerprint not in self._calibrators:
-                # The judgement of costly drafters is better and stays; papers know of no others.
-                paper = self.planner.budget == "paper"
+                # The judgement of costly drafters is better and stays; rules compare drafts.
+                joined = self.choose is None
                 self._calibrators[fingerprint] = tuple(
-                    Calibrator(drafter.evidence, beside=number > 0 and drafter.defers and not paper)
+                    Calibrator(drafter.evidence, beside=number > 0 and drafter.defers and joined)
                     for number, drafter in enumerate(self.drafters)
                 )
             return self._calibrators[fingerprint]
@@ -129,80 +198,60 @@ class DraftingPolicy:
         """A session for one prompt (int32 [length], without padding), a row of a batch."""
         expected = self.expected.of_row(row, batch_size)
         told = replace(
-            target, expected=expected, forms=self.expected.forms, learn=self.learn, row=row
+            target, expected=expected, forms=self.expected.forms, learn=self.teaches, row=row
         )
         return AssistantSession(self, prompt_ids, told)
 
-    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
-        return union(drafts)
-
-    def begin(self, price: CostModel | None = None, account: Account | None = None) -> Drafting:
-        """A step at a price, t(n) for one row, in which all draft whom no account leaves alone."""
-        return Drafting(price, self.planner if account is None else account.planner, account)
-
-    def propose(
-        self,
-        sessions: Sequence[AssistantSession],
-        drafting: Drafting | None = None,
-        budget: int | None = None,
-    ) -> Forest:
-        """One tree for each text, merged of what each drafter proposes in one call.
-
-        Args:
-            sessions: the texts, of one model; at least one.
-            drafting: the step; None: all draft, whatever it takes.
-            budget: the most nodes of each drafter; None: the planner's number.
+    def draft(self, ask: Ask) -> DraftedStep:
+        """Begin a step: ask the drafters, and plan what is to be verified of their drafts.
 
         Raises:
             ValueError: a draft breaks the contract of a token tree; names the drafter.
         """
-        drafting = drafting or self.begin()
-        if budget is None:
-            budget = self.planner.request(drafting.price)
+        planner = self.planner if ask.account is None else ask.account.planner
+        step = DraftedStep(ask.price, planner, ask.account, ask.sessions)
+        budget = self.planner.request(ask.price) if ask.budget is None else ask.budget
+        drafts = self._propose(step, budget)
+        step.is_plain = ask.account is not None and not step.uses
+        if self.choose is not None:
+            proposed = zip(ask.sessions, zip(*step.proposals, strict=True), strict=True)
+            drafts = Forest.of([self.choose(text.sessions, trees) for text, trees in proposed])
+        limits = ask.limits() if ask.agree or len(drafts.token_ids) else Limits()
+        step.trees = planner.plan(drafts, ask.price, limits)
+        if ask.agree is not None:
+            step.trees = ask.agree(step.trees, len(ask.sessions))
+        return step
+
+    def _propose(self, step: DraftedStep, budget: int) -> Forest:
+        """One tree for each text, merged of at most `budget` nodes of each drafter."""
+        sessions, known = step.sessions, 0.0
         trees = nothing = Forest.empty(len(sessions))
-        proposals: list[Forest] = []
-        for row, session in enumerate(sessions):
-            session.proposed = proposals, row
-        for number in range(len(self.drafters)):
-            drafts = nothing
-            if budget and self._asks(number, sessions, trees, drafting):
-                drafts = self._draft(number, sessions, budget, trees, drafting)
-                known, trees = trees.expected_tokens, trees.merge(drafts)
-                gained = trees.expected_tokens - known
-                drafting.uses[number].promised += gained / len(sessions)
-            proposals.append(drafts)
-        if self.planner.budget == "paper":
-            trees = Forest.of([self.choose(s.sessions, s.drafts) for s in sessions])
+        for number, drafter in enumerate(self.drafters):
+            drafts, costly = nothing, drafter.costly
+            able = any(
+                not session.idle[number] and (not costly or session.sessions[number].ready)
+                for session in sessions
+            )
+            if budget and able and step.asks(number, _missed(trees) if costly else 1.0):
+                drafts = self._draft(number, step, budget, trees)
+                trees = trees.merge(drafts)
+                promised = trees.expected_tokens
+                step.uses[number].promised += (promised - known) / len(sessions)
+                known = promised
+            step.proposals.append(drafts)
         return trees
 
-    def _asks(
-        self, number: int, sessions: Sequence[AssistantSession], trees: Forest, drafting: Drafting
-    ) -> bool:
-        """Whether to ask a drafter beside these drafts of those before it."""
-        costly = self.drafters[number].costly
-        for session in sessions:
-            if not session.idle[number] and (not costly or session.sessions[number].ready):
-                return drafting.asks(number, _missed(trees) if costly else 1.0)
-        return False
-
-    def _draft(
-        self,
-        number: int,
-        sessions: Sequence[AssistantSession],
-        budget: int,
-        earlier: Forest,
-        drafting: Drafting,
-    ) -> Forest:
+    def _draft(self, number: int, step: DraftedStep, budget: int, earlier: Forest) -> Forest:
         """A drafter's proposals, checked and calibrated beside those of the drafters before it."""
-        drafter, cost, use = self.drafters[number], drafting.price, drafting.uses[number]
+        drafter, use, sessions = self.drafters[number], step.uses[number], step.sessions
         started = time.perf_counter()
-        self._learn_deferred(number, sessions)
+        if any(session.deferred[number] for session in sessions):
+            self._catch_up(number, sessions)
         caught_up = time.perf_counter()
         own = [session.sessions[number] for session in sessions]
-        if drafter.costly and cost is not None and self.planner.budget == "auto":
+        if drafter.costly and step.price is not None and self.planner.budget == "auto":
             for one in own:
-                one.see_cost(cost.curve)
+                one.see_cost(step.price.curve)
         drafts = self._checked(number, sessions, drafter.propose_rows(own, [budget] * len(own)))
         texts = [session.calibrations[number] for session in sessions]
         drafts = sessions[0].calibrators[number].calibrate(texts, drafts, earlier)
@@ -230,47 +279,51 @@ class DraftingPolicy:
         whole = [drafts] if isinstance(drafts, Forest) else drafts
         if any(draft.fault(*limits) for draft in whole):
             drafts = [draft.without_nan() for draft in drafts]
-            for draft in drafts:
-                if (fault := draft.fault(*limits)) is not None:
-                    raise ValueError(
-                        f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
-                    )
+            if fault := next(filter(None, [draft.fault(*limits) for draft in drafts]), None):
+                raise ValueError(
+                    f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
+                )
         if not any(session.restricting for session in sessions):
             return Forest.of(drafts)
         pairs = zip(sessions, drafts, strict=True)
         return Forest.of([session.restrict(draft) for session, draft in pairs])
 
-    def commit(
-        self,
-        sessions: Sequence[AssistantSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[RowFeedback | None],
-        drafting: Drafting | None = None,
-    ) -> None:
-        """Append to texts the tokens of a step, and learn what they and the forward show.
+    def learn(self, step: DraftedStep | None, outcomes: Sequence[Outcome], width: int = 1) -> None:
+        """End a step: append to texts what it brought, learn from it, and enter it in its account.
 
         Drafters that sat the step out learn the tokens before they draft again, except those that
         read hidden states.
+
+        Args:
+            step: None where nothing was to be drafted: then no drafter sat out.
+            outcomes: of the texts; of rows in step, fewer tokens than were right.
+            width: tokens per row that were verified.
         """
+        grown = [outcome for outcome in outcomes if outcome.tokens]
+        sessions, tokens = [one.session for one in grown], [one.tokens for one in grown]
         for session, token_ids in zip(sessions, tokens, strict=True):
-            session.expected.follow(token_ids)
-            if len(token_ids) > 1:
-                self.stats.count_sources(session.drafts, token_ids[:-1])
+            if session.expected.any:
+                session.expected.follow(token_ids)
         flat = draft_tree.flattened(tokens)
+        feedbacks = [outcome.feedback for outcome in grown]
+        judged = step is not None and step.account is not None
         for number, drafter in enumerate(self.drafters):
             if all(session.idle[number] for session in sessions):
                 continue
-            asked = drafting is None or drafting.asked(number)
-            if not asked and not drafter.needs.hidden_layers:
+            use = None if step is None else step.uses.get(number)
+            if use is None and judged and not drafter.needs.hidden_layers:
                 for session, token_ids in zip(sessions, tokens, strict=True):
                     session.deferred[number] += token_ids
                 continue
             started = time.perf_counter()
-            self._learn_deferred(number, sessions)
-            shown = [None if found is None else found.share(drafter.needs) for found in feedbacks]
+            if any(session.deferred[number] for session in sessions):
+                self._catch_up(number, sessions)
+            shown = shares(feedbacks, drafter.needs) if self.needs_feedback else feedbacks
             self._learn(number, sessions, tokens, flat, shown)
-            if drafting is not None and number in drafting.uses:
-                drafting.uses[number].seconds += time.perf_counter() - started
+            if use is not None:
+                use.seconds += time.perf_counter() - started
+        if step is not None and step.uses:
+            self._credit(step, outcomes, width)
 
     def _learn(
         self,
@@ -281,70 +334,43 @@ class DraftingPolicy:
         feedbacks: Sequence[Feedback | None],
     ) -> None:
         """Tell one drafter what came, all texts at once; `flat` has all tokens in one array."""
-        if sessions:
-            texts = [session.calibrations[number] for session in sessions]
-            sessions[0].calibrators[number].judge(texts, *flat)
-            rows = [session.sessions[number] for session in sessions]
-            self.drafters[number].commit_rows(rows, tokens, feedbacks)
+        texts = [session.calibrations[number] for session in sessions]
+        sessions[0].calibrators[number].judge(texts, *flat)
+        rows = [session.sessions[number] for session in sessions]
+        self.drafters[number].commit_rows(rows, tokens, feedbacks)
 
-    def _learn_deferred(self, number: int, sessions: Sequence[AssistantSession]) -> None:
+    def _catch_up(self, number: int, sessions: Sequence[AssistantSession]) -> None:
         """Pass a drafter the tokens it skipped."""
         late = [session for session in sessions if session.deferred[number]]
-        if late:
-            tokens = [session.deferred[number] for session in late]
-            for session in late:
-                session.deferred[number] = []
-            flat = draft_tree.flattened(tokens)
-            self._learn(number, late, tokens, flat, [None] * len(late))
+        tokens = [session.deferred[number] for session in late]
+        for session in late:
+            session.deferred[number] = []
+        flat = draft_tree.flattened(tokens)
+        self._learn(number, late, tokens, flat, [None] * len(late))
 
-    def end(
-        self,
-        drafting: Drafting,
-        sessions: Sequence[AssistantSession],
-        trees: Sequence[TokenTree],
-        tokens: Sequence[Sequence[int]],
-        width: int,
-    ) -> None:
-        """Enter a step in its account.
-
-        Args:
-            drafting: the step.
-            sessions: the texts that were drafted for.
-            trees: what was verified of each.
-            tokens: what came of each; of rows in step, fewer than were right.
-            width: tokens per row that were verified.
-        """
-        if drafting.account is None or drafting.is_plain:
-            return
-        rows = max(1, len(sessions))
-        brought = [0.0] * len(self.drafters)
-        for session, tree, token_ids in zip(sessions, trees, tokens, strict=True):
-            if not token_ids:
+    def _credit(self, step: DraftedStep, outcomes: Sequence[Outcome], width: int) -> None:
+        """Count what became of drafts, in the statistics and in the step's account."""
+        drafted = [(one.session, one.tokens, one.tree) for one in outcomes if one.tree is not None]
+        places = {session: place for place, session in enumerate(step.sessions)}
+        accepted, brought = [0] * len(self.drafters), [0.0] * len(self.drafters)
+        for session, tokens, tree in drafted:
+            if not tokens:
                 continue
-            drafting.planner.learn(*_promise(session, tree, token_ids))
-            accepted, known = np.array(token_ids[:-1], np.int32), 0
-            for number, draft in enumerate(session.drafts if len(accepted) else ()):
-                reached = len(draft.follow(accepted))
-                brought[number] += max(0, reached - known) / rows
+            place, known = places[session], 0
+            if step.account is not None:
+                step.planner.learn(*step.promise(place, tree, tokens))
+            for number, reached in enumerate(step.reached(place, tokens[:-1])):
+                accepted[number] += reached
+                brought[number] += max(0, reached - known) / len(drafted)
                 known = max(known, reached)
-        drafting.end(width, brought)
+        self.stats.count_sources(accepted)
+        if step.account is not None:
+            step.end(width, brought)
 
     def count(self, call: CallStats) -> None:
         """Add a finished call to the statistics."""
         with self._lock:
             self.stats.record(call)
-
-
-def _promise(
-    session: AssistantSession, tree: TokenTree, token_ids: Sequence[int]
-) -> tuple[float, int]:
-    """Tokens that a verified tree was expected to bring, and those that came of it; where nothing
-    was verified, the same of the drafts' best guess at the next token, which the text judges."""
-    if len(tree):
-        return tree.expected_tokens, len(token_ids) - 1
-    proposals, row = session.proposed
-    prob, token = max((forest.first(row) for forest in proposals), default=(0.0, -1))
-    return prob, int(token == token_ids[0])
 
 
 def _missed(trees: Forest) -> float:
@@ -367,14 +393,14 @@ def union(drafts: Sequence[TokenTree]) -> TokenTree:
 class AssistantSession:
     """The draft sessions of one text, with probabilities calibrated on it."""
 
-    def __init__(self, assistant: DraftingPolicy, prompt_ids: NDArray[np.int32], target: Target):
-        self.assistant = assistant
+    def __init__(self, policy: DraftingPolicy, prompt_ids: NDArray[np.int32], target: Target):
+        self.policy = policy
         self.prompt_ids = prompt_ids
         self.vocab_size = target.vocab_size
         self.sessions: list[DraftSession] = []
         with ExitStack() as started:
             started.callback(close_all, self.sessions)
-            for drafter in assistant.drafters:
+            for drafter in policy.drafters:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
         self.idle = [session.idle for session in self.sessions]
@@ -386,11 +412,9 @@ class AssistantSession:
         ]
         # Of each drafter, tokens that it learns all at once before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
-        self.calibrators = assistant.calibrators(target.fingerprint)
+        self.calibrators = policy.calibrators(target.fingerprint)
         self.calibrations = [OpenDrafts() for _ in self.calibrators]
         self.expected = ExpectedTexts(target.expected)
-        # The last proposals, one of each drafter for all rows, and the row of this text.
-        self.proposed: tuple[list[Forest], int] = [], 0
 
     def begin(
         self,
@@ -400,19 +424,9 @@ class AssistantSession:
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
         self.expected.follow(token_ids)
-        for session, drafter in zip(self.sessions, self.assistant.drafters, strict=True):
+        for session, drafter in zip(self.sessions, self.policy.drafters, strict=True):
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
             session.commit(token_ids, feedback)
-
-    def propose(self, drafting: Drafting | None = None, budget: int | None = None) -> TokenTree:
-        """The tree of this text alone; see `DraftingPolicy.propose`."""
-        return self.assistant.propose([self], drafting, budget)[0]
-
-    @property
-    def drafts(self) -> list[TokenTree]:
-        """The last proposals, one of each drafter, calibrated."""
-        proposals, row = self.proposed
-        return [proposal[row] for proposal in proposals]
 
     def restrict(self, tree: TokenTree) -> TokenTree:
         """The nodes that every drafter thinks can still be chosen."""
@@ -425,10 +439,6 @@ class AssistantSession:
         found = (session.draw_at(path) for session in self.sessions)
         return next((drawn for drawn in found if drawn is not None), None)
 
-    def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
-        """Append tokens to the text and learn what they and the forward show."""
-        self.assistant.commit([self], [token_ids], [feedback])
-
     def learn_plain(self, token_ids: Sequence[int]) -> None:
         """Append a text that was decoded without drafts."""
         self.expected.follow(token_ids)
@@ -438,7 +448,8 @@ class AssistantSession:
     def close(self) -> None:
         """Close the drafters' sessions, the others too where one raises."""
         try:
-            for number in range(len(self.sessions)):
-                self.assistant._learn_deferred(number, [self])
+            for number, waiting in enumerate(self.deferred):
+                if waiting:
+                    self.policy._catch_up(number, [self])
         finally:
             close_all(self.sessions)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from ..system.locks import Lock
-from ..types.token_tree import TokenTree
 from .acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
@@ -227,13 +226,11 @@ class Stats:
             for number, name in enumerate(self._names)
         }
 
-    def count_sources(self, drafts: Sequence[TokenTree], accepted: Sequence[int]) -> None:
-        """Count tokens that were accepted of drafts, one of each drafter."""
-        if not accepted:
-            return
+    def count_sources(self, accepted: Sequence[int]) -> None:
+        """Count accepted tokens by the drafters that proposed them."""
         with self._lock:
-            for name, draft in zip(self._names, drafts, strict=False):
-                self.sources[name] += len(draft.follow(accepted))
+            for name, tokens in zip(self._names, accepted, strict=True):
+                self.sources[name] += tokens
 
     def record(self, call: CallStats) -> None:
         self.last = call

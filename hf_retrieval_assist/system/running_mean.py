@@ -2,7 +2,7 @@
 
 
 def toward(mean: float, seen: float, share: float) -> float:
-    """The mean moved by a share, in (0, 1], towards what was seen, at least 0.
+    """The mean, moved by a share, in (0, 1], towards what was seen, at least 0.
 
     Nothing counts more than twice the mean. A mean of 0 knows nothing and takes what is seen.
     """

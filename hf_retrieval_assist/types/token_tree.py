@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from operator import le
+from operator import attrgetter, le
 from typing import Any
 
 import numpy as np
@@ -73,9 +73,7 @@ class _Nodes:
     probs: Float32Array
     classes: Int32Array
 
-    @property
-    def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
-        return self.token_ids, self.parents, self.probs, self.classes
+    _arrays = property(attrgetter("token_ids", "parents", "probs", "classes"))
 
     @property
     def expected_tokens(self) -> float:
@@ -247,7 +245,9 @@ class Forest(_Nodes, Sequence[TokenTree]):
         if isinstance(trees, Forest):
             return trees
         if len(trees) == 1:
-            return cls(*trees[0]._arrays, np.array([0, len(trees[0])]))
+            (one,) = trees
+            offsets = np.array([0, len(one)])
+            return cls(one.token_ids, one.parents, one.probs, one.classes, offsets)
         if not any(map(len, trees)):
             return cls.empty(len(trees))
         arrays = zip(*(tree._arrays for tree in trees), strict=True)
@@ -259,7 +259,8 @@ class Forest(_Nodes, Sequence[TokenTree]):
     @lru_cache(maxsize=64)
     def empty(cls, trees: int) -> Forest:
         """So many trees without nodes."""
-        return cls(*_EMPTY._arrays, np.zeros(trees + 1, np.int64))
+        none, probs = np.empty(0, np.int32), np.empty(0, np.float32)
+        return cls(none, none, probs, none, np.zeros(trees + 1, np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -275,11 +276,6 @@ class Forest(_Nodes, Sequence[TokenTree]):
         ids, parents = self.token_ids[nodes], self.parents[nodes]
         return TokenTree(ids, parents, self.probs[nodes], self.classes[nodes])
 
-    @property
-    def nodes(self) -> int:
-        """Of all trees."""
-        return len(self.token_ids)
-
     def first(self, index: int) -> tuple[float, int]:
         """Probability and token of a tree's first node; 0 and −1 where it has none."""
         place = self.offsets[index]
@@ -287,21 +283,17 @@ class Forest(_Nodes, Sequence[TokenTree]):
             return 0.0, -1
         return float(self.probs[place]), int(self.token_ids[place])
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Nodes of each tree."""
         sizes: list[int] = (self.offsets[1:] - self.offsets[:-1]).tolist()
         return sizes
 
-    def with_probs(self, probs: Float32Array) -> Forest:
-        """The same trees with other probabilities, float32 [n]."""
-        return Forest(self.token_ids, self.parents, probs, self.classes, self.offsets)
-
     def merge(self, other: Forest) -> Forest:
         """Tree by tree what `TokenTree.merge` makes of two."""
-        if not other.nodes:
+        if not len(other.token_ids):
             return self
-        if not self.nodes:
+        if not len(self.token_ids):
             return other
         return Forest(*draft_tree.merge(*self._arrays, self.offsets, *other._arrays, other.offsets))
 
@@ -361,6 +353,8 @@ class Limits:
     def within(self, drafts: Sequence[TokenTree]) -> Forest:
         """The part of each draft that can be verified at all."""
         forest = Forest.of(drafts)
+        if not len(forest.token_ids):
+            return forest
         if self.depths is not None:
             forest = forest.cut_depths(self.depths)
         if self.chains:

@@ -10,6 +10,7 @@ import transformers
 from hf_retrieval_assist import OutputMemory, SamAssistant, attach
 from hf_retrieval_assist.decoding.call import cost_key
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
+from hf_retrieval_assist.papers import SamDecoding
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
@@ -123,7 +124,7 @@ def test_a_streamer_is_told_every_token(model, resting):
 
 ASKING = {
     "fixed": SamAssistant(budget=8),
-    "paper": SamAssistant(budget="paper"),
+    "paper": SamDecoding(),
     "expecting": SamAssistant().expecting([3, 4, 5]),
     "recording": SamAssistant(),
 }
@@ -139,7 +140,7 @@ def test_who_asked_for_drafts_gets_them(model, resting, name):
 
 def test_calls_of_both_kinds_are_timed(model):
     assistant = SamAssistant()
-    account = assistant.account(cost_key(model, PROMPTS))
+    account = assistant.policy.account(cost_key(model, PROMPTS))
     for _ in range(5):
         run(model, max_new_tokens=40, assistant=assistant)
     account._rests = 1
@@ -163,8 +164,8 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     torch._dynamo.reset()
     model, options = build(transformers.LlamaForCausalLM), static(max_new_tokens=40)
     assistant, pace = SamAssistant(), []
-    account = assistant.account(replace(cost_key(model, PROMPTS), manner="compiled"))
-    eager = assistant.account(cost_key(model, PROMPTS))
+    account = assistant.policy.account(replace(cost_key(model, PROMPTS), manner="compiled"))
+    eager = assistant.policy.account(cost_key(model, PROMPTS))
     count = Account.count_plain
     monkeypatch.setattr(
         Account, "count_plain", lambda *told: pace.append((*told[2:], count(*told)))

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist import Assistant, EagleHead, SamAssistant, SuffixAssistant
+from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
 from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.extensions.heads import dflash, layers_follower
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
+from hf_retrieval_assist.papers import SuffixDecoding
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case, outputs
 from tests.support.feature_following import assert_same
@@ -95,7 +96,7 @@ def test_output_is_plain(name, rows, sampling, tmp_path):
         lambda plain: SamAssistant(
             plain.tolist(), fallback=[drafter, "token_recycling"], budget=16
         ),
-        lambda plain: SuffixAssistant(fallback=drafter, budget="paper"),
+        lambda plain: SuffixDecoding(fallback=drafter),
     ):
         _, _, found = agreeing(target, padded(rows), seed=1, make=make_assistant, **options)
         assert found.stats.total.drafted > 0

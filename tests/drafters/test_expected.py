@@ -1,11 +1,14 @@
 """Texts that the caller expects: drafted from, joined again after changes, and counted."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
 from hf_retrieval_assist.drafters.expected import Expected, ExpectedTexts
+from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 
 FILE = np.random.default_rng(0).integers(1, 900, 300).tolist()
 EDITED = [*FILE[:100], 901, 902, *FILE[104:200], *FILE[230:]]
@@ -30,13 +33,15 @@ def test_no_run_crosses_from_one_text_to_the_next():
     assert followed([[1, 2, 3], [4, 5, 6]], [1, 2, 3, 4, 5]) == (3, 3)
 
 
-@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
-@pytest.mark.parametrize("budget", [32, "paper"])
-def test_an_expected_text_is_drafted_as_from_within_the_prompt(preset, budget):
+DRAFTING = [partial(preset, budget=32) for preset in (SamAssistant, SuffixAssistant)]
+
+
+@pytest.mark.parametrize("make", [*DRAFTING, SamDecoding, SuffixDecoding])
+def test_an_expected_text_is_drafted_as_from_within_the_prompt(make):
     prompt = [950, 951, 952]
-    without = simulate(preset(budget=budget), [(prompt, EDITED)])
-    expecting = simulate(preset(budget=budget).expecting(FILE), [(prompt, EDITED)])
-    within = simulate(preset(budget=budget), [(FILE + prompt, EDITED)])
+    without = simulate(make(), [(prompt, EDITED)])
+    expecting = simulate(make().expecting(FILE), [(prompt, EDITED)])
+    within = simulate(make(), [(FILE + prompt, EDITED)])
     assert expecting.steps <= 1.05 * within.steps + 1
     assert expecting.steps < without.steps / 4
 
@@ -82,7 +87,7 @@ def test_rows_of_one_prompt_expect_the_same():
 
 
 def test_ids_outside_the_vocabulary_are_not_drafted():
-    assistant = SamAssistant(budget="paper", fallback=None).expecting([1, 2, 3, 4, 5, 6, 2000, 7])
+    assistant = SamDecoding(fallback=None).expecting([1, 2, 3, 4, 5, 6, 2000, 7])
     report = simulate(assistant, [([9, 1, 2, 3, 4], [5, 6, 7])], vocab_size=1000)
     assert (report.nodes, report.tokens, report.steps) == (1, 2, 1)
 

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.papers import SuffixDecoding
+from hf_retrieval_assist.policy.policy import Ask
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.memories import check_memory
@@ -180,8 +181,10 @@ def test_alpha_bounds_the_nodes_by_the_match():
 )
 def test_the_paper_falls_back_below_the_threshold(threshold, token, drafted):
     seven = Scripted(lambda budget: TokenTree.chain([7], [0.5]))
-    assistant = SuffixAssistant(budget="paper", threshold=threshold, fallback=seven)
+    assistant = SuffixDecoding(threshold=threshold, fallback=seven)
     assistant.memory.add([1, 2, 3, 4, 5, 6])
-    started = assistant.private().start(np.array([9], np.int32), Target(vocab_size=1000))
+    policy = assistant.private().policy
+    started = policy.start(np.array([9], np.int32), Target(vocab_size=1000))
     started.begin([token])
-    assert started.propose().token_ids.tolist() == drafted
+    (tree,) = policy.draft(Ask([started])).trees
+    assert tree.token_ids.tolist() == drafted

@@ -1,5 +1,7 @@
 """A memory that tenants share: nothing of one shows to another, and one is forgotten everywhere."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.extensions.redis import redis_server
 from hf_retrieval_assist.memory import log
+from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.memories import check_memory, count, full_disk
 from tests.support.redis_process import needs_redis
@@ -49,24 +52,22 @@ def test_a_log_keeps_tenants_apart_and_does_not_name_them(tmp_path):
 
 @pytest.mark.parametrize("half_life", [None, 2.0])
 @pytest.mark.parametrize(
-    ("preset", "budget"),
+    "make",
     [
-        (SamAssistant, 8),
-        (SamAssistant, "paper"),
-        (SuffixAssistant, "auto"),
-        (SuffixAssistant, "paper"),
-        (RolloutAssistant, 8),
+        partial(SamAssistant, budget=8),
+        SamDecoding,
+        SuffixAssistant,
+        SuffixDecoding,
+        partial(RolloutAssistant, budget=8),
     ],
 )
-def test_no_step_tells_of_another_tenant(preset, budget, half_life):
+def test_no_step_tells_of_another_tenant(make, half_life):
     """Equal step counts with and without the other's text, which the same tenant's would change."""
 
     def steps_of_b(*others):
         """Of b's outputs, each of which others' outputs come before."""
         memory, costs = OutputMemory(half_life=half_life), CostModels()
-        tenants = {
-            name: preset(memory=memory.namespace(name), costs=costs, budget=budget) for name in "ab"
-        }
+        tenants = {name: make(memory=memory.namespace(name), costs=costs) for name in "ab"}
         found = []
         for _ in range(3):
             for name in others:

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist import Assistant, simulate
+from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy import policy
-from hf_retrieval_assist.policy.account import Account, Drafting
+from hf_retrieval_assist.policy.account import Account, DraftedStep
 from hf_retrieval_assist.policy.cost_model import CostModel
+from hf_retrieval_assist.policy.cost_store import CostKey
 from hf_retrieval_assist.policy.planner import Planner
+from hf_retrieval_assist.policy.policy import Ask, Outcome
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.scripted import Scripted
 
@@ -28,7 +31,7 @@ def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, mis
     asked it, and the time lost to that."""
     asked, lost = [], 0.0
     for step in range(steps):
-        drafting = Drafting(cost, account.planner, account)
+        drafting = DraftedStep(cost, account.planner, account)
         asked.append(drafting.asks(0, missed))
         gained = [0.0] * len(drafting.uses)
         if asked[-1]:
@@ -120,7 +123,7 @@ def test_what_pays_comes_into_use_and_what_does_not_costs_little(drafters, unluc
     asked = np.zeros((steps, len(drafters)), bool)
     lost = np.zeros(len(drafters))
     for step in range(steps):
-        drafting = Drafting(FLAT, account.planner, account)
+        drafting = DraftedStep(FLAT, account.planner, account)
         brought = np.zeros(len(drafters))
         for number, (price, multiple, _) in enumerate(drafters):
             asked[step, number] = drafting.asks(number)
@@ -318,17 +321,17 @@ def test_a_drafter_pays_where_it_gains_more_than_it_spends():
         assert account.pays(0) is pays
 
 
-def test_a_token_is_credited_to_the_first_drafter_that_has_it():
+def test_a_token_is_credited_to_the_first_drafter_that_has_it(monkeypatch):
     credited = []
-    drafting = SimpleNamespace(
-        account=SimpleNamespace(),
-        is_plain=False,
-        planner=SimpleNamespace(learn=lambda *_: None),
-        end=lambda width, brought: credited.append(brought),
-    )
+    monkeypatch.setattr(DraftedStep, "end", lambda step, width, brought: credited.append(brought))
     first, second = TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 2, 3], [0.9, 0.8, 0.7])
     for drafts, brought in (((first, second), [2.0, 1.0]), ((second, first), [3.0, 0.0])):
-        session = SimpleNamespace(drafts=drafts)
-        assistant = Assistant([Scripted(None) for _ in drafts], budget="paper")
-        assistant.end(drafting, [session], [second], [[1, 2, 3, 9]], 4)
-        assert credited.pop() == brought
+        asked = Assistant([Scripted(lambda budget, d=draft: d) for draft in drafts]).policy
+        session = asked.start(np.zeros(1, np.int32), Target(vocab_size=10))
+        session.begin([0])
+        account = asked.account(CostKey("", "", "", ""))
+        step = asked.draft(Ask([session], FLAT, account))
+        (tree,) = step.trees
+        asked.learn(step, [Outcome(session, [1, 2, 3, 9], tree)], 4)
+        assert credited.pop() == [*brought, 0.0]  # of the grammar nothing
+        assert [*asked.stats.sources.values()] == [*map(len, drafts), 0]

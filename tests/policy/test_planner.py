@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.policy.cost_model import CostModel
-from hf_retrieval_assist.policy.cost_views import PackedCost
+from hf_retrieval_assist.papers.paper import WholeDrafts
+from hf_retrieval_assist.policy.cost_model import CostModel, CostView
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import Limits, TokenTree
 from tests.support.fixed_costs import CURVES
@@ -62,16 +62,15 @@ def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
 
 def test_budgets():
     tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
-    assert len(Planner(budget="paper").plan([tree], cost)[0]) == 32
+    assert len(WholeDrafts().plan([tree], cost)[0]) == 32
     assert len(Planner(budget=5).plan([tree], cost)[0]) == 5
     assert len(Planner(budget=0).plan([tree], cost)[0]) == 0
     assert [Planner(budget=b).request() for b in ("auto", 7)] == [64, 7]
 
 
-@pytest.mark.parametrize("budget", ["auto", "paper", 100])
+@pytest.mark.parametrize("planner", [Planner(), WholeDrafts(), Planner(100)])
 @pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["flat"])])
-def test_no_more_is_kept_than_a_forward_can_verify(budget, cost):
-    planner = Planner(budget=budget)
+def test_no_more_is_kept_than_a_forward_can_verify(planner, cost):
     drafts = [chain(0.9, n) for n in (30, 2, 30, 0)]
 
     def sizes(**limits):
@@ -108,9 +107,8 @@ def test_rows_in_step_are_planned_for_by_what_they_would_accept_together():
 
 @pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["cpu"])])
 def test_drafters_size_the_drafts_of_the_papers(cost):
-    planner = Planner(budget="paper", max_nodes=8)
     recycling, sequoia = 80, 768
-    assert planner.request(cost) >= max(recycling, sequoia)
+    assert WholeDrafts().request(cost) >= max(recycling, sequoia)
 
 
 def test_drafters_are_asked_for_no_more_than_could_pay():
@@ -123,7 +121,7 @@ def test_drafters_are_asked_for_no_more_than_could_pay():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(("budget", value) for value in ("most", -1, 2.5, True, None)),
+        *(("budget", value) for value in ("paper", -1, 2.5, True, None)),
         *(("max_nodes", 0), ("exploration", 1.0), ("exploration", -0.1)),
     ],
 )
@@ -254,7 +252,7 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
         )
         return gain / curve(sum(1 + len(kept) for kept in choice))
 
-    cost = PackedCost(CostModel.fixed(curve), len(rows))
+    cost = CostView(CostModel.fixed(curve), rows=len(rows))
     kept = Planner().plan(rows, cost, Limits(packed=True))
     gain = len(rows) + sum(float(tree.probs.sum()) for tree in kept)
     best = max(map(rate, product(*map(subtrees, rows))))
@@ -263,5 +261,5 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
 
 def test_many_rows_share_what_is_asked_for():
     flat = CostModel.fixed(CURVES["flat"])
-    asked = [Planner().request(PackedCost(flat, rows)) for rows in (1, 2, 8, 64)]
+    asked = [Planner().request(CostView(flat, rows=rows)) for rows in (1, 2, 8, 64)]
     assert asked == [255, 255, 63, 16]

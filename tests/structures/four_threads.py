@@ -15,6 +15,8 @@ from hf_retrieval_assist import OutputMemory, RestAssistant, SamAssistant, Suffi
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.feedback import RowFeedback
+from hf_retrieval_assist.papers import SamDecoding
+from hf_retrieval_assist.policy.policy import Ask, Outcome
 from hf_retrieval_assist.structures import successors
 from hf_retrieval_assist.verification.verified import TopLogits
 
@@ -43,13 +45,14 @@ def together(work):
         list(pool.map(work, range(THREADS)))
 
 
-def call(assistant, dice):
-    """One text's life: what a call of `generate` asks of an assistant."""
+def call(policy, dice):
+    """One text's life: what a call of `generate` asks of an assistant's policy."""
     prompt = text(60, dice.randrange(8))
-    session = assistant.start(prompt, Target(vocab_size=VOCABULARY, fingerprint="model"))
+    session = policy.start(prompt, Target(vocab_size=VOCABULARY, fingerprint="model"))
     last = prompt[-1:]
     for _ in range(STEPS):
-        (tree,) = assistant.propose([session], budget=16)
+        step = policy.draft(Ask([session], budget=16))
+        (tree,) = step.trees
         tokens = text(2, dice.randrange(20))
         if len(tree) and dice.random() < 0.7:
             tokens = tree.token_ids[:1]
@@ -57,7 +60,7 @@ def call(assistant, dice):
         generator = torch.Generator().manual_seed(dice.randrange(99))
         logits = torch.randn(len(fed), VOCABULARY, generator=generator)
         shown = RowFeedback(fed, np.zeros(1, np.int32), top=TopLogits(logits))
-        assistant.commit([session], [tokens.tolist()], [shown])
+        policy.learn(step, [Outcome(session, tokens.tolist(), tree, shown)])
         last = tokens[-1:]
     session.close()
 
@@ -72,7 +75,7 @@ def main(turns):
         store = Datastore.build(corpus, path, vocab_size=VOCABULARY, progress=False)
         assistants = [
             SamAssistant(corpus, memory=memory),
-            SamAssistant(corpus, budget="paper"),
+            SamDecoding(corpus),
             SuffixAssistant(memory=memory),
             RestAssistant(store),
         ]
@@ -80,7 +83,7 @@ def main(turns):
         def work(seed):
             dice = random.Random(seed)
             for turn in range(turns):
-                call(assistants[(turn + seed) % len(assistants)], dice)
+                call(assistants[(turn + seed) % len(assistants)].policy, dice)
                 if dice.random() < 0.2:
                     memory.add(text(80, dice.randrange(30)), "model")
                 if dice.random() < 0.02:

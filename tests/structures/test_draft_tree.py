@@ -123,7 +123,7 @@ def test_a_forest_holds_trees_as_they_are(several, others):
         (tree.probs[0], tree.token_ids[0]) if len(tree) else (0, -1) for tree in several
     ]
     assert len(forest) == len(several)
-    assert forest.nodes == sum(map(len, several)) == sum(forest.sizes)
+    assert len(forest.token_ids) == sum(map(len, several)) == sum(forest.sizes)
     assert all(same(a, b) for a, b in zip(forest, several, strict=True))
     assert all(same(forest[i], tree) for i, tree in enumerate(several))
     others = others[: len(several)]

@@ -110,15 +110,15 @@ def goes_on_after_an_interrupt(model, cache):
     """A call that is interrupted leaves its caller's cache for another one to go on from."""
     whole, calls = run(model), []
     assistant = knowing(whole, budget=4)
-    propose = assistant.propose
+    draft = assistant.policy.draft
 
-    def interrupt(*arguments):
-        calls.append(arguments)
+    def interrupt(ask):
+        calls.append(ask)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return propose(*arguments)
+        return draft(ask)
 
-    assistant.propose = interrupt
+    assistant.policy.draft = interrupt
     with pytest.raises(KeyboardInterrupt):
         run(model, **{CACHE: cache}, assistant=assistant)
     held = int(cache.get_seq_length())

@@ -121,7 +121,7 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True
         assistant = oracle_assistant(plain, mask, **(oracle or {}))
     else:
         assistant = make(plain)
-    assistant.graphs = graphs
+    assistant.policy.graphs = graphs
     torch.manual_seed(seed)
     assisted = model.generate(**inputs, **kwargs, assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))

@@ -137,7 +137,7 @@ class QuantizedSelf(Drafter):
                     drafts[i] = tree
         texts = [session.calibration for session in sessions]
         calibrated = self.calibrator.calibrate(texts, proposed(drafts, budgets))
-        return replace(calibrated, classes=np.full(calibrated.nodes, -1, np.int32))
+        return replace(calibrated, classes=np.full_like(calibrated.classes, -1))
 
 
 @dataclass(eq=False)

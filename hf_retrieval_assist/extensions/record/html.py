@@ -83,23 +83,23 @@ def fragment(record: Any) -> str:
     return _styled(f"<div>{escape(str(record.stats))}</div>{origins}{''.join(shown)}")
 
 
-def assistant_html(assistant: DraftingPolicy) -> str:
+def assistant_html(kind: str, policy: DraftingPolicy) -> str:
     """An assistant's drafters, what they did so far, and what forwards cost."""
     heading = ("drafter", "proposes from", "nodes tried", "accepted", "expected")
     rows = []
-    reliability = assistant.stats.reliability.items()
-    for drafter, (name, found) in zip(assistant.drafters, reliability, strict=True):
+    reliability = policy.stats.reliability.items()
+    for drafter, (name, found) in zip(policy.drafters, reliability, strict=True):
         figures = (found.trials.sum(), found.observed.sum(), found.predicted.sum())
         rows.append((name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures)))
-    title = f"<b>{type(assistant).__name__}</b>, budget {assistant.planner.budget}"
-    drafters, calls = html_table(heading, rows), assistant.stats._repr_html_()
-    return _styled(f"{title}{drafters}{calls}{_costs(assistant)}")
+    title = f"<b>{kind}</b>, budget {policy.planner.budget}"
+    drafters, calls = html_table(heading, rows), policy.stats._repr_html_()
+    return _styled(f"{title}{drafters}{calls}{_costs(policy)}")
 
 
-def _costs(assistant: DraftingPolicy) -> str:
+def _costs(policy: DraftingPolicy) -> str:
     """Milliseconds of forwards over so many tokens, of each kind that was timed."""
     rows = []
-    for key, cost in assistant.costs.timed().items():
+    for key, cost in policy.costs.timed().items():
         kind = f"{key.dtype}, {key.batch_size} x {key.cache_length} tokens in the cache"
         rows.append((kind, *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS)))
     heading = ("ms of a forward over n tokens", *map(str, _TOKENS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,18 +149,18 @@ class CallRecord:
     def begin(self, paths: Sequence[Path]) -> None:
         """The prefill brought the first tokens of each row."""
         rows = range(len(paths))
-        self.step(rows, [()] * len(rows), [TokenTree.empty()] * len(rows), paths)
+        self.step(rows, dict.fromkeys(rows, ()), [TokenTree.empty()] * len(rows), paths)
 
     def step(
         self,
         rows: Sequence[int],
-        drafts: Sequence[Sequence[TokenTree]],
+        drafts: Mapping[int, Sequence[TokenTree]],
         trees: Sequence[TokenTree],
         paths: Sequence[Path],
     ) -> None:
         """A forward verified a tree of each of `rows`; the other arguments are for all rows.
 
-        `drafts` are each row's, one of every drafter.
+        `drafts` are by row, one of every drafter.
         """
         seconds = self._elapsed()
         for row in rows:

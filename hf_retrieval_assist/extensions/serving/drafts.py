@@ -21,10 +21,10 @@ from ...assistants import Assistant
 from ...drafters.base import Target
 from ...drafters.feedback import RowFeedback
 from ...host import transformers_private
-from ...policy.account import Drafting
+from ...policy.account import DraftedStep
+from ...policy.cost_model import CostView
 from ...policy.cost_store import CostKey, size_bucket
-from ...policy.cost_views import PackedCost
-from ...policy.policy import AssistantSession
+from ...policy.policy import Ask, AssistantSession, Outcome
 from ...policy.stats import CallStats
 from ...system.log import get_logger
 from ...types.token_tree import Limits, TokenTree
@@ -47,7 +47,7 @@ class RequestDrafts:
     """
 
     def __init__(self, assistant: Assistant, model: Any):
-        self.assistant = assistant
+        self.assistant, self._policy = assistant, assistant.policy
         self.target = Target.of(model)
         self._key = CostKey(
             fingerprint=self.target.fingerprint,
@@ -59,10 +59,10 @@ class RequestDrafts:
         )
         self._texts: set[_Text] = set()
         self._told: set[type[Exception]] = set()
-        self._drafting: Drafting | None = None
+        self._step: DraftedStep | None = None
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
         self._engine = engine_of(model.device)
-        self._rerouted = assistant.reroute and self._engine.has_kernels
+        self._rerouted = self._policy.reroute and self._engine.has_kernels
         self._engine.prepare(model)
 
     def check_twin(self, assistant: Assistant) -> None:
@@ -82,7 +82,7 @@ class RequestDrafts:
     ) -> list[list[int]]:
         """A draft of each request, of at most so many tokens, and of at most `room` together; their
         expected tokens pay for the time they take."""
-        self._drafting = None
+        self._step = None
         for text in self._texts:
             text.chain = None
         depths: dict[_Text, int] = {}
@@ -97,24 +97,22 @@ class RequestDrafts:
         return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
 
     def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
-        cost = PackedCost(self.assistant.costs.get(self._key), requests)
-        account = self.assistant.account(replace(self._key, batch_size=size_bucket(len(depths))))
-        drafting = self.assistant.begin(cost, account)
+        cost = CostView(self._policy.costs.get(self._key), rows=requests)
+        account = self._policy.account(replace(self._key, batch_size=size_bucket(len(depths))))
+        limits = partial(Limits, [*depths.values()], total=room, chains=True, packed=True)
         sessions = [text.session for text in depths if text.session]
         try:
-            drafts = self.assistant.propose(sessions, drafting)
+            step = self._policy.draft(Ask(sessions, cost, account, limits=limits))
         except Exception:
             # Whose drafts failed is found out one by one; the step does without any.
             for text, session in zip(depths, sessions, strict=True):
                 with self._at_the_cost_of(text):
-                    self.assistant.propose([session])
+                    self._policy.draft(Ask([session]))
             if all(text.session for text in depths):
                 raise
             return
-        limits = Limits([*depths.values()], total=room, chains=True, packed=True)
-        planned = drafting.planner.plan(drafts, cost, limits)
-        self._drafting = drafting
-        for text, chain in zip(depths, planned, strict=True):
+        self._step = step
+        for text, chain in zip(depths, step.trees, strict=True):
             text.chain = chain
 
     def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None:
@@ -132,34 +130,26 @@ class RequestDrafts:
             if begun:
                 grown.append((state, new))
                 continue
-            shown = logits[state.place : state.place + 1] if self.assistant.needs_logits else None
+            shown = logits[state.place : state.place + 1] if self._policy.needs_logits else None
             with self._at_the_cost_of(text):
                 text.session.begin(new, shown)
         self._forwards += going_on
         with self._at_the_cost_of(*(state.text for state, _ in grown)):
-            self._commit(grown, logits)
+            outcomes = [self._outcome(state, new, logits) for state, new in grown]
+            drafted = sum(len(outcome.tree or ()) for outcome in outcomes)
+            self._policy.learn(self._step, outcomes, 1 + drafted)
 
-    def _commit(
-        self, grown: Sequence[tuple[DraftedRequest, list[int]]], logits: torch.Tensor
-    ) -> None:
-        """Learn by how much the texts have grown, and what their logits show."""
-        sessions = [state.text.session for state, _ in grown]
-        tokens = [new for _, new in grown]
-        feedbacks = [self._feedback(state, new, logits) for state, new in grown]
-        self.assistant.commit(sessions, tokens, feedbacks, self._drafting)
-        if self._drafting is None:
-            return
-        drafted = [(state, new) for state, new in grown if state.text.chain is not None]
-        sessions = [state.text.session for state, _ in drafted]
-        tokens = [new for _, new in drafted]
-        trees = [state.text.chain.prune(len(state.draft)) for state, _ in drafted]
-        self.assistant.end(self._drafting, sessions, trees, tokens, 1 + sum(map(len, trees)))
+    def _outcome(self, state: DraftedRequest, new: list[int], logits: torch.Tensor) -> Outcome:
+        """By how much a text has grown, and what its logits show."""
+        chain = state.text.chain
+        tree = None if chain is None else chain.prune(len(state.draft))
+        return Outcome(state.text.session, new, tree, self._feedback(state, new, logits))
 
     def _feedback(
         self, state: DraftedRequest, new: Sequence[int], logits: torch.Tensor
     ) -> RowFeedback | None:
         """What a step showed of a text that has got these tokens by it."""
-        if not self.assistant.needs_feedback or len(new) != state.kept:
+        if not self._policy.needs_feedback or len(new) != state.kept:
             return None
         text = state.generated_tokens
         before = text[-1 - len(new)] if len(text) > len(new) else state.initial_tokens[-1]
@@ -167,7 +157,7 @@ class RequestDrafts:
         return RowFeedback(
             token_ids=np.array([before, *state.draft], np.int32),
             accepted=np.arange(len(new), dtype=np.int32),
-            logits=logits[places] if self.assistant.needs_all_logits else None,
+            logits=logits[places] if self._policy.needs_all_logits else None,
             top=TopLogits(logits, places),
         )
 
@@ -178,13 +168,13 @@ class RequestDrafts:
             with self._at_the_cost_of():
                 text.close()
             text.counts.forwards, self._forwards = self._forwards, 0
-            self.assistant.count(text.counts)
+            self._policy.count(text.counts)
         self._texts &= kept
 
     def time(self, tokens: int, seconds: float) -> None:
         """A step that fed nothing but these tokens of decoding requests took so long."""
         with self._at_the_cost_of():
-            self.assistant.costs.get(self._key).observe(tokens, seconds)
+            self._policy.costs.get(self._key).observe(tokens, seconds)
 
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
         """A step failed with drafts of these requests; with none, by the kernels."""
@@ -209,9 +199,9 @@ class RequestDrafts:
         if state.text is None:
             text = state.text = _Text(len(state.initial_tokens))
             self._texts.add(text)
-            assistant = state.assistant or self.assistant
+            policy = (state.assistant or self.assistant).policy
             with self._at_the_cost_of(text):
-                text.session = assistant.start(self.target.known(state.initial_tokens), self.target)
+                text.session = policy.start(self.target.known(state.initial_tokens), self.target)
         return state.text
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import transformers
 
+from ... import hook
 from ...assistants import Assistant
 from ...host.private_names import absent
 from ...system.log import get_logger
-from .. import hook
 from .drafts import RequestDrafts
 from .private_names import CONTINUOUS_BATCHING
 
@@ -70,7 +70,8 @@ def init_continuous_batching(original: Any, model: Any, named: Any, args: Any, k
 
 def objection(assistant: Assistant) -> str | None:
     """Why an assistant's drafters cannot draft here; None: they can."""
-    if assistant.hidden_layers or assistant.residual or assistant.expected.rows:
+    policy = assistant.policy
+    if policy.hidden_layers or policy.residual or policy.expected.rows:
         return (
             "assistant: expected drafters that need no hidden states, no residual sampling and no "
             "texts by row in continuous batching"

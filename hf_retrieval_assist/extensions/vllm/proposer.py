@@ -11,6 +11,7 @@ import logging
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,9 +24,10 @@ from ...drafters.rest import RestDrafter
 from ...drafters.suffix import SuffixDrafter
 from ...host.fingerprint import config_fingerprint
 from ...memory.output_memory import OutputMemory
-from ...policy.cost_model import CostModel
-from ...policy.cost_views import PackedCost
-from ...policy.policy import AssistantSession, DraftingPolicy
+from ...policy.account import DraftedStep
+from ...policy.cost_model import CostModel, CostView
+from ...policy.cost_store import CostKey, size_bucket
+from ...policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ...policy.stats import CallStats
 from ...types.token_tree import Limits
 
@@ -39,9 +41,10 @@ _TIMED = 3  # no divisor of the planner's period of trials, so that every kind o
 class Proposer:
     """What vLLM (0.22 and later, V1) asks for drafts.
 
-    `num_speculative_tokens` bounds a draft. How much of the drafts is worth verifying is decided in
-    every step for all requests together, from calibrated probabilities and the measured time of
-    steps. A request that vanishes, at its end or to be resumed later, has taught what it brought.
+    `num_speculative_tokens` bounds a draft. Who drafts, and how much of it is worth verifying, is
+    decided in every step for all requests together, from calibrated probabilities and the measured
+    time of steps. A request that vanishes, at its end or to be resumed later, has taught what it
+    brought.
 
     Options are read from `additional_config={"hf_retrieval_assist": {...}}`:
 
@@ -55,7 +58,7 @@ class Proposer:
         vllm_config: vLLM's `VllmConfig`.
 
     Attributes:
-        assistant: the drafters, their calibration, and `stats`.
+        policy: the drafters, their calibration, and `stats`.
 
     Raises:
         ValueError: an unknown option, or one out of range.
@@ -66,15 +69,17 @@ class Proposer:
         self.longest_draft = int(vllm_config.speculative_config.num_speculative_tokens)
         self.longest_text = int(model.max_model_len)
         options = (vllm_config.additional_config or {}).get("hf_retrieval_assist", {})
-        self.assistant = make_assistant(self.longest_draft, **_checked(options))
+        self.policy = make_policy(self.longest_draft, **_checked(options))
         self.target = Target(
             vocab_size=model.get_vocab_size(), fingerprint=config_fingerprint(model.hf_config)
         )
         self.eos_ids = _eos_ids(model)
         # Of a tensor-parallel group the first process's drafts are used.
         self.leads = parallel.rank % parallel.tensor_parallel_size == 0
-        self.cost = CostModel(vllm_config.device_config.device_type)
+        self.device_type = vllm_config.device_config.device_type
+        self.cost = CostModel(self.device_type)
         self._rows: list[Row] = []
+        self._step: DraftedStep | None = None  # that is being verified
         self._last: float | None = None  # when the step before arrived
         self._timings = 0
         atexit.register(self.close)
@@ -103,23 +108,21 @@ class Proposer:
         arrived = time.perf_counter()
         lengths = num_tokens_no_spec[: len(drafts)].tolist()
         grown = self._follow(sampled_token_ids, lengths, token_ids_cpu, arrived)
-        for row, draft in self._draft([*grown]):
-            row.drafted = len(draft)
-            drafts[grown[row]] = draft
+        rooms = {row: room for row in grown if (room := self._room(row)) > 0}
+        self._step = self._draft(rooms) if rooms else None
+        for row, tree in zip(rooms, self._step.trees if self._step else (), strict=True):
+            row.drafted = len(tree)
+            drafts[grown[row]] = tree.token_ids.tolist()
         self._last = arrived
         return drafts
 
-    def _draft(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
-        """A chain for each request that may grow; together they are as long as pays."""
-        rooms = {row: room for row in rows if (room := self._room(row)) > 0}
-        if not rooms:
-            return []
-        sessions = [row.session for row in rooms]
-        drafts = self.assistant.propose(sessions, budget=self.longest_draft)
-        limits = Limits([*rooms.values()], chains=True, packed=True)
-        cost = PackedCost(self.cost, len(rooms))
-        chains = self.assistant.planner.plan(drafts, cost, limits)
-        return list(zip(rooms, [chain.token_ids.tolist() for chain in chains], strict=True))
+    def _draft(self, rooms: Mapping[Row, int]) -> DraftedStep:
+        """A chain for each request, of at most so many tokens; together as long as pays."""
+        sessions, rows = [row.session for row in rooms], len(rooms)
+        key = CostKey(self.target.fingerprint, self.device_type, "", "vllm", size_bucket(rows))
+        price, account = CostView(self.cost, rows=rows), self.policy.account(key)
+        limits = partial(Limits, [*rooms.values()], chains=True, packed=True)
+        return self.policy.draft(Ask(sessions, price, account, self.longest_draft, limits))
 
     def _room(self, row: Row) -> int:
         """How many tokens may be drafted for a request; none may follow where it is not above 0."""
@@ -137,7 +140,9 @@ class Proposer:
         for running in self._rows:
             known.setdefault(running.length, []).append(running)
         grown: dict[Row, int] = {}
-        brought: list[list[int]] = []
+        outcomes: list[Outcome] = []
+        step = self._step
+        verified = dict(zip(step.sessions, step.trees, strict=True)) if step else {}
         self._rows = []
         fed = decoding = 0
         for place, (new, length) in enumerate(zip(sampled, lengths, strict=True)):
@@ -146,17 +151,19 @@ class Proposer:
             if row is not None:
                 fed += 1 + row.drafted
             elif len(new):
-                session = self.assistant.start(np.array(before), self.target)
+                session = self.policy.start(np.array(before), self.target)
                 row = Row(session, self.eos_ids, before)
             else:
                 continue
             self._rows.append(row)
             if len(new):
-                brought.append(row.extend(new))
+                tree = verified.get(row.session)
+                outcomes.append(Outcome(row.session, row.extend(new), tree))
                 grown[row] = place
                 decoding += row.counts.steps > 0
-        sessions = [row.session for row in grown]
-        self.assistant.commit(sessions, brought, [None] * len(brought))
+        if outcomes:
+            width = 1 + sum(len(outcome.tree or ()) for outcome in outcomes)
+            self.policy.learn(step, outcomes, width)
         if len(sampled) == decoding:
             self._time(fed, arrived)
         for gone in chain.from_iterable(known.values()):
@@ -175,8 +182,8 @@ class Proposer:
         for row in self._rows:
             row.close()
         self._rows = []
-        if self.assistant.stats.total.calls:
-            logger.info("%s", self.assistant.stats.total)
+        if self.policy.stats.total.calls:
+            logger.info("%s", self.policy.stats.total)
 
 
 class Row:
@@ -229,7 +236,7 @@ class Row:
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self.session.close()
-        self.session.assistant.count(self.counts)
+        self.session.policy.count(self.counts)
 
 
 def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
@@ -247,7 +254,7 @@ def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
     return None
 
 
-def make_assistant(
+def make_policy(
     longest_draft: int,
     memory: str | None = None,
     max_bytes: int = 256 << 20,
@@ -255,7 +262,7 @@ def make_assistant(
     min_prob: float = 0.02,
     budget: Any = "auto",
 ) -> DraftingPolicy:
-    """An assistant that drafts chains; for the options see :class:`Proposer`."""
+    """What drafts chains; for the options see :class:`Proposer`."""
     place = "url" if memory is not None and "://" in memory else "path"
     outputs = OutputMemory(max_bytes, **{place: memory})  # type: ignore[arg-type]
     drafters: list[Drafter] = [SuffixDrafter(outputs, min_prob=min_prob, tree=False)]

@@ -90,7 +90,7 @@ def test_scores_and_logits(llama):
 
 def test_residual_sampling_accepts_the_targets_own_draws(llama):
     draft = copy.deepcopy(llama)
-    assistant = SequoiaAssistant(draft, 0.8, max_nodes=3, max_levels=3, width=1, budget="paper")
+    assistant = SequoiaAssistant(draft, 0.8, max_nodes=3, max_levels=3, width=1, budget=3)
     run(llama, do_sample=True, temperature=0.8, top_k=0, assistant=assistant)
     assert assistant.stats.last.accepted > 0.9 * assistant.stats.last.drafted > 0
 
@@ -348,7 +348,7 @@ def test_no_kernel_of_attention_is_planned_anew(llama, graphs):
     plain = run(llama, max_new_tokens=60)
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
         assistant = oracle_assistant(plain)
-        assistant.graphs = graphs
+        assistant.policy.graphs = graphs
         run(llama, max_new_tokens=60, assistant=assistant)
     assert not [event.key for event in seen.key_averages() if "cudnn" in event.key.lower()]
 

@@ -60,7 +60,7 @@ def test_logits_of_another_dtype_than_the_model():
     assistant = SamAssistant(budget=16)
     run(model, assistant=assistant)
     assert assistant.stats.last.tier == "tree"
-    assert assistant.top_k > 0
+    assert assistant.policy.top_k > 0
 
 
 def test_buffers_grow_in_mid_call(monkeypatch):

@@ -112,5 +112,5 @@ def test_widths_that_were_not_tested_are_refused():
 
 
 def test_calls_do_not_rest():
-    assert not SamAssistant(fixed_width=16).may_rest()
-    assert SamAssistant().may_rest()
+    assert not SamAssistant(fixed_width=16).policy.may_rest()
+    assert SamAssistant().policy.may_rest()

@@ -143,7 +143,7 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
 
 
 def test_the_option_is_checked():
-    assert SamAssistant(graphs="fused").graphs == "fused"
+    assert SamAssistant(graphs="fused").policy.graphs == "fused"
     with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
         Assistant([], graphs="all")
 

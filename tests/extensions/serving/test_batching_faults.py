@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
-from hf_retrieval_assist.extensions.serving import continuous_batching as batching
+from hf_retrieval_assist.extensions.serving import drafts as batching
 from tests.support.batching import (
     LENGTH,
     DraftedRequest,

@@ -13,6 +13,7 @@ from benchmarks.tool_calls import CALLS, FORMATS, TOOLS, recorded
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
 from hf_retrieval_assist.extensions.structured.forms import Form, Forms, schema_forms, tool_forms
 from hf_retrieval_assist.extensions.structured.grammar import FormSession
+from hf_retrieval_assist.papers import SamDecoding
 from tests.support.byte_model import byte_tokenizer
 from tests.support.lossless import build, same
 
@@ -244,6 +245,6 @@ def test_what_is_refused(tokenizer, given, error, message):
         SamAssistant().expecting(**given, **with_it)
 
 
-def test_no_schema_beside_the_papers_budget(tokenizer):
-    with pytest.raises(ValueError, match='budget="paper"'):
-        SamAssistant(budget="paper").expecting(schema=SCHEMA, tokenizer=tokenizer)
+def test_no_schema_beside_a_papers_rule(tokenizer):
+    with pytest.raises(ValueError, match=r"SamDecoding\(\) drafts from no schema or tools"):
+        SamDecoding().expecting(schema=SCHEMA, tokenizer=tokenizer)

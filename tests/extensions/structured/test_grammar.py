@@ -10,6 +10,7 @@ from hf_retrieval_assist.drafters.base import DraftSession, Target
 from hf_retrieval_assist.extensions.structured import constraint as constraints
 from hf_retrieval_assist.extensions.structured import grammar
 from hf_retrieval_assist.extensions.structured.constraint import Constraint
+from hf_retrieval_assist.policy.policy import Ask, Outcome
 from tests.support.lossless import PROMPT, run
 
 # A record of two fields, each of one to three free tokens; 0 ends the text.
@@ -271,9 +272,9 @@ def test_what_is_forced_is_looked_for_once():
 
 
 def test_a_text_is_followed_beside_one_that_nothing_constrains(known):
-    policy = Assistant([], budget=8)
+    policy = Assistant([], budget=8).policy
     texts = [policy.start(np.array([1], np.int32), t) for t in (Target(67), CONSTRAINED)]
-    policy.commit(texts, [[50], [50]], [None, None])
-    nothing, tree = policy.propose(texts, budget=4)
+    policy.learn(None, [Outcome(text, [50]) for text in texts])
+    nothing, tree = policy.draft(Ask(texts, budget=4)).trees
     assert len(nothing) == 0
     assert tree.token_ids.tolist()[:3] == [51, 52, 53]

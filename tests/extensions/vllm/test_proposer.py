@@ -98,7 +98,7 @@ class Runner:
 
 def known(proposer):
     """The outputs in the proposer's memory, sorted."""
-    memory = proposer.assistant.drafters[0].memory
+    memory = proposer.policy.drafters[0].memory
     tree = memory.tree(proposer.target.fingerprint)
     return sorted(tree.tokens(output.sequence).tolist() for output in memory._outputs)
 
@@ -117,7 +117,7 @@ def test_a_text_that_was_written_before_is_drafted():
     assert requests[0].steps == 40
     assert requests[1].steps < 12
     assert known(proposer) == [output, output]
-    total = proposer.assistant.stats.total
+    total = proposer.policy.stats.total
     assert (total.calls, total.tokens) == (2, 80)
     assert total.accepted == 80 - 2 - total.steps
 
@@ -174,7 +174,7 @@ def test_only_the_ends_of_long_texts_are_compared(monkeypatch):
             assert text.tree.tokens(text.sequence)[:40].tolist() == twin.text[:40]
         twins.reverse()
     assert max(compared for _, _, compared in asked) > 80
-    assert proposer.assistant.stats.total.calls == 1
+    assert proposer.policy.stats.total.calls == 1
 
 
 def test_prompts_in_chunks_start_nothing_and_are_not_timed():
@@ -251,7 +251,7 @@ def test_only_the_first_process_of_a_group_drafts_and_learns():
     Runner(proposer).run([request])
     assert request.steps == 20
     assert not proposer._rows
-    assert len(proposer.assistant.drafters[0].memory) == 0
+    assert len(proposer.policy.drafters[0].memory) == 0
 
 
 def test_the_drafts_of_all_requests_share_what_a_step_affords():
@@ -260,7 +260,7 @@ def test_the_drafts_of_all_requests_share_what_a_step_affords():
     proposer = make_proposer(longest_draft=8, budget="auto")
     proposer.cost = CostModel.fixed(lambda n: 1.0 + 0.2 * (n - 1))
     runner = Runner(proposer)
-    memory = proposer.assistant.drafters[0].memory
+    memory = proposer.policy.drafters[0].memory
     for i in range(8):
         memory.add([*output[:20], 50 + i, *output[21:]], proposer.target.fingerprint)
 
@@ -282,7 +282,7 @@ def test_the_drafts_of_all_requests_share_what_a_step_affords():
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafters_are_told_of_all_requests_of_a_step_at_once(monkeypatch, count):
     proposer = make_proposer()
-    told = calls_of(monkeypatch, proposer.assistant.drafters[0], "commit_rows")
+    told = calls_of(monkeypatch, proposer.policy.drafters[0], "commit_rows")
     runner = Runner(proposer)
     requests = [Request(prompt, [3, 4, 5]) for prompt in texts(count)]
     runner.step(requests)
