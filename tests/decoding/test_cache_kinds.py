@@ -10,8 +10,6 @@ from transformers import (
     BambaForCausalLM,
     DynamicCache,
     Gemma3ForCausalLM,
-    Gemma3nForCausalLM,
-    GlmMoeDsaForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -129,51 +127,6 @@ def test_a_cache_of_another_model_is_refused(layers):
     first = turn(other, PROMPTS[:1], cache)
     with pytest.raises(ValueError, match=f"a cache of {count} layers .* got {layers}"):
         turn(model, first, cache, oracle_assistant(first))
-
-
-def test_a_cache_that_was_made_layer_by_layer():
-    # Two layers of three have entries; plain decoding has made no more of them.
-    model = build(Gemma3nForCausalLM)
-    plain_cache, cache = DynamicCache(), DynamicCache()
-    first = turn(model, PROMPTS[:1], plain_cache)
-    assert torch.equal(first, turn(model, PROMPTS[:1], cache))
-    assert len(cache.layers) < model.config.num_hidden_layers
-    question = torch.cat([first, PROMPTS[:1, :5]], dim=1)
-    second = turn(model, question, plain_cache)
-    assistant = oracle_assistant(second)
-    assert torch.equal(second, turn(model, question, cache, assistant))
-    assert assistant.stats.last.accepted > 0
-
-
-def is_right(model, cache, text, removed):
-    """Whether a cache that was cut goes on as plain decoding from the start of the text does; None:
-    it refuses to be cut."""
-    kept = cache.get_seq_length() - removed
-    try:
-        cache.crop(-removed)
-    except RuntimeError:
-        return None
-    shorter = text[:, : kept + 1]
-    return torch.equal(turn(model, shorter, cache), turn(model, shorter, None))
-
-
-@pytest.mark.parametrize(
-    "model_class", [LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM, GlmMoeDsaForCausalLM]
-)
-@pytest.mark.parametrize("before", [None, "assisted"])
-def test_crops_of_a_returned_cache_are_right_or_refused(model_class, before):
-    """Refused only where plain decoding's own cache refuses them too."""
-    model = build(model_class)
-    first = turn(model, PROMPTS[:1], None)
-    second = turn(model, first, None)
-    for removed in (0, 1, 3, 6, 9, 14, second.shape[1] - 2):
-        plain, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
-        for cache, assisted in ((plain, False), (ours, True)):
-            earlier = oracle_assistant(first) if assisted and before else None
-            turn(model, PROMPTS[:1], cache, earlier)
-            turn(model, first, cache, oracle_assistant(second) if assisted else None)
-        found = is_right(model, ours, second, removed)
-        assert found or (found is None and is_right(model, plain, second, removed) is None)
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])

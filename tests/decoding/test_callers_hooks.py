@@ -13,6 +13,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host import callers_hooks
@@ -101,23 +102,6 @@ def steer_in_place(module, args, out):
 
 def steer_input(module, args):
     return (args[0] * torch.linspace(0.5, 1.5, args[0].shape[-1]),)
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
-    ("hook", "drafts"),
-    [(steer_all, True), (steer_single, False), (steer_in_place, False), (steer_input, True)],
-)
-def test_hooks_that_steer_are_part_of_the_model(hook, drafts, inference):
-    model = build(LlamaForCausalLM)
-    norm = model.model.layers[2].input_layernorm
-    place = norm.register_forward_pre_hook if hook is steer_input else norm.register_forward_hook
-    place(hook)
-    with torch.inference_mode(inference):
-        for number in range(3):
-            _, _, assistant = same(model)
-            # The first call finds out.
-            assert (assistant.stats.last.accepted > 0) == (drafts and number > 0)
 
 
 @pytest.mark.parametrize(
@@ -213,15 +197,38 @@ LOOKING = {
 }
 
 
-@pytest.mark.parametrize("place", LOOKING.values(), ids=LOOKING)
-def test_hooks_that_only_look_leave_calls_assisted(place):
+STEERING = {
+    "steers": lambda m, _: m.model.layers[2].input_layernorm.register_forward_hook(steer_all),
+    "steers inputs": lambda m, _: m.model.layers[2].mlp.register_forward_pre_hook(steer_input),
+}
+STEERING_AT_TIMES = {
+    "steers single": lambda m, _: m.model.norm.register_forward_hook(steer_single),
+    "steers in place": lambda m, _: m.model.norm.register_forward_hook(steer_in_place),
+    "steers all modules of a kind": lambda m, _: register_module_forward_pre_hook(
+        lambda module, args: (args[0].flip(-1),) if type(module) is LlamaMLP else None
+    ),
+}
+HOOKS = LOOKING | STEERING | STEERING_AT_TIMES
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_look_leave_calls_assisted_and_hooks_that_steer_belong_to_the_model(
+    name, inference
+):
     model = build(LlamaForCausalLM)
-    handle = place(model, Looking())
+    unhooked, handle = run(model), HOOKS[name](model, Looking())
     try:
-        for _ in range(3):
-            equal(model)
+        with torch.inference_mode(inference):
+            for number in range(3):
+                plain, _, assistant = same(model)
+                # The first call finds out that a hook steers.
+                drafts = name in LOOKING or (name in STEERING and number > 0)
+                assert (assistant.stats.last.accepted > 0) == drafts
     finally:
         handle.remove()
+    assert torch.equal(plain, unhooked) == (name in LOOKING)
+    equal(model)
 
 
 PUSH = torch.linspace(-3, 3, 32)
@@ -314,21 +321,6 @@ def test_a_hook_that_begins_to_write_is_noticed_in_a_drafted_forward():
         plain, _, assistant = same(model, assistant=partial(knowing, budget=3))
         assert (assistant.stats.last.accepted > 0) == (number == 0)
     assert not torch.equal(plain, unhooked)
-
-
-def test_a_hook_of_all_modules_that_steers():
-    model = build(LlamaForCausalLM)
-    unhooked, kind = run(model), type(model.model.layers[0].mlp)
-    handle = register_module_forward_pre_hook(
-        lambda module, args: (args[0].flip(-1),) if type(module) is kind else None
-    )
-    try:
-        for _ in range(3):
-            plain = same(model)[0]
-    finally:
-        handle.remove()
-    assert not torch.equal(plain, unhooked)
-    equal(model)
 
 
 def half(model, name, part):

@@ -20,7 +20,6 @@ from tests.support.lossless import (
     PROMPT,
     build,
     equal,
-    goes_on_after_an_interrupt,
     knowing,
     run,
     same,
@@ -174,11 +173,6 @@ def test_windows_shorter_than_the_models_are_decoded_plainly():
         assistant = knowing(plain)
         assert torch.equal(plain, run(model, **{CACHE: second}, assistant=assistant))
         assert assistant.stats.last.tier == tier
-
-
-def test_interrupted_calls_leave_a_static_cache_to_go_on_from():
-    model = build(LlamaForCausalLM)
-    goes_on_after_an_interrupt(model, StaticCache(config=model.config, max_cache_len=ROOM))
 
 
 def test_experts_are_computed_as_plain_decoding_does_where_few_tokens_are_fed(monkeypatch):

@@ -6,7 +6,7 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteria
 
 from hf_retrieval_assist.decoding import draws as module
-from hf_retrieval_assist.decoding.draws import KnownDraws, draws_by_quotients
+from hf_retrieval_assist.decoding.draws import KnownDraws
 from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
@@ -26,14 +26,6 @@ def rows_of(count, *progress):
 def laws(rows, width, count):
     generator = torch.Generator().manual_seed(5)
     return [torch.randn((rows, width), generator=generator).softmax(-1) for _ in range(count)]
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("rows", "at_once"), [(1, 1), (3, 1), (3, 3)])
-def test_multinomial_draws_by_quotients_here(rows, at_once, width):
-    before = torch.get_rng_state()
-    assert draws_by_quotients(torch.device("cpu"), rows, width, at_once)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

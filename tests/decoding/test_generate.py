@@ -46,22 +46,17 @@ def allowed(row, ids):
 PROCESSING = {
     "high temperature": {"temperature": 1.5},
     "min-p": {"min_p": 0.1},
-    "no repeated n-grams": {"no_repeat_ngram_size": 2},
-    "allowed tokens": {"prefix_allowed_tokens_fn": allowed},
-    "end-of-sequence ids": {"eos_token_id": [3, 4], "min_new_tokens": 6},
-    "sequence bias": {"sequence_bias": [[[11], 4.0], [[5, 9], 6.0]]},
+    "all together": {
+        **{"temperature": 0.7, "top_k": 20, "top_p": 0.95, "bad_words_ids": [[7]]},
+        **{"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 6},
+        **{"prefix_allowed_tokens_fn": allowed, "sequence_bias": [[[11], 4.0], [[5, 9], 6.0]]},
+    },
 }
-ALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "bad_words_ids": [[7]]}
-ALL |= {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "prefix_allowed_tokens_fn": allowed}
-PROCESSING["all together"] = ALL
-SAMPLERS = ("temperature", "min_p")
 
 
 @pytest.mark.parametrize("options", PROCESSING.values(), ids=PROCESSING)
 def test_processing(model, options):
     equal(model, seed=5, do_sample=True, **options)
-    if not options.keys() & set(SAMPLERS):
-        equal(model, **options)
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.0, 1), (1e6, NEW_TOKENS)])

@@ -103,8 +103,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("spoil", [evict, blank])
+@pytest.mark.parametrize(("spoil", "known"), [(evict, False), (blank, True)])
 @pytest.mark.parametrize("place", SHOWN.values(), ids=SHOWN)
 def test_hooks_that_are_shown_the_cache(place, spoil, known):
     model = build(LlamaForCausalLM)

@@ -9,12 +9,12 @@ import transformers
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, attach
 from hf_retrieval_assist.decoding.call import cost_key
-from hf_retrieval_assist.host.transformers_private import CACHE, compilations
+from hf_retrieval_assist.host.transformers_private import compilations
 from hf_retrieval_assist.papers import SamDecoding
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
-from tests.support.watching import Interrupt, Spectator, calls_of, interrupted_forward
+from tests.support.watching import Spectator, calls_of
 from tests.support.wrapped_models import RUNTIMES
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
@@ -186,83 +186,6 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     assert compilations() == before
     assert counted == [account] * 3
     assert not eager._calls
-
-
-class Cut(transformers.StoppingCriteria):
-    """Raises at its second token: between two forwards."""
-
-    left = 1
-
-    def __call__(self, ids, scores, **kwargs):
-        self.left -= 1
-        if self.left < 0:
-            raise Interrupt
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-
-def dynamic(config):
-    return transformers.DynamicCache(config=config)
-
-
-CACHES = {
-    "dynamic": dynamic,
-    "of unknown layers": lambda config: transformers.DynamicCache(),
-    "static": lambda config: transformers.StaticCache(config, 64),
-    "both": lambda config: transformers.EncoderDecoderCache(dynamic(config), dynamic(config)),
-}
-# The model, the cache that the caller gives, and whether its text stays there.
-INTERRUPTED = [
-    (transformers.LlamaForCausalLM, "dynamic", True),
-    (transformers.LlamaForCausalLM, "of unknown layers", True),
-    (transformers.LlamaForCausalLM, "static", False),
-    (transformers.Gemma3ForCausalLM, "dynamic", False),
-    (transformers.BartForConditionalGeneration, "both", True),
-    (transformers.Qwen3NextForCausalLM, "dynamic", False),
-    (transformers.Mamba2ForCausalLM, "dynamic", False),
-]
-PLACES = ("prefill", "later prefill", "step", "between steps")
-
-
-@pytest.mark.parametrize(
-    ("model_class", "kind", "stays", "where"),
-    [
-        *((*INTERRUPTED[0], where) for where in PLACES),
-        *((*case, where) for case in INTERRUPTED[1:] for where in PLACES[1:3]),
-    ],
-)
-def test_an_interrupted_call_leaves_a_cache_to_go_on_from(model_class, kind, stays, where, resting):
-    encodes = model_class is transformers.BartForConditionalGeneration
-    model = build(model_class)
-    model.generation_config.forced_eos_token_id = None
-    name = "cache_params" if model_class is transformers.Mamba2ForCausalLM else CACHE
-    cache, prompts = CACHES[kind](model.config), PROMPTS[:, 2:].clone()
-    prompts[:, 0] = 2  # Bart's decoder starts with it
-
-    def text(ids, **options):
-        inputs = {"input_ids": prompts, "decoder_input_ids": ids} if encodes else {"input_ids": ids}
-        mask = torch.ones_like(inputs["input_ids"])
-        options = {"max_length": 18, "do_sample": False, "num_beams": 1, name: cache} | options
-        return model.generate(**inputs, attention_mask=mask, **options)
-
-    # The model's test, which takes forwards too, is over then.
-    plain = text(prompts, **{name: None}, assistant=SamAssistant())
-    assert torch.equal(plain, text(prompts, **{name: None}))
-    known = plain[:, :-12]
-    if where == "later prefill":
-        known = text(known, max_length=9)
-        assert torch.equal(known, plain[:, :9])
-    between = where == "between steps"
-    # Blocks behind the second lack what those before them have.
-    cut = nullcontext() if between else interrupted_forward(model, 2 * (where == "step"), block=1)
-    criteria = [Cut()] if between else []
-    with pytest.raises(Interrupt), cut:
-        text(known, stopping_criteria=criteria, assistant=SamAssistant())
-    held = 0 if name == "cache_params" else cache.get_seq_length()
-    if where != "prefill":
-        assert (held > 0) == stays
-    stop = max(known.shape[1], held + 1)
-    assert stop < plain.shape[1]
-    assert torch.equal(text(plain[:, :stop]), plain)
 
 
 @pytest.mark.parametrize(

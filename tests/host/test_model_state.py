@@ -18,9 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, LlamaForCausalLM, LlavaForConditionalGeneration
 
 import hf_retrieval_assist.verification.service as services
-from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.model_state import model_settings
-from hf_retrieval_assist.verification.service import choose_service
 from tests.support.lossless import PROMPT, build, knowing, run
 from tests.support.watching import results_of
 
@@ -29,28 +27,12 @@ def refuse(*arguments, **options):
     raise RuntimeError("odd")
 
 
-class NoRepr:
-    __repr__ = refuse
+def odd(*methods, base=object):
+    """A class of which some methods raise whatever they are asked."""
+    return type("Odd", (base,), dict.fromkeys(methods, refuse))
 
 
-class NoEquality:
-    __eq__ = __hash__ = refuse
-
-
-class NoAttributes:
-    __getattr__ = refuse
-
-
-class NothingAtAll:
-    __getattribute__ = refuse
-
-
-class NoClass:
-    __class__ = property(refuse)
-
-
-class NoLength:
-    __len__ = __iter__ = __bool__ = refuse
+NoRepr = odd("__repr__")
 
 
 class Slotted:
@@ -58,23 +40,6 @@ class Slotted:
 
     def __init__(self):
         self.held = [1]
-
-
-class OddList(list):
-    __iter__ = __len__ = __eq__ = __repr__ = refuse
-
-
-class OddDict(dict):
-    items = keys = __iter__ = __repr__ = refuse
-
-
-class OddInt(int):
-    __repr__ = __hash__ = __eq__ = __int__ = __index__ = refuse
-
-
-class OddStr(str):
-    __slots__ = ()
-    __repr__ = __hash__ = __eq__ = __str__ = refuse
 
 
 class OddTensor(torch.Tensor):
@@ -87,8 +52,7 @@ class OddTensor(torch.Tensor):
     __torch_dispatch__ = classmethod(refuse)
 
 
-class Mode(enum.Enum):
-    A, B = 1, 2
+Mode = enum.Enum("Mode", ["A", "B"])
 
 
 def holding_itself():
@@ -97,22 +61,23 @@ def holding_itself():
     return own
 
 
-def ended_proxy():
-    return weakref.proxy(NoRepr())
-
-
 OBJECTS = {
-    **{kind.__name__: kind for kind in (NoRepr, NoEquality, NoAttributes, NothingAtAll, NoClass)},
-    **{kind.__name__: kind for kind in (NoLength, Slotted, threading.Lock, object)},
-    "an odd list": lambda: OddList([1, [2]]),
-    "an odd dictionary": lambda: OddDict(a=1),
-    "an odd number": lambda: OddInt(3),
-    "an odd text": lambda: OddStr("a"),
+    **{kind.__name__: kind for kind in (Slotted, threading.Lock, object)},
+    "no text": NoRepr,
+    "no equality": odd("__eq__", "__hash__"),
+    "no attributes": odd("__getattr__"),
+    "nothing at all": odd("__getattribute__"),
+    "no class": type("NoClass", (), {"__class__": property(refuse)}),
+    "no length": odd("__len__", "__iter__", "__bool__"),
+    "an odd list": lambda: odd("__iter__", "__len__", "__eq__", "__repr__", base=list)([1, [2]]),
+    "an odd dictionary": lambda: odd("items", "keys", "__iter__", "__repr__", base=dict)(a=1),
+    "an odd number": lambda: odd("__repr__", "__hash__", "__eq__", "__int__", base=int)(3),
+    "an odd text": lambda: odd("__repr__", "__hash__", "__eq__", "__str__", base=str)("a"),
     "3,000 lists deep": lambda: reduce(lambda x, _: [x], range(3000), 0),
     "3,000 dictionaries deep": lambda: reduce(lambda x, _: {"a": x}, range(3000), 0),
     "itself": holding_itself,
     "2**60 paths": lambda: reduce(lambda x, _: [x, x], range(60), 0),
-    "an ended proxy": ended_proxy,
+    "an ended proxy": lambda: weakref.proxy(NoRepr()),
     "an enumeration's": lambda: Mode.A,
     "arrays of objects": lambda: np.array([NoRepr()], dtype=object),
     "odd keys": lambda: {object(): NoRepr(), (1, NoRepr): 2},
@@ -202,21 +167,21 @@ def steered(*_):
 
 
 CHANGES = {
-    "a number": (lambda held, n: held.update(a=n)),
-    "a number's kind": (lambda held, n: held.update(a=(1, True)[n])),
-    "in a list": (lambda held, n: held.setdefault("a", []).append(n)),
-    "a tensor in a list": (lambda held, n: held.update(a=[torch.zeros(3)])),
-    "written to in a list": (lambda held, n: held.setdefault("a", [torch.zeros(3)])[0].add_(1)),
-    "a limit": (lambda held, n: held.setdefault("a", torch.tensor(4)).add_(1)),
-    "a function": (lambda held, n: held.update(a=lambda x: x)),
-    "a method of another": (lambda held, n: held.update(a=MethodType(steered, Holder()))),
-    "an argument": (lambda held, n: held.update(a=partial(steered, n))),
-    "an object": (lambda held, n: held.update(a=Holder())),
-    "what an object of no identity holds": (lambda held, n: held.update(a=SimpleNamespace(n=n))),
-    "a kind of list": (lambda held, n: held.update(a=(list, tuple)[n]([1, [2]]))),
-    "an enumeration": (lambda held, n: held.update(a=[*Mode][n])),
-    "a dtype": (lambda held, n: held.update(a=(torch.float16, torch.float32)[n])),
-    "the forward": (lambda held, n: held.update(forward=partial(nn.Linear.forward, n))),
+    "a number": lambda held, n: held.update(a=n),
+    "a number's kind": lambda held, n: held.update(a=(1, True)[n]),
+    "in a list": lambda held, n: held.setdefault("a", []).append(n),
+    "a tensor in a list": lambda held, n: held.update(a=[torch.zeros(3)]),
+    "written to in a list": lambda held, n: held.setdefault("a", [torch.zeros(3)])[0].add_(1),
+    "a limit": lambda held, n: held.setdefault("a", torch.tensor(4)).add_(1),
+    "a function": lambda held, n: held.update(a=lambda x: x),
+    "a method of another": lambda held, n: held.update(a=MethodType(steered, Holder())),
+    "an argument": lambda held, n: held.update(a=partial(steered, n)),
+    "an object": lambda held, n: held.update(a=Holder()),
+    "what an object of no identity holds": lambda held, n: held.update(a=SimpleNamespace(n=n)),
+    "a kind of list": lambda held, n: held.update(a=(list, tuple)[n]([1, [2]])),
+    "an enumeration": lambda held, n: held.update(a=[*Mode][n]),
+    "a dtype": lambda held, n: held.update(a=(torch.float16, torch.float32)[n]),
+    "the forward": lambda held, n: held.update(forward=partial(nn.Linear.forward, n)),
 }
 
 
@@ -303,16 +268,6 @@ def test_what_hooks_note_on_a_module_is_no_other_model(grow, tests):
         assert torch.equal(run(model, PROMPT, assistant=assistant), plain)
     assert assistant.stats.last.tier == "tree"
     assert len(tests) < 5
-
-
-def test_a_list_of_a_callers_stays_the_same_list():
-    model = build(LlamaForCausalLM)
-    log = model.model.norm.log = []
-    model.model.norm.table = {"a": log}
-    choose_service(model, {})
-    run(model, assistant=SamAssistant())
-    assert model.model.norm.log is log
-    assert model.model.norm.table["a"] is log
 
 
 def test_parameters_can_be_exchanged_after_assisted_calls():

@@ -1,11 +1,10 @@
 """Calls to `generate` whose results are compared with and without an assistant."""
 
-import pytest
 import torch
 from transformers import CompileConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.host.transformers_private import CACHE, input_device
+from hf_retrieval_assist.host.transformers_private import input_device
 
 from .oracle_drafter import sequences_of
 from .tiny_models import tiny_config, tiny_model
@@ -104,27 +103,6 @@ def same(model, ids=PROMPT, assistant=knowing, **options):
     assisted = run(model, ids, **options, assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
     return plain, assisted, assistant
-
-
-def goes_on_after_an_interrupt(model, cache):
-    """A call that is interrupted leaves its caller's cache for another one to go on from."""
-    whole, calls = run(model), []
-    assistant = knowing(whole, budget=4)
-    draft = assistant.policy.draft
-
-    def interrupt(ask):
-        calls.append(ask)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return draft(ask)
-
-    assistant.policy.draft = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        run(model, **{CACHE: cache}, assistant=assistant)
-    held = int(cache.get_seq_length())
-    assert PROMPT.shape[1] + 2 < held < whole.shape[1]
-    prefix = whole[:, : held + 1]
-    assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
 
 
 def equal(model, **options):

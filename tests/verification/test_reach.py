@@ -66,27 +66,6 @@ def test_room_ends_at_borders():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "do_sample"),
-    [([20], False), ([20], True), ([20, 9, 14], False), ([40], False), ([40, 36], False)],
-)
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
-def test_texts_across_the_original_length(kind, lengths, do_sample):
-    accepted = 0
-    for seed in range(2):
-        model = rope_model(kind, ORIGINAL)
-        options = prompts_of(lengths, seed) | {"max_new_tokens": 30, "do_sample": do_sample}
-        torch.manual_seed(seed)
-        # Frequencies that have grown stay grown for the next text.
-        plain = copy.deepcopy(model).generate(**options)
-        assistant = oracle_assistant(plain, options["attention_mask"])
-        torch.manual_seed(seed)
-        assert torch.equal(plain, model.generate(**options, assistant=assistant))
-        accepted += assistant.stats.last.accepted
-    # Beyond the original length of dynamic ones each token has frequencies of its own.
-    assert (accepted == 0) == (kind == "dynamic" and min(lengths) >= ORIGINAL)
-
-
-@pytest.mark.parametrize(
     ("lengths", "new", "tier"),
     [
         *(([14], 40, "plain"), ([14], 12, "tree"), ([40], 20, "plain")),

@@ -2,15 +2,13 @@
 
 import gc
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM
 from transformers.utils.import_utils import enable_tf32
@@ -18,8 +16,9 @@ from transformers.utils.import_utils import enable_tf32
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.verification.recorded_state import recorded_state, why_unrecorded
+from tests.support.changes import CHANGES, COMPUTED, RECORDABLE, exchanged
 from tests.support.int8_weight import rounded
-from tests.support.lossless import build, run, same
+from tests.support.lossless import build, knowing, run, same
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.wrapped_models import Around
@@ -27,88 +26,60 @@ from tests.support.wrapped_models import Around
 CPU = torch.device("cpu")
 
 
-class Changing:
-    """A model whose forwards depend on what its caller does between calls."""
-
-    def __init__(self):
-        self.model = build(LlamaForCausalLM, num_hidden_layers=2)
-        head, scaled = self.model.lm_head, lambda logits, held: logits * held.strength
-        self.model.lm_head = Around(head, scaled, strength=1.0)
-        self.scope = ExitStack
-        self.handles = []
-
-    def change(self, kind, number):
-        if kind == "a held object":
-            self.model.lm_head.held.strength = 1.0 + number
-        elif kind == "another object":
-            self.model.lm_head.held = SimpleNamespace(strength=2.0 - number)
-        elif kind == "inference mode":
-            self.scope = partial(torch.inference_mode, bool(number % 2))
-        elif kind == "weights":
-            weight = self.model.lm_head.weight
-            weight.data = weight.data.roll(number, 0).clone()
-        elif kind == "a setting":
-            self.model.model.norm.variance_epsilon = 10.0**-number
-        elif kind == "the configuration":
-            self.model.config.rope_parameters = {"rope_type": "default", "rope_theta": number}
-        elif kind == "attention":
-            self.model.set_attn_implementation("eager" if number % 2 else "sdpa")
-        elif kind == "a hook":
-            for handle in self.handles:
-                handle.remove()
-            hook = lambda module, arguments, output: output * number  # noqa: E731
-            self.handles = [self.model.model.layers[0].mlp.register_forward_hook(hook)]
-        elif kind == "autocast":
-            self.scope = partial(torch.autocast, "cpu", torch.bfloat16, enabled=bool(number % 2))
-
-    def check(self):
-        with self.scope():
-            same(self.model, assistant=oracle_assistant, max_new_tokens=24)
+IN_PLACE = ("a setting", "weights' memory", "another order", "a hook", "autocast")
 
 
-KINDS = [
-    *("a held object", "another object", "inference mode", "weights", "a setting"),
-    *("the configuration", "attention", "nothing"),
-]
-UNRECORDED = ["a hook", "autocast"]
-
-
-@settings(max_examples=5, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(KINDS + UNRECORDED), st.integers(1, 3)), max_size=4))
-def test_calls_after_any_change_are_plain_ones(changes):
-    with pytest.MonkeyPatch.context() as monkeypatch:
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [*((name, "that grows") for name in CHANGES), *((name, "in place") for name in IN_PLACE)],
+)
+def test_calls_of_a_model_that_was_changed_and_changed_back_are_plain(name, memory, monkeypatch):
+    """What was recorded before is not repeated, nor is afterwards what was recorded meanwhile."""
+    if memory == "in place":
         serve_in_place(monkeypatch)
-        changing = Changing()
-        for change in [("nothing", 0), *changes]:
-            changing.change(*change)
-            changing.check()
+    model = build(LlamaForCausalLM)
+    assistant = knowing(run(model), budget=2)
+
+    def text():
+        for _ in range(4):
+            plain, _, _ = same(model, assistant=assistant, max_new_tokens=14)
+        return plain
+
+    before = text()
+    assert assistant.stats.last.repeated > 0
+    with CHANGES[name](model):
+        assert torch.equal(text(), before) == (name == "autocast")
+        assert (assistant.stats.last.repeated > 0) == (name in RECORDABLE)
+    assert torch.equal(text(), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_change_is_seen(kind):
-    changing = Changing()
+# What changes no token of a text.
+UNSEEN = {
+    "inference mode": lambda model: torch.inference_mode(),
+    "a held object": lambda model: exchanged(model.lm_head.held, "strength", lambda x: x + 1),
+    "another object": lambda model: exchanged(
+        model.lm_head, "held", lambda _: SimpleNamespace(strength=1.0)
+    ),
+    "other attention": lambda model: exchanged(
+        model.config, "_attn_implementation", lambda _: "eager"
+    ),
+}
+# Numbers that are written in place are read where they lie.
+MOVED = [name for name in RECORDABLE if name not in ("weights in place", "a buffer")]
+UNKNOWN = {name: COMPUTED[name] for name in ("a hook", "a forward", "autocast")}
 
-    def state():
-        with changing.scope():
-            return recorded_state(changing.model, {}, CPU)
 
-    changing.change(kind, 1)
-    before = state()
-    assert before is not None
-    assert state() == before
-    changing.change(kind, 2)
-    assert (state() == before) is (kind == "nothing")
-
-
-@pytest.mark.parametrize("kind", UNRECORDED)
-def test_what_nobody_can_know_is_not_recorded(kind, monkeypatch):
-    serve_in_place(monkeypatch)
-    changing = Changing()
-    changing.change(kind, 1)
-    with changing.scope():
-        assert recorded_state(changing.model, {}, CPU) is None
-    changing.check()
-    assert not WORKSPACES._idle.get(changing.model)
+@pytest.mark.parametrize("name", [*MOVED, *UNSEEN, *UNKNOWN])
+def test_every_change_is_seen(name):
+    """Of what nobody can know, nothing is recorded."""
+    model = build(LlamaForCausalLM)
+    model.lm_head = Around(model.lm_head, lambda logits, held: logits * held.strength, strength=1.0)
+    before = recorded_state(model, {}, CPU)
+    assert before == recorded_state(model, {}, CPU) is not None
+    with (RECORDABLE | UNSEEN | UNKNOWN)[name](model):
+        state = recorded_state(model, {}, CPU)
+        assert state != before
+        assert (state is None) == (name in UNKNOWN)
 
 
 def test_a_forward_that_the_caller_has_exchanged_is_not_recorded():

@@ -27,7 +27,7 @@ from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, knowing, outcome, run, same
 from tests.support.threads import in_threads
 from tests.support.watching import results_of
-from tests.support.wrapped_models import ROUNDINGS, rounding_activations, with_lora
+from tests.support.wrapped_models import ROUNDINGS, rounding_activations
 
 WINDOWS = ["sliding_attention", "full_attention", "full_attention"]
 
@@ -109,14 +109,6 @@ def test_a_model_that_is_quantised_in_place_is_tested_anew(change, tier):
     assert assistant.stats.last.tier == tier
 
 
-def test_an_adapter_comes_and_goes():
-    model = with_lora(build(LlamaForCausalLM))
-    settings = service.model_settings(model)
-    with model.disable_adapter():
-        assert service.model_settings(model) != settings
-    assert service.model_settings(model) == settings
-
-
 def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(tests):
     model = build(LlamaForCausalLM)
     for number in range(20):
@@ -164,18 +156,6 @@ def test_the_verifier_that_serves_is_the_one_that_was_tested(options, monkeypatc
     assert len(set(map(type, made))) == 1
 
 
-def test_a_verdict_under_autocast_is_another_one():
-    model = build(LlamaForCausalLM)
-    plain = run(model)
-    for inside in (True, False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            assistant = knowing(plain)
-            found = run(model, assistant=assistant)
-        assert assistant.stats.last.tier == "tree"
-        if not inside:
-            assert torch.equal(found, plain)
-
-
 def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
     """As accelerate prepares a model: the wrapper returns logits in float32."""
     model = build(LlamaForCausalLM)
@@ -188,31 +168,6 @@ def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
 
     model.forward = wrapped
     assert choose_service(model, {}).tier is Tier.TREE
-
-
-class Counting(torch.nn.Module):
-    """Keeps statistics of its calls, as observers of experts do."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.part, self.calls, self.usage = part, 0, [0] * 4
-
-    def forward(self, x):
-        self.calls += 1
-        self.usage[self.calls % 4] += x.shape[1]
-        return self.part(x)
-
-
-def test_counters_of_a_models_parts_are_no_other_model(tests):
-    model = build(LlamaForCausalLM)
-    model.model.layers[1].mlp = counting = Counting(model.model.layers[1].mlp)
-    calls = counting.calls
-    choose_service(model, {})
-    assert counting.calls == calls  # the test's forwards are not counted
-    for _ in range(10):
-        _, _, assistant = same(model)
-        assert assistant.stats.last.tier == "tree"
-    assert len(tests) <= 2
 
 
 def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):
@@ -283,14 +238,6 @@ def test_masks_follow_the_configuration_from_call_to_call(kind):
         for _ in range(2):
             same(model, assistant=SamAssistant())
         same(model)
-
-
-def test_lists_of_the_configuration_that_change_in_place():
-    model = build(Qwen3ForCausalLM)
-    for _ in range(3):
-        same(model)
-        model.config.layer_types.reverse()
-        model.config.layer_types[1] = model.config.layer_types[0]
 
 
 def test_modules_that_drop_out_in_another_call():

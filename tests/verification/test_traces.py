@@ -54,20 +54,19 @@ def with_part(forward, **held):
     return model
 
 
-def mean_in_place(own, x):
-    own.mean.lerp_(x.mean((0, 1)), 0.3)
-    return x - own.mean
+def mix(mean, x):
+    """Move a mean towards that of x, in place."""
+    return mean.lerp_(x.mean((0, 1)), 0.3)
 
 
-def mean_before(own, x):
-    y = x - own.mean
-    own.mean.mul_(0.7).add_(x.mean((0, 1)), alpha=0.3)
-    return y
+def mean_as_number(own, x):
+    own.number = 0.7 * own.number + 0.3 * float(x.mean())
+    return x - own.number
 
 
-def mean_in_data(own, x):
-    own.mean.data.copy_(own.mean.data * 0.7 + 0.3 * x.mean((0, 1)))
-    return x - own.mean
+def scaled_by_calls(own, x):
+    own.calls += 1
+    return x * (1 + 0.05 * own.calls)
 
 
 def mean_replaced(own, x):
@@ -81,24 +80,8 @@ def mean_in_list(own, x):
 
 
 def mean_through_numpy(own, x):
-    own.mean.lerp_(x.mean((0, 1)), 0.3)
-    torch.from_numpy(own.array).copy_(own.mean)
+    torch.from_numpy(own.array).copy_(mix(own.mean, x))
     return x - torch.from_numpy(own.array)
-
-
-def mean_as_number(own, x):
-    own.number = 0.7 * own.number + 0.3 * float(x.mean())
-    return x - own.number
-
-
-def counted_scale(own, x):
-    own.calls += 1
-    return x * (1 + 0.05 * own.calls)
-
-
-def tensor_scale(own, x):
-    own.calls.add_(1)
-    return x * (1 + 0.05 * own.calls)
 
 
 def every_third(own, x):
@@ -114,17 +97,21 @@ def codebook(own, x):
 
 ZEROS = torch.zeros(WIDTH)
 REMEMBERING = {
-    "a mean in place": partial(with_part, mean_in_place, mean=ZEROS),
-    "a mean that is read first": partial(with_part, mean_before, mean=ZEROS),
-    "a mean written past autograd": partial(with_part, mean_in_data, mean=ZEROS),
+    "a mean in place": partial(with_part, lambda own, x: x - mix(own.mean, x), mean=ZEROS),
+    "a mean that is read first": partial(
+        with_part, lambda own, x: (x - own.mean, mix(own.mean, x))[0], mean=ZEROS
+    ),
+    "a mean written past autograd": partial(
+        with_part, lambda own, x: x - mix(own.mean.data, x), mean=ZEROS
+    ),
     "a mean in another tensor": partial(with_part, mean_replaced, mean=ZEROS),
     "a mean in a list": partial(with_part, mean_in_list, held=[ZEROS]),
     "a mean through NumPy": partial(
         with_part, mean_through_numpy, mean=ZEROS, array=np.zeros(WIDTH, np.float32)
     ),
     "a mean as a number": partial(with_part, mean_as_number, number=0.0),
-    "a scale by calls": partial(with_part, counted_scale, calls=0),
-    "a scale by a tensor": partial(with_part, tensor_scale, calls=torch.zeros(())),
+    "a number": partial(with_part, scaled_by_calls, calls=0),
+    "a tensor without dimensions": partial(with_part, scaled_by_calls, calls=torch.zeros(())),
     "every third call": partial(with_part, every_third, calls=torch.zeros((), dtype=torch.long)),
     "a codebook": partial(with_part, codebook, codes=torch.randn(6, WIDTH)),
 }
@@ -209,12 +196,6 @@ def usage_and_constants(own, x):
     return sum(constants, x)
 
 
-def last_seen(own, x):
-    own.last = x
-    own.seen.copy_(x.mean((0, 1)))
-    return x
-
-
 def grown(own, x):
     own.log.append(x.shape)
     own.table.setdefault("shapes", []).append(x.shape[1])
@@ -231,7 +212,9 @@ BENIGN = {
     "a counting tensor": partial(with_part, counter, calls=torch.zeros((), dtype=torch.long)),
     "usage of experts": partial(with_part, usage, usage=torch.zeros(WIDTH)),
     "usage and constants": partial(with_part, usage_and_constants, usage=torch.zeros(WIDTH)),
-    "what came last": partial(with_part, last_seen, seen=ZEROS),
+    "what came last": partial(
+        with_part, lambda own, x: (x, own.seen.copy_(x.mean((0, 1))))[0], seen=ZEROS
+    ),
     "lists that grow": partial(with_part, grown, log=[], table={}),
     "what is made anew": partial(with_part, cached, frequencies=ZEROS),
     "weight norm": lambda: with_spectral_norm(nn.utils.weight_norm).eval(),
@@ -266,12 +249,11 @@ class Thrifty:
         return self.given.get(storage, 0)
 
 
-@pytest.mark.parametrize(
-    ("make", "tier"),
-    [(make, Tier.PLAIN) for make in REMEMBERING.values()]
-    + [(make, Tier.TREE) for make in BENIGN.values()],
-    ids=[*REMEMBERING, *(f"benign: {kind}" for kind in BENIGN)],
-)
+KINDS = {kind: (make, Tier.PLAIN) for kind, make in REMEMBERING.items()}
+KINDS |= {f"benign: {kind}": (make, Tier.TREE) for kind, make in BENIGN.items()}
+
+
+@pytest.mark.parametrize(("make", "tier"), KINDS.values(), ids=KINDS)
 def test_what_ended_says_nothing_of_what_is_made_in_its_memory(make, tier, monkeypatch):
     monkeypatch.setattr(traces, "memory_of", Thrifty())
     assert choose_service(make(), {}).tier is tier
@@ -289,10 +271,9 @@ def kept(model):
     return tensors, plain
 
 
-@pytest.mark.parametrize("kind", [*REMEMBERING, *(f"benign: {kind}" for kind in BENIGN)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_test_leaves_nothing_behind(kind):
-    make = BENIGN[kind.removeprefix("benign: ")] if "benign" in kind else REMEMBERING[kind]
-    model = make()
+    model = KINDS[kind][0]()
     logs = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
     names = [set(vars(module)) for module in model.modules()]
     tensors, plain = kept(model)
@@ -303,34 +284,6 @@ def test_the_test_leaves_nothing_behind(kind):
     assert [set(vars(module)) for module in model.modules()] == names
     after = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
     assert all(one is other for one, other in zip(logs, after, strict=True))
-
-
-def noise(own, x):
-    return x + 0.1 * torch.randn_like(x)
-
-
-def rare_noise(own, x):
-    return x + torch.randn_like(x) if random.random() < 0.01 else x
-
-
-def numpy_noise(own, x):
-    return x + float(np.random.rand())
-
-
-def own_generator(own, x):
-    return x + torch.rand(x.shape, generator=own.generator)
-
-
-def own_numpy(own, x):
-    return x * float(own.generator.random())
-
-
-def own_python(own, x):
-    return x * own.generator.random()
-
-
-def dropped(own, x):
-    return nn.functional.dropout(x, 0.1, own.training)
 
 
 def with_train_part(part):
@@ -346,21 +299,20 @@ def with_attention_in_train_mode():
     return model
 
 
-def with_drops():
-    model = with_part(dropped)
-    model.model.layers[0].mlp.training = True
-    return model
-
-
+numpy_noise = partial(with_part, lambda own, x: x + float(np.random.rand()))
 DRAWING = {
-    "noise": partial(with_part, noise),
-    "noise now and then": partial(with_part, rare_noise),
-    "NumPy's": partial(with_part, numpy_noise),
+    "noise": partial(with_part, lambda own, x: x + 0.1 * torch.randn_like(x)),
+    "noise now and then": partial(
+        with_part, lambda own, x: x + torch.randn_like(x) if random.random() < 0.01 else x
+    ),
+    "NumPy's": numpy_noise,
     "dropout": partial(with_train_part, nn.Dropout(0.1)),
     "alpha dropout": partial(with_train_part, nn.AlphaDropout(0.1)),
     "leaky units": partial(with_train_part, nn.RReLU()),
     "attention": with_attention_in_train_mode,
-    "a function": with_drops,
+    "a function": partial(
+        with_part, lambda own, x: nn.functional.dropout(x, 0.1, own.dropping), dropping=True
+    ),
 }
 
 
@@ -396,22 +348,21 @@ def test_the_test_draws_nothing(kind):
 @pytest.mark.parametrize(
     ("forward", "make"),
     [
-        (own_generator, torch.Generator),
-        (own_numpy, np.random.default_rng),
-        (own_numpy, lambda: np.random.RandomState(0)),
-        (own_python, lambda: random.Random(0)),
+        (
+            lambda own, x: x + torch.rand(x.shape, generator=own.generator),
+            lambda: torch.Generator().manual_seed(0),
+        ),
+        (lambda own, x: x * float(own.generator.random()), lambda: np.random.default_rng(0)),
+        (lambda own, x: x * float(own.generator.rand()), lambda: np.random.RandomState(0)),
+        (lambda own, x: x * own.generator.random(), lambda: random.Random(0)),
     ],
+    ids=["PyTorch's", "NumPy's", "NumPy's older", "Python's"],
 )
 def test_numbers_of_a_models_own(forward, make):
     def fresh():
         model = build(LlamaForCausalLM)
-        model.model.layers[0].mlp = Part(model.model.layers[0].mlp, forward).eval()
-        model.model.layers[0].mlp.generator = make()
-        if forward is own_numpy:
-            bits = model.model.layers[0].mlp.generator
-            bits = getattr(bits, "bit_generator", bits)
-            if hasattr(bits, "state"):
-                bits.state = np.random.default_rng(0).bit_generator.state
+        layer = model.model.layers[0]
+        layer.mlp = Part(layer.mlp, forward, generator=make()).eval()
         return model
 
     plain = run(fresh())
@@ -491,4 +442,4 @@ def test_numbers_that_another_thread_draws_all_the_time(draw):
         assert choose_service(strange, {}).reason == traces.MAY_DRAW
     SamAssistant.model_changed()
     assert choose_service(strange, {}).tier is Tier.TREE
-    assert choose_service(with_part(numpy_noise), {}).reason == traces.DRAWS
+    assert choose_service(numpy_noise(), {}).reason == traces.DRAWS

@@ -1,12 +1,15 @@
 """Rows of a batch behind one another in a forward give what padded rows give, for less."""
 
-import numpy as np
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, reroute
 from hf_retrieval_assist.cache.kv_cache import SlotCache
+from hf_retrieval_assist.cache.states import SavedStates
 from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS
 from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
@@ -20,11 +23,9 @@ from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.support import architectures
 from tests.support.lossless import build, prompts_of
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.scripted import Scripted
-from tests.support.trees import random_tree
 from tests.support.watching import fed_shapes
 
 ROWS, LENGTH = 4, 11
@@ -51,47 +52,6 @@ def started(model, packed, pads, tier=Tier.TREE):
     for row in rows:
         row.generated.append(7 + row.index)
     return verifier, rows
-
-
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPTNeoX", "Llama4"])
-@torch.no_grad()
-def test_logits_are_those_of_padded_rows(name, pads):
-    """Over some steps of unequal trees and progress, in which rows end one after another."""
-    model = architectures.build(f"{name}ForCausalLM")
-    packed, rows = started(model, True, pads)
-    padded, _ = started(model, False, pads)
-    rng = np.random.default_rng(0)
-    for step in range(6):
-        running = [row for row in rows if not row.finished]
-        sizes = [0 if row.finished or step == 3 else int(rng.integers(0, 6)) for row in rows]
-        sizes = sizes if step else [3] * ROWS
-        trees = [random_tree(rng, size, min(size, 2)) for size in sizes]
-        with fed_shapes(model) as shapes:
-            found, expected = (v.forward(rows, trees) for v in (packed, padded))
-        assert found.width == sum(1 + sizes[row.index] for row in running)
-        # Side by side while all rows are there and need no filler.
-        assert shapes[0] == ((1, found.width) if step else (ROWS, 4))
-        assert expected.width == 1 + max(sizes)
-        for row in running:
-            torch.testing.assert_close(
-                found.of_row(row.index, sizes[row.index]),
-                expected.of_row(row.index, sizes[row.index]),
-                atol=1e-3,
-                rtol=1e-3,
-            )
-        accepted = [[] if row.finished else [0] for row in rows]
-        for row, tree in zip(rows, trees, strict=True):
-            if len(tree) and rng.random() < 0.7:
-                accepted[row.index] += (1 + tree.path(len(tree) - 1)).tolist()
-            row.generated += [int(rng.integers(3, 60)) for _ in accepted[row.index]]
-        for verifier in (packed, padded):
-            verifier.keep(rows, found if verifier is packed else expected, accepted)
-        assert packed.processed == padded.processed
-        assert packed.cache.slots.lengths == padded.cache.slots.lengths
-        if step % 2:
-            rows[step // 2].finished = True
-    assert len({*packed.processed}) > 1
 
 
 def run(model, ids, mask, assistant=None, **options):
@@ -307,3 +267,15 @@ def test_tokens_that_wait_to_be_fed_leave_less_room_for_drafts(most_fed, most_to
     # Nothing is drafted where what waits fills the forward.
     rows[1].generated += [11] * 9
     assert verifier.limits(rows, rows, [None] * ROWS).nodes == 0
+
+
+def test_a_long_backlog_of_a_recurrence_is_fed_without_drafts():
+    """It bounds how many tokens replaying adds to a forward; tokens would be the same without."""
+    saved = SavedStates(Mock(layers=[SimpleNamespace(total=torch.tensor(10.0))]))
+    for tokens, full in ((15, False), (16, True), (20, True)):
+        saved.begin(undo=True)
+        saved.keep(tokens, tokens + 1)
+        assert saved.full == full
+    saved.begin(undo=False)
+    saved.keep(20, 20)
+    assert not saved.full

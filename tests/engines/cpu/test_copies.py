@@ -18,7 +18,7 @@ from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
-from tests.support.lossless import PROMPT, padded, run
+from tests.support.lossless import PROMPT, run
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
@@ -51,28 +51,16 @@ def rounded(kind=transformers.LlamaForCausalLM, **options):
     return model
 
 
-TYPICAL = {"do_sample": True, "top_k": 0, "typical_p": 0.9}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("LlamaForCausalLM", {}),
-        ("LlamaForCausalLM", {"do_sample": True, "top_k": 20}),
-        ("LlamaForCausalLM", TYPICAL),
-        ("Gemma3ForCausalLM", {}),
-        ("Qwen3ForCausalLM", TYPICAL),
-    ],
-)
-def test_tokens_are_plain_decodings(kind, options, products):
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_tokens_are_plain_decodings(kind, products):
+    """Where the output layer is not screened, as tests/engines/cpu/test_output_layer.py has it."""
     model = rounded(getattr(transformers, kind))
+    options = {"do_sample": True, "top_k": 0, "typical_p": 0.9}
     plain = run(model, **options)
     assistant = SamAssistant()
     for _ in range(2):
         assert torch.equal(run(model, assistant=assistant, **options), plain)
-    screened = "typical_p" not in options  # then the output layer has eight bits
-    assert bool(products) != screened
-    assert all(rows <= compact.MOST_ROWS for rows in products)
+    assert 0 < max(products) <= compact.MOST_ROWS
 
 
 def test_logits_have_the_same_bits(products):
@@ -83,15 +71,6 @@ def test_logits_have_the_same_bits(products):
     assert products
     for one, other in zip(found.logits, expected.logits, strict=True):
         assert torch.equal(one, other)
-
-
-def test_batches(products):
-    model, inputs = rounded(), padded(2)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **LOGITS}
-    plain = model.generate(**inputs, **options)
-    found = model.generate(**inputs, **options, assistant=SamAssistant())
-    assert torch.equal(found.sequences, plain.sequences)
-    assert products
 
 
 @pytest.mark.parametrize(

@@ -97,35 +97,36 @@ def test_what_was_entered_before_stays():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"](module) is module
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
-def test_the_last_thread_takes_it_back(name, monkeypatch):
+def of_name(name):
+    return lambda: attending(name, set(), None)
+
+
+SDPA, FLEX = of_name("sdpa"), of_name("flex_attention")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "name"),
+    [
+        *((reroute, reroute, "sdpa"), (reroute, SDPA, "sdpa"), (SDPA, reroute, "sdpa")),
+        *((SDPA, SDPA, "sdpa"), (FLEX, FLEX, "flex_attention")),
+    ],
+)
+def test_scopes_of_two_threads_share_one_function_and_the_last_takes_it_back(
+    own, other, name, monkeypatch
+):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, plain := lambda module: module)
-    before = F.linear
-    with ExitStack() as stack:
-        with reroute(), attending(name, set(), None):
-            stack.enter_context(elsewhere(reroute(), attending(name, set(), None)))
-        assert F.linear is not before
-        assert ALL_ATTENTION_FUNCTIONS[name] is not plain
-    assert F.linear is before
-    assert ALL_ATTENTION_FUNCTIONS[name] is plain
-
-
-KINDS = {"reroute": reroute, "attending": lambda: attending("sdpa", set(), None)}
-
-
-@pytest.mark.parametrize("other", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("own", KINDS.values(), ids=KINDS)
-def test_scopes_of_two_kinds_share_one_function(own, other):
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    linear, functions = F.linear, ALL_ATTENTION_FUNCTIONS
     with ExitStack() as stack:
         with own():
-            routed = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            routed = functions[name]
             stack.enter_context(elsewhere(other()))
-            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed is not plain
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+            assert functions[name] is routed is not plain
+        assert functions[name] is routed
+        assert (F.linear is not linear) == (other is reroute)
+    assert functions[name] is plain
+    assert F.linear is linear
     with own():
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed, "compiled code would be made anew"
+        assert functions[name] is routed, "compiled code would be made anew"
 
 
 def test_only_the_modules_of_a_scope_are_served():

@@ -28,7 +28,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification import service, tiers
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support import dense_attention
-from tests.support.lossless import INPUTS, PROMPT, build, goes_on_after_an_interrupt, knowing, run
+from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 from tests.support.watching import a_librarys, calls_of, results_of
@@ -144,11 +144,6 @@ def test_its_memory_goes_with_the_model():
     gc.collect()
     assert alive() is None
     assert memory() is None
-
-
-def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
-    model = build(LlamaForCausalLM)
-    goes_on_after_an_interrupt(model, DynamicCache(config=model.config))
 
 
 def test_hidden_states_come_from_what_was_recorded():

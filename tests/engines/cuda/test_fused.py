@@ -17,19 +17,29 @@ from tests.support.threads import in_threads
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """The names of functions that were compiled, and how often they ran."""
+def compile_as(monkeypatch):
+    """Let a function run whatever is compiled, given that and its arguments."""
+
+    def install(run):
+        def compile(function, backend):
+            return lambda *args, **kwargs: run(function, *args, **kwargs)
+
+        monkeypatch.setattr(torch, "compile", compile)
+        monkeypatch.setattr(fused, "_places", {})
+
+    return install
+
+
+@pytest.fixture
+def compiled(compile_as):
+    """The names of functions that were compiled, as often as they ran."""
     found = []
 
-    def compile(function, backend):
-        def run(*args, **kwargs):
-            found.append(function.__qualname__)
-            return function(*args, **kwargs)
+    def run(function, *args, **kwargs):
+        found.append(function.__qualname__)
+        return function(*args, **kwargs)
 
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(fused, "_places", {})
+    compile_as(run)
     return found
 
 
@@ -83,15 +93,11 @@ def test_what_a_caller_put_there_stays(compiled, monkeypatch):
     assert "apply_rotary_pos_emb" not in compiled
 
 
-def test_what_cannot_be_compiled_runs_as_always(monkeypatch, told):
-    def compile(function, backend):
-        def run(*args, **kwargs):
-            raise RuntimeError("no compiler is there")
+def test_what_cannot_be_compiled_runs_as_always(compile_as, told):
+    def run(*args, **kwargs):
+        raise RuntimeError("no compiler is there")
 
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(fused, "_places", {})
+    compile_as(run)
     model = build(transformers.LlamaForCausalLM)
     plain = model(PROMPT).logits
     with fusing(model):
@@ -102,23 +108,19 @@ def test_what_cannot_be_compiled_runs_as_always(monkeypatch, told):
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_what_a_capture_or_memory_breaks_is_compiled_again(capturing, monkeypatch):
+def test_what_a_capture_or_memory_breaks_is_compiled_again(capturing, compile_as, monkeypatch):
     error = RuntimeError("operation failed") if capturing else torch.OutOfMemoryError("full")
     broken, runs = [True], []
 
-    def compile(function, backend):
-        def run(*args, **kwargs):
-            if broken:
-                raise error
-            runs.append(function)
-            return function(*args, **kwargs)
+    def run(function, *args, **kwargs):
+        if broken:
+            raise error
+        runs.append(function)
+        return function(*args, **kwargs)
 
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
+    compile_as(run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(fused, "_places", {})
     model = build(transformers.LlamaForCausalLM)
     with fusing(model), pytest.raises(type(error)):
         model(PROMPT)
