@@ -18,13 +18,11 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
-from hf_retrieval_assist.drafters.feedback import prompt_feedback
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.policy.policy import DraftingPolicy, union
+from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.policy.stats import CallStats, Stats
 from tests.support.rounding import near
 from tests.support.threads import in_threads
-from tests.support.trees import paths
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
@@ -141,13 +139,6 @@ def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
         run(model, assistant=assistant)
 
 
-def test_union_holds_all_paths_once():
-    drafts = [TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 3], [0.7, 0.6])]
-    tree = union(drafts)
-    assert {*paths(tree)} == {(1,), (1, 2), (1, 3)}
-    assert len(union([])) == 0
-
-
 @pytest.mark.parametrize(
     ("cost", "nodes"), [(lambda n: n**2, 0), (lambda n: _AGES if n <= 3 else 100 * _AGES, 2)]
 )
@@ -157,23 +148,6 @@ def test_the_cost_bounds_the_drafts(model, plain, cost, nodes):
     same(model, assistant=assistant)
     assert assistant.stats.last.steps == -(-(NEW_TOKENS - 1) // (nodes + 1))
     assert assistant.stats.last.drafted <= nodes * assistant.stats.last.steps
-
-
-def test_real_costs_are_learnt(model):
-    assistant = SamAssistant(budget=4, graphs=False)
-    run(model, assistant=assistant)
-    # A longer cache starts from what a shorter one taught.
-    found = [cost.observations for cost in assistant.costs._models.values()]
-    assert max(found) == assistant.stats.last.steps
-
-
-def test_drafters_without_needs_get_no_feedback(model, plain):
-    drafter = Recorder(plain[0].tolist())
-    run(model, assistant=Assistant([drafter], budget=4))
-    assert len(drafter.commits) > 2
-    assert all(feedback is None for _, feedback in drafter.commits)
-    committed = [token for tokens, _ in drafter.commits for token in tokens]
-    assert committed == plain[0, -NEW_TOKENS:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -208,26 +182,6 @@ def test_drafters_get_what_they_need_and_no_more(model, plain, needs):
 
 def close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
-
-
-def test_prompt_feedback_shows_the_last_tokens():
-    prompt = np.arange(6, dtype=np.int32)
-    logits, states = torch.randn(4, VOCAB), torch.randn(3, 8)
-    needs = FeedbackNeeds(logits=True, hidden_layers=(2,))
-    # Plain decoding computes the last logits alone, which does not shorten the states.
-    for shown, fed, accepted in (
-        (logits, [2, 3, 4, 5], [1, 2, 3]),
-        (logits[-1:], [3, 4, 5], [0, 1, 2]),
-    ):
-        feedback = prompt_feedback(prompt, needs, shown, {(2,): states})
-        assert feedback.token_ids.tolist() == fed
-        assert feedback.accepted.tolist() == accepted
-        assert torch.equal(feedback.logits, shown)
-        assert torch.equal(feedback.hidden_states, states)
-    short = prompt_feedback(prompt[:2], FeedbackNeeds(logits=True), logits, {})
-    assert torch.equal(short.logits, logits[2:])
-    assert prompt_feedback(prompt, FeedbackNeeds(), logits, {(2,): states}) is None
-    assert prompt_feedback(prompt[:0], needs, logits, {(2,): states}) is None
 
 
 def test_sessions_are_closed_when_generation_fails(model, plain):
@@ -362,17 +316,6 @@ def test_a_private_text_teaches_nothing(preset):
     assert assistant.memory.token_count == len(TEXT) - 1
     assert simulate(private, requests).steps < first.steps / 2
     assert assistant.memory.token_count == len(TEXT) - 1
-
-
-def test_generate_with_a_private_assistant(model, tmp_path):
-    assistant = SuffixAssistant(memory=OutputMemory(path=tmp_path / "log"))
-    private = assistant.private()
-    same(model, assistant=private)
-    assert len(assistant.memory) == 0
-    assert len(OutputMemory(path=tmp_path / "log")) == 0
-    assert assistant.stats.total.calls == 1
-    run(model, assistant=assistant)
-    assert assistant.memory.token_count == NEW_TOKENS
 
 
 # What the figures of calls print.

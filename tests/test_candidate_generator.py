@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from transformers.generation import CandidateGenerator
 
 from hf_retrieval_assist import (
     Assistant,
@@ -38,20 +37,6 @@ def test_loop_gives_the_same_tokens_in_fewer_forwards(model):
     with fed_shapes(model) as shapes:
         assert torch.equal(plain, run(model, PROMPT, prompt_lookup_num_tokens=1))
     assert len(shapes) < NEW_TOKENS
-
-
-def test_candidates_extend_the_text():
-    text = [*PROMPT[0].tolist(), 3, 8, 12, 40]
-    drafter = OracleDrafter([text], miss=0.0, seed=2)
-    generator = RetrievalCandidateGenerator(Assistant([drafter], budget=64), Target(67))
-    assert isinstance(generator, CandidateGenerator)
-    candidates, logits = generator.get_candidates(PROMPT)
-    assert logits is None
-    assert torch.equal(candidates[:, :7], PROMPT)
-    generator.update_candidate_strategy(torch.tensor([text[:9]]), None, 1)
-    candidates, _ = generator.get_candidates(torch.tensor([text[:9]]))
-    assert candidates[0, :9].tolist() == text[:9]
-    generator.close()
 
 
 def test_drafts_stay_below_the_length_limit():

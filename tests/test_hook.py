@@ -172,13 +172,6 @@ def test_refuses_caches_that_would_leave_the_assistant_out(model, kind, keyword,
         model.generate(PROMPT, **{keyword: SamAssistant()}, **LENGTH)
 
 
-def test_uninstalled_batches_of_requests_are_transformers_own(model, reinstalled):
-    wrapped = GenerationMixin.generate_batch
-    assert model.generate_batch([]) == {}
-    hf_retrieval_assist.uninstall()
-    assert GenerationMixin.generate_batch is not wrapped
-
-
 @pytest.mark.parametrize("assistant", ["sam", SamAssistant, 3])
 def test_refuses_what_is_no_assistant(model, assistant):
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):

@@ -11,16 +11,23 @@ from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_retrieval_assist import (
     Datastore,
+    EarlyExit,
     OutputMemory,
+    QuantizedSelf,
     RestAssistant,
     RolloutAssistant,
     SamAssistant,
     SequoiaAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
+from hf_retrieval_assist.drafters.automaton import StaticAutomatonDrafter
+from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
+from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.presets import Options, fallback_drafters
 from tests.support.memories import check_memory
@@ -208,6 +215,24 @@ BAD_SIZES = [
     *((SuffixAssistant, {name: 0.0}) for name in ("alpha", "min_prob")),
     *((SuffixAssistant, {"max_depth": bad}) for bad in (0, 1 << 17)),
     (SuffixDecoding, {"threshold": -1.0}),
+]
+# What no tree may be by its children's counts, or is not called.
+NO_TREES = ((), (1,), (0, 0), (2, 0), (2, -1, 0), (0, 1), (1, 0, 2, 0), "3.3.3")
+BELOW = {
+    partial(RestDrafter, None): ("max_match", "max_nodes", "continuation", "sources"),
+    partial(StaticAutomatonDrafter, [[1]]): ("max_draft", "min_match", "max_children"),
+    partial(DraftModelDrafter, None): ("max_nodes", "max_levels", "width", "temperature"),
+    partial(DFlashDrafter, None): ("top_k",),
+    EarlyExit: ("layer",),
+    TokenRecyclingDrafter: ("top_k",),
+    QuantizedSelf: ("bits", "width"),
+    Planner: ("max_nodes",),
+}
+BAD_SIZES += [
+    *((kind, {name: 0}) for kind, names in BELOW.items() for name in names),
+    *((TokenRecyclingDrafter, {"template": bad}) for bad in NO_TREES),
+    *((Planner, {"budget": bad}) for bad in ("most", -1, 2.5, True, None)),
+    *((Planner, {"exploration": bad}) for bad in (1.0, -0.1)),
 ]
 
 

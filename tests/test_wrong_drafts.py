@@ -1,20 +1,25 @@
-"""Drafts of drafters from outside, which nothing may believe unread."""
+"""Drafts from outside, which nothing may believe unread, and fallbacks that do not fit."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from hf_retrieval_assist import Assistant, TokenTree
+from hf_retrieval_assist import Assistant, EarlyExit, SamAssistant, TokenTree
+from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.types.evidence import EvidenceClasses
-from tests.support.lossless import run, same
+from tests.support.eagle_fixtures import tiny_target
+from tests.support.heads import block_drafter, eagle_head
+from tests.support.lossless import build, run, same
 from tests.support.scripted import Scripted
+from tests.support.tiny_models import VOCAB
 
 
-def fixed(tree, n_classes=0):
+def fixed(tree):
     """Drafts the same arrays at every step."""
-    evidence = EvidenceClasses([0.5] * n_classes)
-    return Scripted(lambda budget: tree, name="outsider", evidence=evidence)
+    return Scripted(lambda budget: tree, name="outsider", evidence=EvidenceClasses())
 
 
 def tree(token_ids, parents, probs, classes=None):
@@ -68,6 +73,84 @@ def test_nodes_of_no_probability_are_dropped_with_what_is_below_them(llama, budg
             assert assistant.stats.last.drafted
 
 
-def test_right_drafts_of_any_shape_are_taken(llama):
-    right = tree([5, 6, 9, 7], [-1, -1, 0, 2], [0.5, 0.4, 0.5, 0.1], [1, -1, 0, 1])
-    same(llama, assistant=Assistant([fixed(right, n_classes=2)], budget=8))
+@pytest.fixture
+def nothing_is_generated(monkeypatch):
+    monkeypatch.setattr(private, "prefill", lambda *_, **__: pytest.fail("generation began"))
+
+
+def head_for(**shape):
+    """A head made for another target than the tests' own."""
+    return eagle_head(tiny_target(**shape))
+
+
+MISFITS = {
+    "no MTP layers": (lambda: "mtp", r"fallback 'mtp': .*num_mtp_layers.*LlamaForCausalLM"),
+    "no EAGLE boundaries": (
+        lambda: head_for(hidden_size=32, vocab_size=VOCAB),
+        "boundaries: expected -1 or 0 to 2 for a model of 3 blocks",
+    ),
+    "EAGLE head of more ids": (
+        lambda: head_for(hidden_size=32, vocab_size=VOCAB + 1, num_layers=3),
+        f"expected ids below the vocabulary size {VOCAB}, got {VOCAB}",
+    ),
+    "EAGLE head of another width": (
+        lambda: head_for(hidden_size=64, vocab_size=VOCAB, num_layers=3),
+        "EAGLE head: expected one for the target's hidden size of 32, got one for 64",
+    ),
+    "DFlash model of another width": (
+        lambda: block_drafter(hidden_size=64),
+        "DFlash model: expected one for the target's hidden size of 32, got one for 64",
+    ),
+    "DFlash model of more ids": (
+        lambda: block_drafter(mask_token_id=VOCAB),
+        f"below the target's {VOCAB} ids, got {VOCAB}",
+    ),
+    "DFlash model of more layers": (
+        lambda: block_drafter(target_layer_ids=[0, 9]),
+        "boundaries: expected -1 or 0 to 2",
+    ),
+    "draft model of another tokenizer": (
+        lambda: build(transformers.LlamaForCausalLM, vocab_size=VOCAB + 1),
+        "assistant_tokenizer: expected a tokenizer",
+    ),
+    "draft model without a cache": (
+        lambda: build(transformers.RwkvForCausalLM),
+        "token trees, got RwkvForCausalLM",
+    ),
+    "more layers than there are": (lambda: EarlyExit(3), "layer: expected 1 to 2"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.usefixtures("nothing_is_generated")
+def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(llama, name):
+    """By itself and beside one that fits."""
+    make, message = MISFITS[name]
+    for fallback in (make(), ["token_recycling", make()]):
+        with pytest.raises(ValueError, match=message):
+            run(llama, assistant=SamAssistant(fallback=fallback))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("Qwen3NextForCausalLM", "recurrent state"),
+        ("Lfm2ForCausalLM", "convolution state"),
+        ("BloomForCausalLM", "no position_ids"),
+        ("T5ForConditionalGeneration", "encoder-decoder"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_generated")
+def test_models_that_take_no_trees(name, match):
+    """As targets of what drafts with them; their first layers may have another reason."""
+    model = build(getattr(transformers, name))
+    for fallback, reason in (("quantized_self", match), (EarlyExit(1), "fed token trees")):
+        with pytest.raises(ValueError, match=reason):
+            run(model, assistant=SamAssistant(fallback=fallback))
+
+
+def test_what_is_no_fallback():
+    with pytest.raises(ValueError, match="'mtp', 'quantized_self', got 'eagle'"):
+        SamAssistant(fallback="eagle")
+    with pytest.raises(TypeError, match=r"fallback: expected .* got Linear"):
+        SamAssistant(fallback=torch.nn.Linear(2, 2))

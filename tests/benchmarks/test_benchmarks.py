@@ -16,7 +16,6 @@ from benchmarks import (
     batches,
     datastore,
     first_contact,
-    forced,
     forwards,
     inputs,
     propose,
@@ -164,22 +163,6 @@ def test_replay_emits_the_recorded_text_by_every_method(trace_folder):
     assert by_method["SamAssistant"]["forward"] > 0
     assert "forward" not in by_method["plain"]
     assert report.settings["weight_bytes"] > 0
-
-
-def test_forcing_tells_rows_and_positions_apart():
-    small = build(LlamaForCausalLM, vocab_size=90)
-    recorded = torch.tensor([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 0, 0]])
-    inputs = torch.tensor([[1, 2, 3], [0, 11, 12]])
-    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
-    with forced.forcing(small, recorded):
-        ids = small.generate(inputs, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
-        assert ids[:, 3:].tolist() == [[4, 5], [13, 14]]
-        tree = small(torch.tensor([[3, 4, 80, 81]]), position_ids=torch.tensor([[2, 3, 3, 4]]))
-        assert tree.logits.argmax(-1)[0].tolist() == [4, 5, 5, 6]
-        with pytest.raises(RuntimeError, match="position_ids"):
-            small(inputs)
-    plain = small(inputs, attention_mask=mask).logits
-    assert plain.max() < forced.FORCE
 
 
 def test_steps_beside_the_bytes_they_read(trace_folder):

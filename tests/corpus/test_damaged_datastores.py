@@ -12,11 +12,10 @@ import pytest
 
 from hf_retrieval_assist.corpus import datastore
 from hf_retrieval_assist.corpus import format as datastore_format
-from hf_retrieval_assist.corpus.build import BuildOptions
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
 from tests.support.damage import damaged
-from tests.support.documents import SMALL, VOCAB, assert_holds, build, contents, make_documents
+from tests.support.documents import VOCAB, build, contents, make_documents
 
 
 @pytest.fixture
@@ -43,24 +42,6 @@ def test_bad_documents_leave_nothing(tmp_path, documents, error, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_build_leaves_the_old_store(tmp_path):
-    documents = make_documents()
-    datastore = build(documents, tmp_path / "store")
-    with pytest.raises(ValueError, match="got 262144"):
-        datastore.append([[1, 2], [VOCAB]], progress=False, memory=SMALL)
-    assert_holds(Datastore.open(tmp_path / "store"), documents)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("vocab_size", 0), ("vocab_size", (1 << 26) + 1), ("workers", 0), ("memory", SMALL - 1)],
-)
-def test_options_out_of_range(setting, value):
-    with pytest.raises(ValueError, match=setting):
-        BuildOptions(**{"vocab_size": VOCAB, setting: value})
-
-
 @pytest.mark.skipif(os.name == "nt", reason="file size limits are POSIX")
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path):
     script = (
@@ -74,13 +55,6 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path):
     )
     assert "OSError" in run.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
-
-
-def test_opening_what_is_no_datastore(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no datastore at"):
-        Datastore.open(tmp_path / "missing")
-    with pytest.raises(ValueError, match="is not a datastore"):
-        Datastore.open(tmp_path)
 
 
 @pytest.mark.parametrize("part", datastore_format.PARTS)

@@ -1,25 +1,21 @@
-"""Readers of corpora and tokenizers."""
+"""Readers of corpora and tokenizers, and a corpus in the forms that users have it in."""
 
 import io
 import json
 import os
-import sys
 import threading
 
 import pytest
 
+from hf_retrieval_assist import RestAssistant, SamAssistant
 from hf_retrieval_assist.corpus import readers
-from hf_retrieval_assist.corpus.readers import Skipped, load_encoder, read_texts
-from tests.support.byte_model import byte_tokenizer
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.corpus.readers import Skipped, load_encoder, read_texts, tokenised
+from tests.support.byte_model import byte_tokenizer, small_model
 
 
 def texts(*sources, **options):
     return list(read_texts([str(source) for source in sources], **options))
-
-
-def test_text_files_are_one_text_each(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    assert texts(tmp_path / "a.txt", tmp_path / "a.txt") == ["one\n\ntwo\n"] * 2
 
 
 @pytest.mark.parametrize("ends", [(), (100,), (63, 64, 65, 300), range(9, 500, 10)])
@@ -150,42 +146,27 @@ def test_saved_and_loadable_data_sets(tmp_path):
     assert texts(f"datasets:{tmp_path / 'files'}") == ["three"]
 
 
-def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "a.parquet").write_bytes(b"")
-    for source in (tmp_path / "a.parquet", "datasets:me/corpus"):
-        with pytest.raises(ImportError, match=r"pip install datasets pyarrow"):
-            texts(source)
-
-
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def folder(tmp_path_factory):
     """A folder with a transformers tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_tokenizer(special=["<s>"], bos_token="<s>").save_pretrained(folder)
-    return folder
-
-
-def test_transformers_tokenizers(tokenizer):
-    encoder, texts = load_encoder(str(tokenizer)), ["the cat", "cat sat dog"]
-    assert list(encoder.encode_stream(texts)) == [byte_tokenizer()(t).input_ids for t in texts]
-    assert encoder.vocab_size == 257
+    made = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer(special=["<s>"], bos_token="<s>").save_pretrained(made)
+    return made
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 64}, {"text_config": {"vocab_size": 64}}])
-def test_vocabulary_comes_from_the_model_where_it_is_described(tokenizer, config):
-    path = tokenizer / "config.json"
+def test_vocabulary_comes_from_the_model_where_it_is_described(folder, config):
+    path = folder / "config.json"
     path.write_text(json.dumps(config))
     try:
-        assert load_encoder(str(tokenizer)).vocab_size == 64
+        assert load_encoder(str(folder)).vocab_size == 64
     finally:
         path.unlink()
 
 
-def test_texts_are_tokenised_in_bounded_batches(tokenizer, monkeypatch):
+def test_texts_are_tokenised_in_bounded_batches(folder, monkeypatch):
     monkeypatch.setattr(readers, "_PIECE", 10)
-    encoder = load_encoder(str(tokenizer))
+    encoder = load_encoder(str(folder))
     sizes = []
 
     def encode(batch):
@@ -218,3 +199,73 @@ def test_sentencepiece_models(tmp_path):
         load_encoder(str(path))
     with pytest.raises(OSError, match="missing"):
         load_encoder(str(tmp_path / "missing.model"))
+
+
+TEXTS = ["one two three", "two three one"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_model()[1]
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer):
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+
+
+def as_lists(documents):
+    return [[*document] for document in documents]
+
+
+def test_texts_rows_and_ids_are_documents(tokenizer, ids):
+    rows = [{"text": text, "id": 3} for text in TEXTS]
+    for corpus in (TEXTS, rows, ids, iter(TEXTS)):
+        assert as_lists(tokenised(corpus, tokenizer)) == ids
+    assert as_lists(tokenised(ids)) == ids
+
+
+def test_paths_of_texts_and_of_datastores(tokenizer, ids, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    assert as_lists(tokenised(tmp_path / "texts", tokenizer)) == ids
+    assert as_lists(tokenised(str(tmp_path / "texts" / "1.txt"), tokenizer)) == ids[1:]
+    store = tmp_path / "store"
+    Datastore.build(ids, store, vocab_size=len(tokenizer))
+    found = tokenised(store)
+    assert isinstance(found, Datastore)
+    assert RestAssistant(str(store)).datastore.token_count == found.token_count
+    with pytest.raises(FileNotFoundError, match="a single text stands in a list"):
+        tokenised("some words", tokenizer)
+
+
+def test_what_is_no_corpus(tokenizer):
+    with pytest.raises(ValueError, match=r"^tokenizer: expected one, since the corpus is text"):
+        SamAssistant(corpus=TEXTS)
+    with pytest.raises(TypeError, match=r"^corpus: .*the class Datastore instead of an object"):
+        SamAssistant(corpus=Datastore)
+    with pytest.raises(TypeError, match=r"^corpus: expected documents, .*got int"):
+        SamAssistant(corpus=3)
+    with pytest.raises(TypeError, match=r"^corpus: .*got BatchEncoding"):
+        tokenised(tokenizer(TEXTS), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "error", "message"),
+    [
+        ({"text": TEXTS}, TypeError, "got dict; of a table, its column"),
+        (b"words", TypeError, "got bytes"),
+        ("words " * 2000, ValueError, "a single text stands in a list"),
+        ("words\0", ValueError, "a single text stands in a list"),
+        ([{"text": "fine"}, {"content": "x"}], ValueError, r"document 1: .*NoneType in .*content"),
+        ([{"text": None}], ValueError, "document 0: expected text in field 'text', got NoneType"),
+        (["half a pair \ud83d"], ValueError, "document 0: expected text, got one with surrogates"),
+        ([[[1, 2], [3]]], ValueError, "document 0: expected a flat sequence of ids"),
+        ([3], ValueError, "document 0: expected a flat sequence of ids, got 3"),
+        ([[0.5]], TypeError, "document 0: expected integer ids, got float64"),
+    ],
+)
+def test_what_would_be_taken_for_documents_is_named(tokenizer, corpus, error, message):
+    with pytest.raises(error, match=f"^corpus: .*{message}"):
+        list(tokenised(corpus, tokenizer))

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from hf_retrieval_assist.draft_models.rows import fed_texts, fills_of, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from tests.support.drafted_texts import ROWS, Texts
 from tests.support.feature_following import assert_same
@@ -114,15 +113,3 @@ def test_what_a_text_went_on_with_is_not_fed_again(name):
     assert fed[0].shape[0] == 3
     assert fed[0].shape[1] <= 2
     check(batch, rows, trees)
-
-
-def test_the_newest_of_every_text_are_fed_last():
-    assert list(parts([5, 0, 2], 2)) == [
-        [range(0, 1), range(0), range(0)],
-        [range(1, 3), range(0), range(0)],
-        [range(3, 5), range(0), range(0, 2)],
-    ]
-    assert not list(parts([0, 0], 4))
-    # What fills a line up stands in slots behind the text's.
-    offsets = fed_texts(fills_of([2, 0, 3]), 3).offsets
-    assert offsets.tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2]]

@@ -10,7 +10,6 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.draft_models.sequoia import EVIDENCE
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import PHRASE, PROMPT, build, run, same
@@ -113,25 +112,6 @@ def test_a_draft_model_as_large_as_the_target_is_not_asked():
         fed.clear()  # what tells whether it can be fed trees has run it
         model.generate(prompt, assistant=assistant, do_sample=False, max_new_tokens=20)
         assert bool(fed) == drafts
-
-
-def test_classes_are_near_their_priors_and_foreseen_nodes_have_their_own():
-    rates, ranks = np.linspace(0, 1, 50, dtype=np.float32), np.arange(50, dtype=np.int32) % 7
-    classes, drawn = (EVIDENCE.of(told, rates, ranks) for told in (False, True))
-    assert classes.min() >= 0
-    assert np.abs(EVIDENCE.priors[classes] - rates).max() < 0.09
-    assert (drawn == classes + len(EVIDENCE) // 2).all()
-    assert drawn.max() < len(EVIDENCE)
-    # Of the first rank, the surer the model, the surer the draft.
-    assert (np.diff(EVIDENCE.priors[drawn[::7]]) >= 0).all()
-
-
-@pytest.mark.parametrize(
-    "options", [{"max_nodes": 0}, {"max_levels": 0}, {"width": 0}, {"temperature": 0.0}]
-)
-def test_rejects_other_options(options):
-    with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected"):
-        DraftModelDrafter(llama(), **options)
 
 
 def test_proposals_tell_what_was_drawn_below_every_fed_node():

@@ -49,8 +49,3 @@ def test_the_chain_is_transformers_own(llama, monkeypatch):
     assert sum(lengths.values()) > NEW_TOKENS
     for text, length in lengths.items():
         assert candidates[text][:length] == drafts[text][:length]
-
-
-def test_no_layer_is_refused():
-    with pytest.raises(ValueError, match="layer: expected at least 1, got 0"):
-        EarlyExit(0)

@@ -31,18 +31,6 @@ def test_every_draft_keeps_the_contract(prompt, steps):
         session.close()
 
 
-def test_the_text_drafts_its_own_continuation():
-    session = start(AutomatonDrafter(), [5, 6, 7, 8, 9, 5, 6])
-    session.commit([7], None)
-    tree = session.propose(2)
-    assert session.match_length == 3
-    assert len({*tree.depths}) == len(tree)
-    assert tree.token_ids.tolist() == [8, 9]
-    session.commit(np.array([8, 4], dtype=np.int32), None)
-    assert session.match_length == 0
-    assert not len(session.propose(2))
-
-
 def test_latest_or_earliest_occurrence():
     prompt = [1, 2, 30, 1, 2, 40, 1, 2]
     drafts = {
@@ -50,19 +38,6 @@ def test_latest_or_earliest_occurrence():
         for latest in (False, True)
     }
     assert drafts == {False: [30], True: [40]}
-
-
-def test_short_matches_may_be_ignored():
-    for drafter in (
-        AutomatonDrafter(min_match=3),
-        StaticAutomatonDrafter([[1, 2, 3, 4]], min_match=3),
-    ):
-        session = start(drafter, [1, 2, 3, 4, 9, 1])
-        session.commit([2], None)
-        assert session.match_length == 2
-        assert not len(session.propose(8))
-        session.commit([3], None)
-        assert session.propose(8).token_ids[0] == 4
 
 
 def test_longer_matches_are_trusted_more():
@@ -82,30 +57,12 @@ def test_ids_outside_the_output_layer_are_never_proposed():
     assert session.propose(4).token_ids.tolist() == [8]
 
 
-def test_the_corpus_branches_by_counts():
-    corpus = [[1, 2, 3], [1, 2, 4], [1, 2, 4], [7, 2, 5]]
-    session = start(StaticAutomatonDrafter(corpus), [9, 1])
-    tree = session.propose(8)
-    assert tree.token_ids.tolist() == [2, 4, 3]
-    assert tree.parents.tolist() == [-1, 0, 0]
-    assert session.propose(2).token_ids.tolist() == [2, 4]
-
-
 def test_what_occurred_once_is_told_from_what_always_went_on_alike():
     session = start(StaticAutomatonDrafter([[1, 2], [3, 4], [3, 4]]), [1])
     once = session.propose(1)
     session.commit([3], None)
     twice = session.propose(1)
     assert (once.probs[0], twice.probs[0]) == (np.float32(0.133), np.float32(0.355))
-
-
-def test_sessions_share_a_corpus_but_not_their_place():
-    drafter = StaticAutomatonDrafter([[1, 2, 3], [4, 5, 6]])
-    first, second = start(drafter, [1]), start(drafter, [4])
-    first.commit([2], None)
-    second.commit([5], None)
-    assert first.propose(4).token_ids.tolist() == [3]
-    assert second.propose(4).token_ids.tolist() == [6]
 
 
 def test_bad_corpora_are_refused():
@@ -120,9 +77,3 @@ def test_bad_corpora_are_refused():
         ValueError, match="corpus: expected ids below the vocabulary size 10, got 10"
     ):
         start(StaticAutomatonDrafter([[3, 10]]), [1], Target(vocab_size=10))
-
-
-@pytest.mark.parametrize("argument", ["max_draft", "min_match", "max_children"])
-def test_arguments_are_checked(argument):
-    with pytest.raises(ValueError, match=argument):
-        StaticAutomatonDrafter([[1]], **{argument: 0})

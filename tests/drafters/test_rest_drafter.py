@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
-from tests.support.threads import in_threads
 from tests.support.trees import check_draft, paths
 
 VOCAB = 50
@@ -72,29 +71,3 @@ def test_priors_rise_with_the_evidence(datastore):
     assert ((priors > 0) & (priors < 1)).all()
     assert (np.diff(priors[:, 1:], axis=1) >= 0).all(), "share of the parent's occurrences"
     assert (np.diff(priors[1:], axis=0)[:, -1] > -0.02).all(), "context, where it is unanimous"
-
-
-def test_the_model_must_have_the_vocabulary_of_the_datastore(datastore):
-    with pytest.raises(ValueError, match="vocabulary of 50 tokens, got 49"):
-        RestDrafter(datastore).start(prompt(1), Target(VOCAB - 1))
-
-
-@pytest.mark.parametrize("setting", ["max_match", "max_nodes", "continuation", "sources"])
-def test_settings_below_one_are_rejected(datastore, setting):
-    with pytest.raises(ValueError, match=f"{setting}: expected at least 1, got 0"):
-        RestDrafter(datastore, **{setting: 0})
-
-
-def test_sessions_of_one_drafter_run_in_several_threads(datastore):
-    drafter = RestDrafter(datastore)
-    texts = [sample_text(np.random.default_rng(seed), 60).astype(np.int32) for seed in range(6)]
-
-    def drafts(text):
-        session = drafter.start(text[:5], TARGET)
-        found = []
-        for token in text[5:].tolist():
-            session.commit([token], None)
-            found.append(paths(session.propose(16)))
-        return found
-
-    assert in_threads(drafts, texts) == [drafts(text) for text in texts]

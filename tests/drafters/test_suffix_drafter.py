@@ -89,11 +89,6 @@ def test_a_corpus_contributes_and_is_only_read():
     assert drafter.corpus.token_count == 7
 
 
-def test_a_corpus_of_another_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="below the vocabulary size 1000, got 1000"):
-        session(SuffixDrafter(corpus=[[5, 1000]]), [1])
-
-
 def test_a_text_that_repeats_at_length_is_drafted_beyond_the_depth_of_the_match():
     """Matches of equal count are one: the shortest of them leaves room for the draft."""
     text = list(range(100, 300))
@@ -101,26 +96,6 @@ def test_a_text_that_repeats_at_length_is_drafted_beyond_the_depth_of_the_match(
     tree = session(drafter, [*text, 5, *text[:99]], [text[99]]).propose(60)
     assert len(tree) > 50
     assert tree.token_ids.tolist()[:50] == text[100:150]
-
-
-def test_scored_drafts_follow_algorithm_1():
-    """The memory knows 1 2 -> 3 thrice and 1 2 -> 7 once: C(N) is 3/4 and 1/4."""
-    memory = memory_of([[1, 2, last] for last in (3, 3, 3, 7)])
-    started = session(SuffixDrafter(memory, alpha=1.5, scored=True, learn=False), [9, 1], [2])
-    tree = started.propose(8)
-    assert tree.token_ids.tolist() == [3, 7]
-    assert tree.probs.tolist() == [0.75, 0.25]
-    assert started.score == 1.0
-    tree = session(SuffixDrafter(memory, alpha=1.0, scored=True, learn=False), [9, 1], [2])
-    assert tree.propose(8).token_ids.tolist() == [3], "alpha p - 1 nodes"
-
-
-def test_the_better_of_both_trees_is_drafted():
-    memory = memory_of([[1, 2, 3, 4, 5, 6]])
-    drafter = SuffixDrafter(memory, alpha=4, scored=True, learn=False)
-    assert session(drafter, [2, 8, 9], [2]).propose(16).token_ids.tolist() == [3, 4, 5]
-    longer = session(drafter, [0, 1, 2, 8, 9, 8, 7, 6, 5], [1, 2])
-    assert longer.propose(16).token_ids.tolist() == [8, 9, 8, 7, 6, 5, 1]
 
 
 @given(st.lists(texts, max_size=3), texts, texts, st.integers(0, 20), st.booleans())

@@ -8,7 +8,6 @@ from hf_retrieval_assist.structures import draft_tree, evidence
 from hf_retrieval_assist.types.evidence import EvidenceClasses
 from hf_retrieval_assist.types.token_tree import Forest, TokenTree
 from tests.support.rounding import near
-from tests.support.threads import in_threads
 from tests.support.trees import paths, trees
 
 
@@ -155,15 +154,6 @@ def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
     assert rates[159] == near(0.5)
 
 
-def test_probabilities_are_products_of_rates():
-    calibrator = Calibrator(EvidenceClasses([0.5, 0.25]))
-    tree = TokenTree.build([7, 8, 7], [-1, -1, 1], [0.9, 0.8, 0.7], [0, 1, 0])
-    calibrated = Session(calibrator).calibrate(tree)
-    assert calibrated.fault(1 << 30, 1 << 30) is None
-    assert calibrated.probs == near([0.5, 0.25, 0.125])
-    assert np.array_equal(calibrated.token_ids, tree.token_ids)
-
-
 def test_nodes_without_a_class_keep_their_rate():
     calibrator = Calibrator(EvidenceClasses([0.5]))
     tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
@@ -229,16 +219,3 @@ def test_reliability_compares_predicted_and_observed():
 def test_rejects_priors_that_are_no_rates(priors):
     with pytest.raises(ValueError, match=r"priors: expected \[1\] rates in \[0, 1\]"):
         EvidenceClasses(priors)
-
-
-def test_threads_may_share_the_counts():
-    calibrator = Calibrator(EvidenceClasses([0.5, 0.5]))
-
-    def run():
-        session = Session(calibrator)
-        for _ in range(300):
-            session.calibrate(TokenTree.build([1, 2], [-1, -1], [0.5, 0.5], [0, 1]))
-            session.commit([1])
-
-    in_threads(lambda _: run(), range(4))
-    assert calibrator._counts.tolist() == [[1204, 1202], [1204, 2]]

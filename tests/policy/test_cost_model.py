@@ -1,3 +1,5 @@
+"""What forwards cost: learnt, saved, and looked up where more tokens are fed than planned."""
+
 import json
 from dataclasses import replace
 
@@ -6,7 +8,10 @@ import pytest
 
 from hf_retrieval_assist.policy import cost_store
 from hf_retrieval_assist.policy.cost_model import KNOTS, MAX_TOKENS, CostModel
-from hf_retrieval_assist.policy.cost_store import CostKey, CostModels, size_bucket
+from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
+from hf_retrieval_assist.policy.cost_views import PackedCost, SteppedCost, stepped
+from hf_retrieval_assist.policy.planner import Planner
+from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.fixed_costs import CURVES
 from tests.support.rounding import near
 from tests.support.threads import in_threads
@@ -99,17 +104,6 @@ def test_rejects_empty_forwards():
         CostModel().observe(0, 0.1)
 
 
-def test_fixed_learns_nothing():
-    model = CostModel.fixed(lambda n: 1 + 0.5 * n)
-    model.observe(3, 77.0)
-    assert model.curve(4).tolist() == [1.5, 2.0, 2.5, 3.0]
-    assert model.seconds(10) == 6.0
-
-
-def test_size_buckets():
-    assert [size_bucket(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
-
-
 KEY = CostKey("model", "cpu", "float32", "sdpa", 1, 1024)
 
 
@@ -188,14 +182,6 @@ def test_a_model_that_nobody_timed_is_not_saved(tmp_path):
     assert CostModels(tmp_path).get(KEY).timed
 
 
-def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    models = CostModels()
-    models.get(KEY).observe(1, 0.1)
-    models.save("model")
-    assert not list(tmp_path.iterdir())
-
-
 def test_threads_may_share_a_model():
     model = CostModel()
     in_threads(lambda seed: feed(model, CURVES["linear"], 200, seed=seed), range(4))
@@ -228,3 +214,40 @@ def test_timings_are_saved_at_times(tmp_path, monkeypatch):
     models.get(KEY).observe(1, 0.1)
     models.save_rest()
     assert CostModels(tmp_path).get(KEY).observations == 4, "nothing was left for later"
+
+
+STEPS = (1, 2, 4, 8)
+# How a forward is fed, the tokens where 1, 2, … are planned, and what a row pays for the others.
+VIEWS = {
+    "filled up": (lambda cost: SteppedCost(cost, STEPS), [1, 2, 4, 4, 8, 8, 8, 8, 9, 10], 0),
+    "packed": (lambda cost: PackedCost(cost, 4), [4, 5, 6], 3),
+    "packed, in step": (lambda cost: PackedCost(cost, 4, alike=True), [4, 8, 12], 0),
+}
+
+
+@pytest.mark.parametrize(("view", "fed", "company"), VIEWS.values(), ids=VIEWS)
+def test_a_view_is_what_was_measured_at_the_tokens_that_are_fed(view, fed, company):
+    measured, most = CostModel("cuda"), len(fed)
+    for _ in range(5):
+        measured.observe(4, 0.02)
+    cost, places = view(measured), np.array(fed) - 1
+    assert (cost.observations, cost.company) == (5, company)
+    assert cost.curve(most) == near(measured.curve(fed[-1])[places])
+    assert cost.seconds(3) == near(measured.seconds(fed[2]))
+    assert cost.spread(most, 3) == near(measured.spread(fed[-1], fed[2])[places])
+    assert stepped(measured, ()) is measured
+
+
+def test_a_width_that_is_paid_for_is_filled():
+    """Where the second node pays for four tokens, the third one costs nothing."""
+    probs = [0.9, 0.5, 0.05, 0.02, 0.01]
+    tree = TokenTree.build([1, 2, 3, 4, 5], [-1] * 5, probs)
+    steep = CostModel.fixed(lambda n: 1.0 + 0.2 * n)
+    planner = Planner(exploration=0)
+    assert len(planner.plan([tree], steep)[0]) == 2
+    assert len(planner.plan([tree], SteppedCost(steep, STEPS))[0]) == 3
+
+
+def test_a_rows_share_of_what_was_fed():
+    packed, in_step = (PackedCost(CostModel(), 4, alike) for alike in (False, True))
+    assert [packed.share(4), packed.share(9), in_step.share(12)] == [1, 6, 3]

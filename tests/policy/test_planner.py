@@ -105,29 +105,11 @@ def test_rows_in_step_are_planned_for_by_what_they_would_accept_together():
     assert [len(tree) for tree in Planner(budget=8).plan([first, second], None, limits)] == [2, 2]
 
 
-@pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["cpu"])])
-def test_drafters_size_the_drafts_of_the_papers(cost):
-    recycling, sequoia = 80, 768
-    assert WholeDrafts().request(cost) >= max(recycling, sequoia)
-
-
 def test_drafters_are_asked_for_no_more_than_could_pay():
     assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["flat"])) == 96
     assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["step"])) == 63
     assert Planner(max_nodes=96).request(CostModel.fixed(lambda n: 0.02 * n**2)) == 0
     assert Planner(budget=7).request(CostModel.fixed(CURVES["step"])) == 7
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("budget", value) for value in ("paper", -1, 2.5, True, None)),
-        *(("max_nodes", 0), ("exploration", 1.0), ("exploration", -0.1)),
-    ],
-)
-def test_rejects_other_options(option, value):
-    with pytest.raises(ValueError, match=f"{option}: expected"):
-        Planner(**{option: value})
 
 
 class Run:
@@ -180,13 +162,6 @@ def test_finds_the_right_sizes_also_of_another_curve(before, after):
     assert mean_loss(before, after) < (0.03 if before == after else 0.025)
 
 
-def test_a_step_past_64_is_found():
-    run = Run("cuda")
-    run.steps(CURVES["step"], [0.98], 60)
-    _, sizes = run.steps(CURVES["step"], [0.98], 100)
-    assert np.median(sizes) == 63
-
-
 @pytest.mark.parametrize("name", ["linear", "cpu"])
 def test_trials_cost_less_than_one_percent(name):
     run = Run()
@@ -205,11 +180,6 @@ def test_the_first_draft_is_tried_however_many_steps_had_none(before):
             assert not len(run.planner.plan([TokenTree.empty()], run.cost)[0])
         sizes.append(len(run.planner.plan([tree], run.cost)[0]))
     assert sizes[0] == 0 < sizes[1]
-
-
-def test_without_exploration_nothing_is_tried():
-    _, sizes = Run(exploration=0).steps(CURVES["linear"], [0.03], 200)
-    assert max(sizes) == 0
 
 
 class Meeting(np.ndarray):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures import draft_tree
 from hf_retrieval_assist.types.token_tree import Forest, TokenTree
-from tests.support.rounding import near
 from tests.support.trees import paths, trees
 
 
@@ -146,36 +145,3 @@ def test_faults_of_a_forest_are_those_of_its_trees():
     arrays = (good.token_ids, good.parents, good.probs, good.classes)
     for offsets in ([0, 1], [0, 3], [1, 2], [0, 2, 1]):
         assert "offsets" in Forest(*arrays, np.array(offsets)).fault(9, 0)
-
-
-def test_texts_are_laid_one_behind_another():
-    ids, offsets = draft_tree.flattened([[1, 2], [], np.array([3], np.int32)])
-    assert ids.dtype == np.int32
-    assert (ids.tolist(), offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
-
-
-@given(st.lists(st.tuples(trees(), st.integers(-1, 30)), max_size=4))
-def test_trees_are_pruned_together(several):
-    grown, budgets = [tree for tree, _ in several], [budget for _, budget in several]
-    pruned = Forest.of(grown).prune(budgets)
-    assert len(pruned) == len(several)
-    assert all(same(a, tree.prune(n)) for a, tree, n in zip(pruned, grown, budgets, strict=True))
-
-
-@given(st.lists(trees(), max_size=4))
-def test_tokens_by_the_width_of_all_trees(several):
-    forest = Forest.of(several)
-    widest = max(map(len, several), default=0)
-    expected = [
-        len(several) + sum(t.prune(n).expected_tokens for t in several) for n in range(widest + 1)
-    ]
-    assert draft_tree.by_width(forest.probs, forest.offsets) == near(expected)
-
-
-@given(st.lists(trees(), max_size=4))
-def test_nodes_of_several_trees_are_ranked_together(several):
-    nodes = [(-prob, i) for i, tree in enumerate(several) for prob in tree.probs.tolist()]
-    owners, tokens = draft_tree.rank(Forest.of(several).probs, Forest.of(several).offsets)
-    assert owners.tolist() == [owner for _, owner in sorted(nodes)]
-    expected = np.cumsum([len(several), *(-prob for prob, _ in sorted(nodes))])
-    assert tokens == near(expected)

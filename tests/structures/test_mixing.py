@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mixture import doubted, save, untrained
+from benchmarks.mixture import save, untrained
 from hf_retrieval_assist.drafters.suffix import Mixture
 from hf_retrieval_assist.structures.suffix_tree import (
     CELL_SHAPE,
@@ -252,16 +252,6 @@ def test_a_mixture_is_written_and_read(tmp_path):
     assert (loaded.cells == saved.cells).all()
     assert (loaded.copy_cells == saved.copy_cells).all()
     assert (loaded.weights == saved.weights).all()
-
-
-def test_what_is_doubted_says_the_same_and_is_moved_sooner():
-    cells, copies, weights = mixture()
-    sure = Mixture(cells, copies, weights)
-    doubtful = doubted(sure)
-    assert np.array_equal(doubtful.cells[..., 0], cells[..., 0])
-    assert np.array_equal(doubtful.cells[..., 1], np.minimum(cells[..., 1], 20))
-    assert np.array_equal(sure.cells, cells)
-    assert Mixture.trained().cells[..., 1].max() == 20
 
 
 def test_what_is_shipped_is_small_and_knows_which_evidence_is_good():

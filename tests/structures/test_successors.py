@@ -1,5 +1,6 @@
 """What a table of successors learns, against lists."""
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -127,35 +128,31 @@ def test_what_follows_the_token_before_joins_the_draft(given_table, root, before
 
 def test_what_does_not_fit_the_table_is_refused():
     table, classes = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.uint8)
-    one, zeros = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32)
-    for token in (-1, 3):
-        with pytest.raises(ValueError, match="tokens: expected 0 to 2"):
-            successors.write(table, classes, np.array([token], np.int32), one, zeros, EDGES, KINDS)
-    with pytest.raises(ValueError, match="expected 1 rows of 2"):
-        successors.write(
-            table, classes, np.array([1], np.int32), one[:, :1].copy(), zeros, EDGES, KINDS
-        )
-    text, order, kinds = np.array([0, 3, 1], np.int32), np.arange(2), np.zeros(2, np.uint8)
-    with pytest.raises(ValueError, match="tokens: expected -1 to 2, got 3"):
-        successors.learn_text(table, classes, text, text[:-1], order, kinds, KINDS)
-    with pytest.raises(ValueError, match="expected order and rows of 2 tokens and 2 kinds"):
-        successors.learn_text(table, classes, text - 1, text[:-1] - 1, order[:1], kinds, KINDS)
-    with pytest.raises(ValueError, match="got 2, 1 and 2"):
-        successors.learn_text(table, classes, text - 1, text[:1], order, kinds, KINDS)
-    with pytest.raises(ValueError, match="classes: expected 2 columns, got 1"):
-        successors.learn_text(
-            table, classes[:, :1].copy(), text - 1, text[:-1] - 1, order, kinds, KINDS
-        )
-    parents, rates = np.array([-1], np.int32), np.ones(9, np.float32)
-    ends = np.array([1], np.int32), np.array([-1], np.int32), np.array([8])
-    template = successors.Template(parents, np.zeros(1, np.int32), rates, 7, 7, 4, 0)
-    draft = (table, classes, *ends, template)
-    with pytest.raises(ValueError, match=r"kinds: expected \[3, 2\]"):
-        successors.draft(table, classes[:2], *ends, template)
-    with pytest.raises(ValueError, match="expected 1 befores and budgets"):
-        successors.draft(*draft[:4], np.array([8, 8]), template)
-    with pytest.raises(ValueError, match="ranks: expected 1 of them, got 2"):
-        successors.Template(parents, np.zeros(2, np.int32), rates, 7, 7, 4, 0)
+    write, learn, draft = (
+        partial(function, table)
+        for function in (successors.write, successors.learn_text, successors.draft)
+    )
+    one, new = np.array([1], np.int32), (np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    text, order, kinds = np.array([-1, 2, 0], np.int32), np.arange(2), np.zeros(2, np.uint8)
+    befores, sizes, shape = one - 2, np.array([8]), (np.ones(9, np.float32), 7, 7, 4, 0)
+    template = successors.Template(befores, one - 1, *shape)
+    for wrong, message in (
+        (lambda: write(classes, one - 2, *new, EDGES, KINDS), "tokens: expected 0 to 2"),
+        (lambda: write(classes, one + 2, *new, EDGES, KINDS), "tokens: expected 0 to 2"),
+        (lambda: write(classes, one, new[0][:, :1].copy(), *new[1:], EDGES, KINDS), "1 rows of 2"),
+        (lambda: learn(classes, text + 1, text[:-1] + 1, order, kinds, KINDS), "-1 to 2, got 3"),
+        (lambda: learn(classes, text, text[:-1], order[:1], kinds, KINDS), "2 tokens and 2 kinds"),
+        (lambda: learn(classes, text, text[:1], order, kinds, KINDS), "got 2, 1 and 2"),
+        (
+            lambda: learn(classes[:, :1].copy(), text, text[:-1], order, kinds, KINDS),
+            "classes: expected 2 columns, got 1",
+        ),
+        (lambda: draft(classes[:2], one, befores, sizes, template), r"kinds: expected \[3, 2\]"),
+        (lambda: draft(classes, one, befores, sizes.repeat(2), template), "1 befores and budgets"),
+        (lambda: successors.Template(befores, text[1:], *shape), "1 of them, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 @pytest.mark.parametrize(

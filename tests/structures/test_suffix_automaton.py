@@ -37,12 +37,6 @@ def longest_suffix(seen, text):
     return next(seen[start:] for start in starts if not seen[start:] or ends_of(seen[start:], text))
 
 
-def earlier_ends(text):
-    """Length of the longest suffix that occurs earlier too, and those occurrences."""
-    length = len(longest_earlier_suffix(text))
-    return length, ends_of(text[len(text) - length :], text)[:-1] if length else []
-
-
 def longest_earlier_suffix(text):
     suffixes = (text[start:] for start in range(1, len(text)))
     return next((suffix for suffix in suffixes if len(ends_of(suffix, text)) > 1), [])
@@ -103,18 +97,6 @@ def test_a_cursor_stays_exact_while_the_text_grows(text, query):
         if cursor.length:
             found = query[i + 1 - cursor.length : i + 1]
             assert cursor.earliest == ends_of(found, grown)[0]
-
-
-@given(texts(max_size=32))
-def test_growing_text_matches_its_longest_earlier_suffix(text):
-    automaton = SuffixAutomaton(refresh=len(text))
-    cursor = automaton.cursor()
-    for n in range(1, len(text) + 1):
-        automaton.extend(array(text[n - 1 : n]), cursor)
-        length, ends = earlier_ends(text[:n])
-        assert cursor.length == length
-        if length:
-            assert (cursor.earliest, cursor.latest) == (ends[0], ends[-1])
 
 
 @given(texts(max_size=32), st.integers(0, 3))
@@ -258,15 +240,6 @@ def test_capacity_and_pieces_make_no_difference(text, capacity):
     assert pieces.nbytes == whole.nbytes
     assert pieces.tokens().tolist() == whole.tokens().tolist()
     assert len(pieces) == len(text)
-
-
-def test_an_empty_automaton_matches_and_drafts_nothing():
-    automaton = build([])
-    cursor = automaton.cursor()
-    assert cursor.advance(5) == cursor.length == cursor.earliest == cursor.latest == 0
-    assert cursor.draft(8).tolist() == []
-    automaton.freeze()
-    assert [array.tolist() for array in cursor.draft_tree(8)] == [[], [], [], [], []]
 
 
 @pytest.mark.parametrize(

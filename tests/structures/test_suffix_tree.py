@@ -174,25 +174,6 @@ def test_drafts_are_trees_of_continuations_within_the_depth(sequences, context):
     assert draft.score == pytest.approx(draft.probs.sum(), abs=1e-4)
 
 
-def test_the_context_does_not_dilute_its_own_match():
-    text = array([1, 2, 3, 4, 5, 1, 2])
-    tree, _ = grown([text, [1, 2, 6]])
-    draft = tree.speculate(text, 8, tree=False, min_prob=0.5)
-    assert draft.token_ids.tolist() in ([3, 4], [6])
-    assert draft.probs.tolist() == [0.5] * len(draft.token_ids)
-    assert tree.speculate(text, 8, min_prob=0.6).match_length == 0
-    tree.remove(1)
-    draft = tree.speculate(text, 8, factor=4)
-    assert (draft.token_ids.tolist(), draft.match_length) == ([3, 4, 5, 1, 2], 2)
-    assert draft.probs.tolist() == [1.0] * 5
-    assert draft.score == 5
-
-
-def test_ties_go_to_the_longer_match():
-    tree, _ = grown([[1, 2, 3, 9]])
-    assert tree.speculate(array([1, 2]), 1, factor=4).match_length == 2
-
-
 def test_token_ids_reach_the_int32_limit():
     big = [2**31 - 1, 262143, 2**31 - 2, 2**31 - 1, 262143]
     tree, trie = grown([big, big[1:]])

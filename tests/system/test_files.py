@@ -10,7 +10,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cpu import attention, tuning
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.system import files
-from hf_retrieval_assist.system.files import read_json_lines, read_kept, replacing
+from hf_retrieval_assist.system.files import replacing
 from hf_retrieval_assist.tools import cli, demo_model
 from tests.support.lossless import run
 
@@ -118,23 +118,3 @@ def test_a_home_that_is_a_file_is_one_warning(monkeypatch, tmp_path):
     with pytest.warns(UserWarning, match="set XDG_CACHE_HOME") as caught:
         assert [choices.name(key, lambda: "pytorch") for key in "ab"] == ["pytorch"] * 2
     assert len(caught) == 1
-
-
-def test_json_lines_have_their_places_and_their_errors(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": 1}\n\n  \n[1\n\xff\n"last"')
-    lines = dict(read_json_lines(path))
-    assert [place.rpartition(":")[2] for place in lines] == ["1", "4", "5", "6"]
-    assert (lines[f"{path}:1"], lines[f"{path}:6"]) == ({"a": 1}, "last")
-    for number in (4, 5):
-        assert str(lines[f"{path}:{number}"]).startswith(f"{path}:{number}: expected JSON, got")
-
-
-def test_what_only_saves_time_is_bounded(tmp_path, monkeypatch):
-    path = tmp_path / "kept"
-    path.write_text('"abcdef"')
-    monkeypatch.setattr(files, "_MOST_KEPT", 8)
-    assert read_kept(path, "it", str) == "abcdef"
-    monkeypatch.setattr(files, "_MOST_KEPT", 7)
-    with pytest.warns(UserWarning, match="ignoring it in .*expected at most 7 bytes"):
-        assert read_kept(path, "it", str) is None

@@ -13,7 +13,6 @@ import torch
 from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
 from hf_retrieval_assist.engines.cpu.tuning import Tuning
 from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
-from hf_retrieval_assist.system.files import user_cache_directory
 from tests.support.lossless import run
 from tests.support.memories import logged
 
@@ -99,13 +98,6 @@ def test_tunings(folder):
         assert tuning.name("b", lambda: "pytorch") == "pytorch"
         assert tuning.name("a", lambda: "kernel") == "pytorch"
     assert not contents(folder)
-
-
-def test_a_cache_directory(folder, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    with read_only(folder):
-        found = user_cache_directory()
-    assert not found.exists()
 
 
 def test_a_log_of_outputs(folder):

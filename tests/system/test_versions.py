@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.corpus.readers import read_texts
+from hf_retrieval_assist.extensions.ray.cluster import RayExecutor
+from hf_retrieval_assist.extensions.redis.redis_server import RedisServer
 from hf_retrieval_assist.system import versions
 
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
@@ -37,15 +41,28 @@ def test_too_old_or_missing(monkeypatch, found, message):
         versions.require_supported_versions()
 
 
-def test_new_enough(monkeypatch):
-    oldest = versions.OLDEST
-    with_versions(monkeypatch, torch=f"{oldest['torch']}.0+cpu", transformers="6.0.0.dev0")
-    versions.require_supported_versions()
-
-
 def test_the_package_asks_for_the_same_versions():
     for name, oldest in versions.OLDEST.items():
         assert re.search(rf'"{name}>={re.escape(oldest)}"', PYPROJECT)
+
+
+EXTRAS = {
+    "ray": (lambda: RayExecutor("auto"), r"ray\[data\]"),
+    "pydivsufsort": (lambda: Datastore.build([[1]], "store", vocab_size=300), "pydivsufsort"),
+    "redis": (lambda: RedisServer("redis://localhost"), "redis"),
+    "pyarrow.parquet": (lambda: [*read_texts(["a.parquet"])], "datasets pyarrow"),
+    "datasets": (lambda: [*read_texts(["datasets:me/corpus"])], "datasets pyarrow"),
+}
+
+
+@pytest.mark.parametrize("missing", EXTRAS)
+def test_a_missing_extra_says_what_to_install(missing, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").touch()
+    use, packages = EXTRAS[missing]
+    with pytest.raises(ImportError, match=f"pip install .?{packages}"):
+        use()
 
 
 def test_the_first_name_that_is_used_says_it():

@@ -102,6 +102,11 @@ def test_summary_of_a_build(tmp_path, corpus, tokenizer, capsys):
         (["build", "new", "{corpus}", "--field", "body"], "expected text in field 'body'"),
         (["build", "new", "{corpus}", "--vocab-size", "32"], "expected ids from 0 to 31"),
         (["build", "new", "{corpus}", "--vocab-size", "0"], "vocab_size: expected 1 to"),
+        (
+            ["build", "new", "{corpus}", "--vocab-size", f"{1 + (1 << 26)}"],
+            "vocab_size: expected 1",
+        ),
+        (["build", "new", "{corpus}", "--workers", "0"], "workers: expected"),
         (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
         (["build", "{corpus}", "{corpus}"], "exists"),
         (["build", "new", "{corpus}", "--append"], "no datastore at new"),

@@ -1,7 +1,5 @@
 """Measured advice on which assistant to use."""
 
-import random
-
 import pytest
 from transformers import LlamaForCausalLM
 
@@ -107,25 +105,6 @@ def test_advice_follows_the_figures():
     assert nothing.advice.startswith("Nothing tried here pays: bad is 1.02 (0.90 to 1.02) times")
     noisy = suggestion_of(noisy=[0.5, 1.5, 2.5])
     assert "In some repeats it was slower" in noisy.advice
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_other_work_on_the_machine_does_not_change_the_advice(seed):
-    """Every other call of five repeats takes up to three times its time."""
-    noise = random.Random(seed)
-
-    def rounds(seconds):
-        busy = [[noise.choice([1, noise.uniform(1, 3)]) for _ in range(12)] for _ in range(5)]
-        return [[seconds * slower for slower in row] for row in busy]
-
-    plain = Trial(PLAIN, None, Record(), rounds=rounds(4.0))
-    first, second, slow = (
-        Trial(name, SamAssistant, Record(), plain, rounds(seconds))
-        for name, seconds in {"first": 2.0, "second": 1.9, "slow": 5.0}.items()
-    )
-    found = Suggestion([plain], [first, second, slow])
-    assert found.advice.startswith("Use first: ")
-    assert found.best.ratio == pytest.approx(2, rel=0.1)
 
 
 def test_wrong_arguments():

@@ -95,13 +95,6 @@ def test_residual_sampling_accepts_the_targets_own_draws(llama):
     assert assistant.stats.last.accepted > 0.9 * assistant.stats.last.drafted > 0
 
 
-def test_costs_are_those_of_the_device(llama):
-    assistant = SamAssistant(budget=4)
-    run(llama, assistant=assistant)
-    assert {key.device.partition(":")[0] for key in assistant.costs._models} == {DEVICE}
-    assert any(cost.observations for cost in assistant.costs._models.values())
-
-
 @pytest.mark.parametrize("graphs", [True, "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_graphs(llama, dtype, graphs):

@@ -8,7 +8,6 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter, product_tree
-from tests.support.drafted_texts import Texts
 from tests.support.feature_following import chains_of
 from tests.support.heads import BLOCK, block_drafter
 from tests.support.lossless import run
@@ -59,26 +58,6 @@ def test_product_trees_hold_the_likeliest_paths():
             assert prob == pytest.approx(everything[path], rel=1e-4)
 
 
-def test_one_forward_catches_up(llama, drafting, monkeypatch):
-    forwards = []
-    original = type(drafting).forward
-
-    def count(self, *args, **kwargs):
-        forwards.append(kwargs["context_hidden_states"].shape[1])
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(drafting), "forward", count)
-    texts = Texts(DFlashDrafter(drafting), llama)
-    texts.start(1)
-    for _ in range(21):
-        texts.grow(1, 1)
-    (tree,) = texts.propose([1])
-    assert forwards == [30]
-    assert np.bincount(tree.depths).max() > 1  # no chain
-
-
 def test_other_models_are_refused(llama):
     with pytest.raises(ValueError, match="expected a DFlash model"):
         DFlashDrafter(llama)
-    with pytest.raises(ValueError, match="top_k: expected at least 1, got 0"):
-        DFlashDrafter(block_drafter(), top_k=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_retrieval_assist import EagleHead
-from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
+from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
 from tests.support.eagle_fixtures import CASES, Case, load_case, tiny_target
 from tests.support.feature_following import assert_same, features_of, seen
@@ -53,10 +53,6 @@ def draft_at_once(head, text, features, **sizes):
     session = start(head, text[:-1], **sizes)
     session.commit(text[-1:], seen(features[: len(text) - 1]))
     return session.propose(100)
-
-
-def test_needs_are_the_heads_boundaries(head):
-    assert EagleDrafter(head).needs == FeedbackNeeds(hidden_layers=(2, 5, 7))
 
 
 def test_nothing_is_drafted_without_features_of_the_newest_token(head, text, features):

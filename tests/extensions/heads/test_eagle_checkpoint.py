@@ -219,19 +219,6 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "evil-was-run").exists()
 
 
-@pytest.mark.parametrize("size", [0, 7, 5000])
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_truncated_file_is_one_value_error(name, size, tmp_path):
-    case = load_case("eagle3_d2t")
-    case.save(tmp_path)
-    save_bin(case.published(), tmp_path)
-    content = (tmp_path / name).read_bytes()
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / name).write_bytes(content[:size])
-    with pytest.raises(ValueError, match=f"{name}: expected a file of tensors"):
-        EagleHead.from_pretrained(tmp_path, case.target())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -303,15 +290,3 @@ def test_moving_a_head_leaves_the_target_alone(tmp_path):
     assert not any("embed" in name for name in head.state_dict())
     head.to(torch.float64)
     assert target.model.embed_tokens.weight.dtype == torch.float32
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_target(tmp_path):
-    """The embeddings stay floats; an EAGLE-1 head drafts through the quantised output layer."""
-    case = load_case("eagle1_fcbias")
-    target = torch.ao.quantization.quantize_dynamic(
-        case.target(), {torch.nn.Linear}, dtype=torch.qint8
-    )
-    quantised = EagleHead.from_pretrained(case.save(tmp_path), target, dtype=torch.float32)
-    exact = EagleHead.from_pretrained(tmp_path, case.target())
-    torch.testing.assert_close(outputs(quantised), outputs(exact), atol=0.5, rtol=0.05)

@@ -9,7 +9,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
-from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
@@ -48,12 +47,6 @@ def models(tmp_path_factory):
         return saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
 
     return functools.cache(saved)
-
-
-@pytest.fixture(scope="module")
-def glm(models):
-    """A model with three MTP layers, on the tree tier."""
-    return models("Glm4MoeForCausalLM")
 
 
 def reference_logits(layers, features, text, path):
@@ -145,7 +138,8 @@ def test_every_node_of_a_tree_has_the_layers_probability(name, models):
         assert tree.probs[node] / above == pytest.approx(given, rel=2e-3)
 
 
-def test_one_pass_catches_up_on_what_was_missed(glm):
+def test_one_pass_catches_up_on_what_was_missed(models):
+    glm = models("Glm4MoeForCausalLM")
     texts, passes = Texts(MtpDrafter(depth=0), glm), []
     texts.start(1)
     for _ in range(11):
@@ -164,9 +158,10 @@ def test_beside_retrieval_on_lower_tiers(name, models):
     assert assistant.stats.last.accepted > 0
 
 
-def test_several_turns(glm):
+def test_several_turns(models):
     """A second turn's prefill shows the hidden states of its own tokens only."""
-    assistant, ids = Assistant([MtpDrafter(top_k=4)], budget=10), IDS
+    glm, ids = models("Glm4MoeForCausalLM"), IDS
+    assistant = Assistant([MtpDrafter(top_k=4)], budget=10)
     options = {"max_new_tokens": 6, "return_dict_in_generate": True}
     for _ in range(2):
         plain, cached, _ = same(glm, ids, assistant, **options)
@@ -195,12 +190,6 @@ def test_layers_that_compute_no_numbers_are_refused(tmp_path, name, value):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"fallback 'mtp': .*q_proj.weight: expected finite"):
         model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
-
-
-def test_layers_are_loaded_once(glm, monkeypatch):
-    first = mtp_layers(glm)
-    monkeypatch.setattr(MtpModel, "from_pretrained", None)
-    assert mtp_layers(glm) is first
 
 
 class PlainQwenMtp(PlainLayers):

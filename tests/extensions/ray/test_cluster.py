@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,9 +113,3 @@ def test_what_a_task_raises_is_what_the_build_raises(cluster, tmp_path):
             [[1, 10]], tmp_path / "store", vocab_size=10, progress=False, executor=executor
         )
     assert not (tmp_path / "store").exists()
-
-
-def test_the_extra_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install .ray\[data\]"):
-        RayExecutor("auto")

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
@@ -14,13 +13,12 @@ from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutom
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.extensions.record.pieces import readable, text_pieces
-from hf_retrieval_assist.extensions.record.steps import MODEL, same_paths
+from hf_retrieval_assist.extensions.record.steps import MODEL
 from tests.support.byte_model import small_model
 from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.rounding import near
 from tests.support.threads import in_threads
-from tests.support.trees import paths, trees
 
 
 @pytest.fixture(scope="module")
@@ -202,13 +200,6 @@ def test_print_shows_sources(recorded):
     assert any(line.startswith("corpus") for line in lines)
     assert not any(line.startswith("grammar") for line in lines)  # it brought no token
     assert lines[-1].split() == [*MODEL.split(), str(recorded[1].by_origin()[MODEL][2])]
-
-
-@given(trees(12), trees(12))
-def test_same_paths_are_those_that_spell_the_same(tree, draft):
-    spelt = {path: node for node, path in enumerate(paths(draft))}
-    expected = [spelt.get(path, -1) for path in paths(tree)]
-    assert same_paths(tree, draft) == expected
 
 
 class Page(HTMLParser):

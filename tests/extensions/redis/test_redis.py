@@ -1,7 +1,6 @@
 """Outputs shared by a real server: lost by nobody's death, and forgotten."""
 
 import re
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.extensions.redis import redis_server
 from hf_retrieval_assist.extensions.redis.redis_server import RedisServer
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.memory.outputs import Output
@@ -270,9 +268,3 @@ def test_urls_that_are_taken():
 def test_a_file_and_a_server_exclude_each_other(tmp_path):
     with pytest.raises(ValueError, match="path: expected none beside url"):
         OutputMemory(path=tmp_path / "log", url="redis://localhost")
-
-
-def test_the_client_library_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ImportError, match="pip install redis"):
-        redis_server.RedisServer("redis://localhost")

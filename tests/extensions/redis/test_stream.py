@@ -81,16 +81,6 @@ def test_nothing_waits_for_a_server_that_does_not_answer(shared):
     assert numbers(view) == []
 
 
-def test_an_output_that_is_delivered_twice_is_read_once(shared):
-    keeper, view, other = shared
-    keeper.lose_answers = 3
-    for i in range(5):
-        view.append("m", output(i))
-    sync(view, other)
-    assert numbers(other) == [*range(5)]
-    assert numbers(view) == []
-
-
 def test_what_waits_is_bounded_and_the_oldest_goes_first():
     keeper = Keeper()
     keeper.answers.clear()

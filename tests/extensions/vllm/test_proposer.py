@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.extensions.vllm import proposer as proposers
 from hf_retrieval_assist.extensions.vllm.proposer import Proposer
@@ -220,14 +219,6 @@ def test_what_follows_the_end_of_a_text_is_learnt_only_if_it_goes_on(end):
     assert known(proposer) == sorted([output, output[:21]])
 
 
-def test_nothing_is_drafted_where_there_is_no_room():
-    output = [5, 6, 7, 8] * 50
-    proposer = make_proposer()
-    request = Request([3], output[: LONGEST - 1])
-    Runner(proposer).run([request])
-    assert len(request.text) == LONGEST
-
-
 def test_requests_that_may_not_grow_are_not_drafted_for(monkeypatch):
     """One has ended, one has no room, and the third one goes on."""
     asked = calls_of(monkeypatch, SuffixDrafter, "propose_rows")
@@ -277,26 +268,6 @@ def test_the_drafts_of_all_requests_share_what_a_step_affords():
     sure, unsure = drafts()
     assert sure == output[6:14]
     assert len(unsure) == 8
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_drafters_are_told_of_all_requests_of_a_step_at_once(monkeypatch, count):
-    proposer = make_proposer()
-    told = calls_of(monkeypatch, proposer.policy.drafters[0], "commit_rows")
-    runner = Runner(proposer)
-    requests = [Request(prompt, [3, 4, 5]) for prompt in texts(count)]
-    runner.step(requests)
-    runner.step(requests)
-    assert [len(sessions) for sessions, *_ in told] == [count, count]
-
-
-def test_a_corpus_drafts_too(tmp_path):
-    prompt, output = texts(2)
-    store = Datastore.build([output], tmp_path / "store", vocab_size=VOCAB, progress=False)
-    proposer = make_proposer(datastore=str(store.path))
-    request = Request(prompt, output)
-    Runner(proposer).run([request])
-    assert request.steps < 20
 
 
 def test_outputs_outlive_the_engine(tmp_path):
