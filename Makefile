@@ -6,8 +6,8 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
-.PHONY: demo test test-all test-arm test-capabilities test-contract test-debug test-deepspeed test-ecosystem \
-	test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm \
+.PHONY: demo test test-all test-arm test-capabilities test-contract test-core test-debug test-deepspeed test-ecosystem \
+	test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm test-walls \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -35,6 +35,30 @@ test-all: build
 test-sweep: build
 	$(BIN)/python -m pytest -q -n 2 tests/verification/test_architectures.py
 
+# The core without what lies beside and above it, in a copy of the tree: it builds, its types fit, and it
+# passes the tests of its rooms. Ten minutes.
+test-core: build
+	rm -rf build/core && mkdir -p build/core
+	cp -r setup.py pyproject.toml README.md LICENSE cython_ext hf_retrieval_assist tests build/core
+	cd build/core && rm -r hf_retrieval_assist/engines hf_retrieval_assist/extensions hf_retrieval_assist/tools \
+		cython_ext/kernels tests/engines tests/extensions tests/tools
+	find build/core -name '*.so' -delete
+	cd build/core && ../../$(BIN)/python setup.py -q build_ext --inplace
+	cd build/core && ../../$(BIN)/mypy
+	cd build/core && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 tests \
+		$(addprefix --ignore=tests/,benchmarks ecosystem test_design.py test_hub.py test_project_files.py test_walls.py)
+
+# All tests without one part at a time, those left out that are of it or need it: hours.
+PARTS := engines/cpu engines/cuda $(addprefix extensions/,heads ray record redis serving structured translation vllm)
+test-walls: build
+	for part in $(PARTS); do \
+		echo "without $$part" && rm -rf build/walls && mkdir -p build/walls && \
+		git ls-files -z | xargs -0 cp --parents -t build/walls && \
+		for file in $$(find hf_retrieval_assist -name '*.so'); do cp $$file build/walls/$$file; done && \
+		rm -rf build/walls/hf_retrieval_assist/$$part build/walls/tests/$$part && \
+		(cd build/walls && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2) || exit 1; \
+	done
+
 # The structures again, compiled with bounds checks into a copy of the tree.
 test-debug: build
 	rm -rf build/checked && mkdir -p build/checked
@@ -61,7 +85,7 @@ test-arm: build
 
 # What touches transformers again under its other supported versions. Their environments see the
 # packages of the first one, torch among them, and hold only what differs.
-MATRIX_TESTS := $(addprefix tests/,cache decoding host verification draft_models/test_draft_model.py \
+MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
 	draft_models/test_fallbacks.py test_candidate_generator.py test_hook.py \
 	$(addprefix engines/,cpu/test_repeated_forward.py cuda/test_fixed_verifier.py cuda/test_fixed_width.py) \
 	extensions/serving/test_continuous_batching.py) --ignore=tests/decoding/test_many_calls.py
@@ -71,7 +95,7 @@ test-contract: build
 
 # What depends on rounding, by PyTorch's code for each kind of CPU that this one can stand for, by each
 # of the kernels' paths, and by one and two threads: hours.
-ROUNDING_TESTS := $(addprefix tests/,cache decoding verification draft_models engines host \
+ROUNDING_TESTS := $(addprefix tests/,decoding verification draft_models engines host \
 	extensions/heads extensions/serving extensions/translation \
 	test_assistants.py test_candidate_generator.py test_presets.py) \
 	--ignore=tests/verification/test_architectures.py --ignore=tests/engines/cpu/test_kernels_in_c.py

@@ -63,6 +63,11 @@ _OURS: dict[str, dict[str, str]] = {
 }
 
 
+def known(kind: str) -> dict[str, str]:
+    """Name -> `module:attribute` below the package of all that it can have of its own."""
+    return dict(_OURS[kind])
+
+
 @cache
 def ours(kind: str) -> dict[str, str]:
     """Name -> `module:attribute` of what this installation has of our own, without importing it."""

@@ -2,32 +2,39 @@
 
 import logging
 import os
+import re
 
 import hypothesis
 import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist.engines.cpu import repeated_forward, skinny
 from tests.support.lossless import build
+from tests.support.parts import missing
+
+try:
+    from hf_retrieval_assist.engines.cpu import repeated_forward, skinny
+except ModuleNotFoundError:  # a tree without it
+    repeated_forward = skinny = None
 
 # PyTorch's code for older CPUs is not made for what oneDNN chooses on this one.
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+_LEFT_OUT = pytest.StashKey()
 transformers.logging.set_verbosity_error()
 # With CI=true in the environment transformers' log reaches the root logger too, and `told` twice.
 transformers.logging.disable_propagation()
 # Forwards are recorded at once, so that whatever is tested meets those that are repeated.
-repeated_forward.PATIENCE = 1
+if repeated_forward is not None:
+    repeated_forward.PATIENCE = 1
 # Nothing depends on how busy the machine is.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--kernels", choices=skinny.PATHS, help="the newest instructions to compute by"
-    )
+    paths = () if skinny is None else skinny.PATHS
+    parser.addoption("--kernels", choices=paths, help="the newest instructions to compute by")
     # The models are tiny; threads would only wait for each other.
     parser.addoption("--threads", type=int, default=1, help="of PyTorch and the kernels")
 
@@ -46,6 +53,20 @@ def pytest_configure(config):
 
 def pytest_report_header():
     return f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Tests of parts that this tree lacks are left out, and said to be."""
+    name = collection_path.name
+    if re.fullmatch(r"test_\w+\.py", name) and (module := missing(collection_path)) is not None:
+        config.stash.setdefault(_LEFT_OUT, {})[collection_path] = f"{name} needs {module}"
+        return True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in config.stash.get(_LEFT_OUT, {}).values():
+        terminalreporter.write_line(f"left out: {line}")
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.policy import cost_store
-from hf_retrieval_assist.policy.cost_model import KNOTS, MAX_TOKENS, CostModel
+from hf_retrieval_assist.policy.cost_model import KNOTS, MAX_TOKENS, CostModel, CostView
 from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
-from hf_retrieval_assist.policy.cost_views import PackedCost, SteppedCost, stepped
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.fixed_costs import CURVES
@@ -219,9 +218,9 @@ def test_timings_are_saved_at_times(tmp_path, monkeypatch):
 STEPS = (1, 2, 4, 8)
 # How a forward is fed, the tokens where 1, 2, … are planned, and what a row pays for the others.
 VIEWS = {
-    "filled up": (lambda cost: SteppedCost(cost, STEPS), [1, 2, 4, 4, 8, 8, 8, 8, 9, 10], 0),
-    "packed": (lambda cost: PackedCost(cost, 4), [4, 5, 6], 3),
-    "packed, in step": (lambda cost: PackedCost(cost, 4, alike=True), [4, 8, 12], 0),
+    "filled up": (lambda cost: CostView(cost, STEPS), [1, 2, 4, 4, 8, 8, 8, 8, 9, 10], 0),
+    "packed": (lambda cost: CostView(cost, rows=4), [4, 5, 6], 3),
+    "packed, in step": (lambda cost: CostView(cost, rows=4, alike=True), [4, 8, 12], 0),
 }
 
 
@@ -235,7 +234,6 @@ def test_a_view_is_what_was_measured_at_the_tokens_that_are_fed(view, fed, compa
     assert cost.curve(most) == near(measured.curve(fed[-1])[places])
     assert cost.seconds(3) == near(measured.seconds(fed[2]))
     assert cost.spread(most, 3) == near(measured.spread(fed[-1], fed[2])[places])
-    assert stepped(measured, ()) is measured
 
 
 def test_a_width_that_is_paid_for_is_filled():
@@ -245,9 +243,9 @@ def test_a_width_that_is_paid_for_is_filled():
     steep = CostModel.fixed(lambda n: 1.0 + 0.2 * n)
     planner = Planner(exploration=0)
     assert len(planner.plan([tree], steep)[0]) == 2
-    assert len(planner.plan([tree], SteppedCost(steep, STEPS))[0]) == 3
+    assert len(planner.plan([tree], CostView(steep, STEPS))[0]) == 3
 
 
 def test_a_rows_share_of_what_was_fed():
-    packed, in_step = (PackedCost(CostModel(), 4, alike) for alike in (False, True))
+    packed, in_step = (CostView(CostModel(), rows=4, alike=alike) for alike in (False, True))
     assert [packed.share(4), packed.share(9), in_step.share(12)] == [1, 6, 3]

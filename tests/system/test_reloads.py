@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks are POSIX
 # One of each kind: what holds the wrapper, what is checked for its class, what others exchange, and
 # what is called in every step.
 SOME = [
-    *("hook", "assistants", "attachment", "drafting.policy", "system.reloads"),
+    *("hook", "assistants", "attachment", "policy.policy", "system.reloads"),
     *("kernels.scopes", "decoding.call"),
 ]
 

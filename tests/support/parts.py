@@ -1,0 +1,40 @@
+"""Parts of the package that may be left out of a tree, and the tests that need them."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from hf_retrieval_assist import plugins
+
+TESTS = Path(__file__).parents[1]
+BENCHMARKS = TESTS.parent / "benchmarks"
+PACKAGE = Path(plugins.__file__).parent
+_IMPORTED = re.compile(r"hf_retrieval_assist\.((?:engines|extensions|tools)(?:\.\w+)*)")
+_ROOT = re.compile(r"from hf_retrieval_assist import (\([^)]*\)|[^\n]*)")
+_SUPPORT = re.compile(r"\bsupport\.(\w+)|\bsupport import (\w+)")
+# Names of the package's root, and of fallbacks, that a part brings.
+_NAMES, _FALLBACKS = (
+    {name: path.partition(":")[0] for name, path in plugins.known(kind).items()}
+    for kind in ("names", "fallbacks")
+)
+
+
+@cache
+def missing(path):
+    """A module that a test file, or the support that it imports, needs and this tree lacks; None:
+    there is none."""
+    text = path.read_text(encoding="utf-8")
+    words = re.findall(r"\w+", " ".join(_ROOT.findall(text)))
+    needed = {*_IMPORTED.findall(text), *(_NAMES[word] for word in {*words} & {*_NAMES})}
+    needed |= {module for name, module in _FALLBACKS.items() if f'"{name}"' in text}
+    if re.search(r"^from benchmarks", text, re.MULTILINE) and not BENCHMARKS.exists():
+        return "benchmarks"
+    for module in sorted(needed):
+        folder = PACKAGE.joinpath(*module.split(".")[:2])
+        if not (folder.is_dir() or folder.with_suffix(".py").exists()):
+            return module
+    for names in _SUPPORT.findall(text):
+        support = TESTS / "support" / f"{''.join(names)}.py"
+        if support != path and support.exists() and (found := missing(support)) is not None:
+            return found
+    return None
