@@ -62,7 +62,7 @@ test-walls: build
 # The structures again, compiled with bounds checks into a copy of the tree.
 test-debug: build
 	rm -rf build/checked && mkdir -p build/checked
-	cp -r setup.py pyproject.toml README.md LICENSE cython_ext hf_retrieval_assist tests build/checked
+	cp -r setup.py pyproject.toml README.md LICENSE cython_ext hf_retrieval_assist tests benchmarks build/checked
 	find build/checked -name '*.so' -delete
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures

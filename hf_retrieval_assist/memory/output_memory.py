@@ -445,8 +445,9 @@ def _shared_outputs(
     if url is not None:
         scheme = url.partition(":")[0]
         if scheme not in (known := paths("memories")):
-            expected = ", ".join(f"{one}://" for one in known) or "none that is installed"
-            raise ValueError(f"url: expected one of {expected}, got {scheme or 'no scheme'}")
+            *most, last = [f"{one}://" for one in known] or ["none, without the extension for it"]
+            expected = f"{', '.join(most)} or {last}" if most else last
+            raise ValueError(f"url: expected {expected}, got {scheme or 'no scheme'}")
         outputs: SharedOutputs = load("memories", scheme)(url, keep_bytes)
         return outputs
     if path is not None:

@@ -71,7 +71,7 @@ class _Reader(DeepTeller):
             return [id(value), *_place(value), *flat(vars(value))], True
         if not issubclass(type(value), nn.Module):
             return super().parts(value)
-        own, always = vars(value), value._forward_hooks_always_called
+        own, always = vars(value), vars(value)["_forward_hooks_always_called"]
         held = own["_modules"], own["_parameters"], own["_buffers"], own_attributes(value)
         # The package's own look at a thread's forwards and change nothing.
         hooks = [

@@ -102,7 +102,7 @@ from hf_retrieval_assist.memory.output_memory import OutputMemory
 
 log._PATIENCE = 30.0
 if sys.argv[2] == "url":
-    from hf_retrieval_assist.memory import stream
+    from hf_retrieval_assist.extensions.redis import stream
     stream._PERIOD = 0.01
 memory, first, count, say = OutputMemory(**{sys.argv[2]: sys.argv[3]}), *map(int, sys.argv[4:])
 for i in range(first, first + count):

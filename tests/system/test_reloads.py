@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks are POSIX
 # what is called in every step.
 SOME = [
     *("hook", "assistants", "attachment", "policy.policy", "system.reloads"),
-    *("kernels.scopes", "decoding.call"),
+    *("host.scopes", "decoding.call"),
 ]
 
 

@@ -19,7 +19,8 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
-from hf_retrieval_assist.verification import service, tiers
+from hf_retrieval_assist.verification import service
+from hf_retrieval_assist.verification.engine import Engine
 from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import Demand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
@@ -150,7 +151,7 @@ def test_wider_forwards_are_tested_when_they_are_wanted():
 
 @pytest.mark.parametrize("options", [{}, {"output_hidden_states": True}])
 def test_the_verifier_that_serves_is_the_one_that_was_tested(options, monkeypatch):
-    made, model = results_of(monkeypatch, tiers.Service, "verifier"), build(LlamaForCausalLM)
+    made, model = results_of(monkeypatch, Engine, "verifier"), build(LlamaForCausalLM)
     returned = {"return_dict_in_generate": True} | options if options else {}
     run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4), **returned)
     assert len(set(map(type, made))) == 1

@@ -63,7 +63,8 @@ class RequestDrafts:
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
         self._engine = engine_of(model.device)
         self._rerouted = self._policy.reroute and self._engine.has_kernels
-        self._engine.prepare(model)
+        if self._rerouted:
+            self._engine.prepare(model)
 
     def check_twin(self, assistant: Assistant) -> None:
         """ValueError for an assistant of a request that is no twin of the manager's."""

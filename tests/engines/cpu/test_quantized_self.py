@@ -13,7 +13,7 @@ from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import quantized, tree_verifier, weight_copies
 from hf_retrieval_assist.engines.cpu import quantized_self as module
-from hf_retrieval_assist.engines.cpu.linear import stand_ins
+from hf_retrieval_assist.engines.cpu.recording import stand_ins
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
@@ -120,7 +120,7 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
     with pytest.raises(Interrupt), interrupted_forward(model, forwards):
         run(model, max_new_tokens=NEW, **{CACHE: cache}, assistant=drafting)
     assert F.linear is torch._C._nn.linear
-    assert not stand_ins()
+    assert not stand_ins.by_id
     held = plain[:, : max(PROMPT.shape[1], cache.get_seq_length() + 1)]
     rest = NEW - (held.shape[1] - PROMPT.shape[1])
     again = run(model, held, max_new_tokens=rest, **{CACHE: cache}, assistant=drafting)
@@ -152,7 +152,7 @@ def test_other_threads_and_models_compute_as_always(llama):
     expected_other = other(PROMPT).logits
 
     def look(*_):
-        if not stand_ins():
+        if not stand_ins.by_id:
             return
         results.extend(in_threads(lambda ids: llama.model(ids)[0], [PROMPT]))
         handle.remove()

@@ -25,7 +25,7 @@ from hf_retrieval_assist.engines.cuda.arena import Arena
 from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import service, tiers
+from hf_retrieval_assist.verification import engine, service
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
@@ -196,7 +196,7 @@ def test_flash_attention_is_served_by_trees(monkeypatch):
     attended = dense_attention.install(monkeypatch)
     # transformers would look for kernels under any name with "flash" in it.
     AttentionInterface.register("unmasked", dense_attention.flash_like)
-    for module in (service, tiers):
+    for module in (service, engine):
         monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("unmasked")
@@ -309,10 +309,13 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
 
         monkeypatch.setattr(replay, "recorder", lambda *_: fails)
         agreeing(model, INPUTS["one row"], **OPTIONS)
-    verifiers = results_of(monkeypatch, tiers.Service, "verifier")
+    verifiers = results_of(monkeypatch, engine.Engine, "verifier")
+    fixed = calls_of(monkeypatch, FixedVerifier, "__init__")
     agreeing(model, INPUTS["padded"], "tree", graphs=refused != "no recordings", **OPTIONS)
     # The test's too: what is tested is what serves.
-    assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
+    assert verifiers
+    assert all(isinstance(verifier, TreeVerifier) for verifier in verifiers)
+    assert not fixed
 
 
 @pytest.mark.parametrize(

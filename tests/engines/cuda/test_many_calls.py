@@ -72,8 +72,12 @@ def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, assist
     """While they run and after: plain decoding's slots, 256 more and an eighth, and 512 behind a
     window."""
     # As with long texts and large models.
-    for name in ("arena._MOST_ROOMY", "workspace._MOST_IDLE_BYTES"):
-        monkeypatch.setattr(f"hf_retrieval_assist.verification.{name}", 0)
+    for name in (
+        "arena._MOST_ROOMY",
+        "workspace._MOST_IDLE_BYTES",
+        "workspace.WORKSPACES.most_bytes",
+    ):
+        monkeypatch.setattr(f"hf_retrieval_assist.engines.cuda.{name}", 0)
     gc.collect()
     model, others = build(model_class, max_position_embeddings=8192), alive()
 

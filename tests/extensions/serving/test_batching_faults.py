@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
+from hf_retrieval_assist.engines.cpu.engine import CpuEngine
 from hf_retrieval_assist.extensions.serving import drafts as batching
 from tests.support.batching import (
     LENGTH,
@@ -257,7 +258,7 @@ def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
         def __exit__(self, *error):
             return False
 
-    monkeypatch.setattr(batching, "reroute", Failing)
+    monkeypatch.setattr(CpuEngine, "plain_scope", lambda engine, wanted: Failing(wanted))
     make = half_knowing if knows else lambda *_: Assistant([guess(4)], budget=1)
     drafted(llama, prompts(4), make=make)
     assert scopes.count(True) == 1

@@ -11,9 +11,8 @@ from hf_retrieval_assist.extensions.structured.constraint import constraint_of
 from hf_retrieval_assist.extensions.structured.grammar import GrammarSession
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, run
-from tests.support.watching import Interrupt, Spectator
+from tests.support.watching import Interrupt, Spectator, calls_of
 
-from ..support.watching import calls_of
 from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, tokenizer, xgrammar_processor
 
 # llguidance says so of rows that have ended, with an assistant and without.

@@ -7,9 +7,8 @@ from transformers import LogitsProcessor
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import DraftSession, Target
-from hf_retrieval_assist.extensions.structured import constraint as constraints
 from hf_retrieval_assist.extensions.structured import grammar
-from hf_retrieval_assist.extensions.structured.constraint import Constraint
+from hf_retrieval_assist.extensions.structured.constraint import DEEPEST, Constraint
 from hf_retrieval_assist.policy.policy import Ask, Outcome
 from tests.support.lossless import PROMPT, run
 
@@ -100,7 +99,7 @@ def known(monkeypatch):
         ours = any(isinstance(processor, RecordProcessor) for processor in processors)
         return RecordConstraint() if ours else None
 
-    monkeypatch.setattr(constraints, "constraint_of", constraint_of)
+    monkeypatch.setattr(grammar, "constraint_of", constraint_of)
 
 
 def check(model, assistant, **options):
@@ -230,7 +229,7 @@ class LongText(Constraint):
     def advance(self, token):
         legal = token == self.length % 60
         self.length += legal
-        self.remembered = min(self.remembered + legal, constraints.DEEPEST)
+        self.remembered = min(self.remembered + legal, DEEPEST)
         return legal
 
     def rollback(self, count):
@@ -251,11 +250,11 @@ def test_no_deeper_draft_than_a_matcher_can_take_back(budget):
     session = grammar.GrammarSession(constraint)
     for start in (0, 300):
         tree = session.propose(budget)
-        assert tree.token_ids.tolist() == [(start + n) % 60 for n in range(constraints.DEEPEST)]
+        assert tree.token_ids.tolist() == [(start + n) % 60 for n in range(DEEPEST)]
         assert session.restrict(tree) is tree
         session.commit(tree.token_ids[:300].tolist(), None)
     deeper = TokenTree.chain([n % 60 for n in range(budget)], [1.0] * budget)
-    assert len(session.restrict(deeper)) == constraints.DEEPEST
+    assert len(session.restrict(deeper)) == DEEPEST
     assert constraint.length == 600
 
 
