@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +13,12 @@ from numpy.typing import NDArray
 from .attachment import attached
 from .decoding.decode import decode
 from .decoding.observer import Observer
-from .drafters.base import Drafter
+from .drafters.base import Drafter, Graphs
 from .drafters.expected import Expected, Text
 from .plugins import every, load
-from .policy.policy import AllOptions, DraftingPolicy
+from .policy.cost_store import CostModels
+from .policy.planner import Budget
+from .policy.policy import DraftingPolicy
 from .policy.stats import CallStats
 from .system import changes
 from .system.locks import Lock
@@ -62,8 +63,30 @@ class Assistant:
         records: of calls that go on being recorded; see `record`.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], **options: Unpack[AllOptions]):
-        self.policy = policy = self._policy(drafters, **options)
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        *,
+        budget: Budget = "auto",
+        max_nodes: int = 255,
+        reroute: bool = True,
+        graphs: Graphs = True,
+        fixed_width: int | None = None,
+        extra_memory: int | None = None,
+        residual: bool = False,
+        costs: CostModels | None = None,
+    ):
+        self.policy = policy = self._policy(
+            drafters,
+            budget=budget,
+            max_nodes=max_nodes,
+            reroute=reroute,
+            graphs=graphs,
+            fixed_width=fixed_width,
+            extra_memory=extra_memory,
+            residual=residual,
+            costs=costs,
+        )
         self.drafters, self.stats, self.costs = policy.drafters, policy.stats, policy.costs
         self.records: list[Any] = []
         self._lock = Lock()
@@ -209,7 +232,3 @@ class Assistant:
         """Drafters and figures, for notebooks."""
         html: str = load("parts", "html")(type(self).__name__, self.policy)
         return html
-
-
-# What `help` shows, since options are the policy's.
-Assistant.__init__.__signature__ = inspect.signature(DraftingPolicy.__init__)  # type: ignore[attr-defined]

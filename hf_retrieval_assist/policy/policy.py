@@ -50,14 +50,6 @@ class Options(TypedDict, total=False):
     costs: CostModels | None
 
 
-class AllOptions(Options, total=False):
-    """What an :class:`~..assistants.Assistant` takes besides its drafters."""
-
-    budget: Budget
-    max_nodes: int
-    residual: bool
-
-
 @dataclass
 class Ask:
     """What one step wants drafted.
