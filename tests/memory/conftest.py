@@ -8,5 +8,6 @@ except ModuleNotFoundError:  # a tree without it
 
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch):
-    monkeypatch.setattr(stream, "_PERIOD", 0.01)
-    monkeypatch.setattr(stream, "_LONGEST_PAUSE", 0.05)
+    if stream is not None:
+        monkeypatch.setattr(stream, "_PERIOD", 0.01)
+        monkeypatch.setattr(stream, "_LONGEST_PAUSE", 0.05)
