@@ -29,7 +29,7 @@ from typing import Any
 _PACKAGE = __name__.rpartition(".")[0]
 _FOLDER = Path(__file__).parent
 
-_OURS: dict[str, dict[str, str]] = {
+OURS: dict[str, dict[str, str]] = {
     "engines": {"cuda": "engines.cuda.engine:CudaEngine", "cpu": "engines.cpu.engine:CpuEngine"},
     "drafters": {"grammar": "extensions.structured.grammar:GrammarDrafter"},
     "fallbacks": {
@@ -61,11 +61,7 @@ _OURS: dict[str, dict[str, str]] = {
         "suggest": "tools.suggestion:suggest",
     },
 }
-
-
-def known(kind: str) -> dict[str, str]:
-    """Name -> `module:attribute` below the package of all that it can have of its own."""
-    return dict(_OURS[kind])
+"""Kind -> name -> `module:attribute` below the package of all that it can have of its own."""
 
 
 @cache
@@ -73,7 +69,7 @@ def ours(kind: str) -> dict[str, str]:
     """Name -> `module:attribute` of what this installation has of our own, without importing it."""
     return {
         name: f"{_PACKAGE}.{path}"
-        for name, path in _OURS[kind].items()
+        for name, path in OURS[kind].items()
         if _is_here(_FOLDER / path.partition(":")[0].replace(".", "/"))
     }
 
@@ -84,9 +80,9 @@ def _is_here(module: Path) -> bool:
 
 @cache
 def paths(kind: str) -> dict[str, str]:
-    """The same of all that is installed, that of other packages first."""
+    """The same of all that is installed, that of other packages first; names of ours stay ours."""
     theirs = {one.name: one.value for one in entry_points(group=f"{_PACKAGE}.{kind}")}
-    return {name: path for name, path in theirs.items() if name not in _OURS[kind]} | ours(kind)
+    return {name: path for name, path in theirs.items() if name not in OURS[kind]} | ours(kind)
 
 
 def load(kind: str, name: str) -> Any:

@@ -21,6 +21,7 @@ from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNee
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.policy.stats import CallStats, Stats
+from tests.support.parts import needs
 from tests.support.rounding import near
 from tests.support.threads import in_threads
 
@@ -251,6 +252,7 @@ def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):
     assert assistant.stats.reliability["suffix"].trials.sum() > observed
 
 
+@needs("extensions/structured")
 def test_drafters_of_one_name_are_told_apart():
     assistant = Assistant([AutomatonDrafter(), AutomatonDrafter(min_match=3)])
     assert list(assistant.stats.reliability) == ["automaton", "automaton 2", "grammar"]
@@ -264,6 +266,7 @@ def test_calls_of_several_threads_are_all_counted():
     assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
 
 
+@needs("extensions/structured")
 def test_an_assistant_says_what_it_is(model):
     memory = OutputMemory("1GB")
     assistant = SamAssistant(memory=memory, budget=8)

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 import hf_retrieval_assist
 from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant, attach
+from hf_retrieval_assist.plugins import paths
 
 from .support.lossless import PROMPT
 from .support.tiny_models import VOCAB
@@ -46,10 +47,7 @@ def test_uninstall_and_install(model, reinstalled):
     assert torch.equal(plain, model.generate(PROMPT, assistant=SamAssistant(), **LENGTH))
 
 
-METHODS = (
-    *("generate", "generate_batch", "init_continuous_batching"),
-    "continuous_batching_context_manager",
-)
+METHODS = ("generate", *paths("methods"))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -97,10 +97,8 @@ class Call:
 
     @cached_property
     def engine(self) -> Engine:
-        """What computes the model's forwards."""
-        if isinstance(self.model, torch.nn.Module):
-            return engine_of(transformers_private.input_device(self.model))
-        return engine_of(self.input_ids.device)
+        """What computes the forwards of a model that is served."""
+        return engine_of(transformers_private.input_device(self.model))
 
     @cached_property
     def target(self) -> Target:
@@ -148,8 +146,10 @@ class Call:
             return self._plain(why)
         if not isinstance(self.model, torch.nn.Module):
             return self._plain("it is no torch module, whose parts could be looked at")
-        width = fixed_width or 1 + planner.most_nodes(few=not self.engine.widens)
-        records = self.may_record(graphs) and self.engine.records(self.model)
+        # Of a model that is decoded plainly nothing is known to answer where it wants its inputs.
+        engine = engine_of(self.input_ids.device)
+        width = fixed_width or 1 + planner.most_nodes(few=not engine.widens)
+        records = self.may_record(graphs) and engine.records(self.model)
         demand = Demand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)

@@ -15,6 +15,7 @@ from ..host.transformers_private import compilations
 from ..policy.account import Account
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import PHASES, CallStats
+from ..verification.engine import engine_of
 from ..verification.service import learn_moving
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
@@ -64,7 +65,7 @@ def decode(
     )
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
-    with call.engine.scopes_left():
+    with engine_of(input_ids.device).scopes_left():
         return _decode(call, policy, observe)
 
 

@@ -14,6 +14,7 @@ from hf_retrieval_assist.papers import SamDecoding
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
+from tests.support.parts import needs
 from tests.support.watching import Spectator, calls_of
 from tests.support.wrapped_models import RUNTIMES
 
@@ -105,6 +106,7 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, texts, t
     assert last.forwards == other.forwards == max(lengths) - 1
 
 
+@needs("extensions/record")
 def test_plain_calls_are_recorded_up_to_their_rows_ends(model, texts):
     _, end, ended = texts
     assistant = SamAssistant()
@@ -130,7 +132,13 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in ASKING if name != "recording"),
+        pytest.param("recording", marks=needs("extensions/record")),
+    ],
+)
 def test_who_asked_for_drafts_gets_them(model, resting, name):
     assistant = ASKING[name]
     with assistant.record() if name == "recording" else nullcontext():
@@ -138,6 +146,7 @@ def test_who_asked_for_drafts_gets_them(model, resting, name):
     assert assistant.stats.total.tier == "tree"
 
 
+@needs("engines/cpu")
 def test_calls_of_both_kinds_are_timed(model):
     assistant = SamAssistant()
     account = assistant.policy.account(cost_key(model, PROMPTS))

@@ -16,6 +16,7 @@ from hf_retrieval_assist.policy.cost_store import CostKey
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.policy.policy import Ask, Outcome
 from hf_retrieval_assist.types.token_tree import TokenTree
+from tests.support.parts import needs
 from tests.support.scripted import Scripted
 
 FLAT = CostModel.fixed(lambda n: 1.0)
@@ -301,6 +302,7 @@ def test_drafts_compete_with_the_faster_kernels():
     assert account.rests()
 
 
+@needs("extensions/structured")
 def test_a_token_is_credited_to_the_first_drafter_that_has_it(monkeypatch):
     credited = []
     monkeypatch.setattr(DraftedStep, "end", lambda step, width, brought: credited.append(brought))

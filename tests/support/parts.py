@@ -4,6 +4,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from hf_retrieval_assist import plugins
 
 TESTS = Path(__file__).parents[1]
@@ -14,7 +16,7 @@ _ROOT = re.compile(r"from hf_retrieval_assist import (\([^)]*\)|[^\n]*)")
 _SUPPORT = re.compile(r"\bsupport\.(\w+)|\bsupport import (\w+)")
 # Names of the package's root, and of fallbacks, that a part brings.
 _NAMES, _FALLBACKS = (
-    {name: path.partition(":")[0] for name, path in plugins.known(kind).items()}
+    {name: path.partition(":")[0] for name, path in plugins.OURS[kind].items()}
     for kind in ("names", "fallbacks")
 )
 
@@ -38,3 +40,9 @@ def missing(path):
         if support != path and support.exists() and (found := missing(support)) is not None:
             return found
     return None
+
+
+def needs(*parts):
+    """Skips a test in a tree without one of these folders of the package."""
+    lacking = [part for part in parts if not (PACKAGE / part).is_dir()]
+    return pytest.mark.skipif(bool(lacking), reason=f"a tree without {lacking}")
