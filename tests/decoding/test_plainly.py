@@ -262,3 +262,16 @@ def test_a_runtime_that_is_no_module_is_decoded_plainly(llama, told, kind, sampl
     assert f"{kind.__name__}: the assistant cannot draft here: it is no torch module" in told.text
     with pytest.raises(TypeError, match="model: expected a transformers model"):
         attach(runtime, assistant)
+
+
+def test_a_plain_model_is_not_asked_where_it_wants_its_inputs(monkeypatch):
+    """One with parts in train mode that drop out, whose embeddings nobody can name."""
+    model = build(transformers.LlamaForCausalLM, attention_dropout=0.5).train()
+    monkeypatch.setattr(model, "get_input_embeddings", lambda: 1 / 0)
+    assistant = SamAssistant()
+    outputs = []
+    for named in ({}, {"assistant": assistant}):
+        torch.manual_seed(0)
+        outputs.append(run(model, **named))
+    assert torch.equal(*outputs)
+    assert assistant.stats.last.tier == "plain"

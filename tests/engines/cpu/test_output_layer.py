@@ -17,6 +17,7 @@ from hf_retrieval_assist.engines.cpu.screened import sampling_of, shortlist_of
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
+from tests.support.callers import Each
 from tests.support.copied_models import model_of, watch_screens
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
@@ -230,3 +231,32 @@ def test_greedy_tokens_are_of_a_shortlist_unless_a_processor_is_not_known():
         select = TokenSelector(transformers.LogitsProcessorList(processors), False, ROWS)
         assert sampling_of(select) is None
         assert shortlist is None or shortlist_of(select) == shortlist
+
+
+@pytest.mark.parametrize("change", ["a weight", "the model's logits"])
+def test_what_is_changed_within_a_call_is_read(llama, change):
+    """Nothing of the call reads a copy from then on."""
+    start, hooks = PROMPT.shape[1], []
+
+    def act(length):
+        if length not in (start + 8, start + 17):
+            return
+        if change == "a weight":
+            with torch.no_grad():
+                llama.lm_head.weight.neg_()
+        elif hooks:
+            hooks.pop().remove()
+        else:
+            hooks.append(llama.register_forward_hook(negated))
+
+    def negated(module, arguments, outputs):
+        outputs.logits = -outputs.logits
+        return outputs
+
+    assistant, options = SamAssistant(budget=4), {"max_new_tokens": 24}
+    plain = run(llama, **options, stopping_criteria=[Each(act)])
+    with watch_screens() as watch:
+        ours = run(llama, **options, stopping_criteria=[Each(act)], assistant=assistant)
+    assert torch.equal(plain, ours)
+    assert watch.screened
+    assert "changed the model" in assistant.stats.last.reason
