@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from time import perf_counter
 from typing import Any
 
 from ..host import transformers_private as private
@@ -11,9 +11,9 @@ from ..host.callers_hooks import CacheShownError, HookWatch
 from ..host.feature_taps import FeatureTaps
 from ..host.lookups import ForwardLookups
 from ..policy.policy import DraftingPolicy
-from ..policy.stats import CallStats, Stopwatch
+from ..policy.stats import CallStats
 from ..system.log import get_logger
-from ..types.token_tree import TokenTree
+from ..types.token_tree import Forest
 from ..verification.chain_verifier import StepVerifier
 from ..verification.options import ForwardOptions, Wanted
 from ..verification.service import PER_TOKEN
@@ -47,6 +47,7 @@ class Forwards:
 
     Attributes:
         verifier: there is one after the prefill.
+        engine: its part in the call.
         cache: that the forwards fill.
         returned_cache: that the result names, in which the call leaves what they filled.
         taps: the hidden states of the last forward that drafters learn from.
@@ -75,6 +76,7 @@ class Forwards:
             call.model, self.model_kwargs, service, call.batch_size, room
         )
         self.taps = FeatureTaps(call.model, policy.hidden_layers)
+        self._tapped = self.taps if policy.hidden_layers else nullcontext()
         self._hooks = HookWatch(call.model)
         self._decode_scope = private.OptimisedForDecode(call.model)
         wanted = Wanted(
@@ -84,7 +86,7 @@ class Forwards:
             batch=call.batch_size,
             select=walk.rowwise,
         )
-        self._engine = call.engine.call(call.model, wanted)
+        self.engine = call.engine.call(call.model, wanted)
         self._sound = True
 
     @property
@@ -96,7 +98,7 @@ class Forwards:
         """Feed one token of each row from now on, as plain decoding does, since code of the
         caller's has changed the model."""
         self._sound = False
-        self._engine.go_on_plainly()
+        self.engine.go_on_plainly()
         self._counts.reason = "code of the caller's changed the model or what its loop asks"
         self.verifier = StepVerifier.after(self.verifier, self.model_kwargs)
 
@@ -123,9 +125,10 @@ class Forwards:
             UnservableError: its layers do not keep one entry for each token, or a hook of the
                 caller's would be shown the cache.
         """
-        call, lap = self._call, Stopwatch(self._counts.seconds).lap
+        call, begun = self._call, perf_counter()
         self.cache.take()
-        with self.taps, self._engine.scope(), self._engine.prefill():
+        scope = call.engine.scope(self.engine.by_kernels)
+        with self.taps, scope, self.engine.prefill():
             try:
                 model_kwargs = self.model_kwargs
                 outputs = private.prefill(call.model, call.input_ids, call.config, model_kwargs)
@@ -140,9 +143,9 @@ class Forwards:
         self.model_kwargs = private.kwargs_after(call.model, outputs, self.model_kwargs) | kept
         texts = self.cache, self.model_kwargs, call.input_ids
         self.verifier = call.engine.verifier(self._service, call.model, *texts, self._options())
-        lap("prefill")
-        self._engine.begin(self.verifier, outputs.logits)
-        lap("pack")
+        shown = perf_counter()
+        self.engine.begin(self.verifier, outputs.logits)
+        self._counts.count_seconds(prefill=shown - begun, pack=perf_counter() - shown)
         return outputs
 
     def _options(self) -> ForwardOptions:
@@ -155,25 +158,16 @@ class Forwards:
             top_k=policy.top_k,
             capacity=call.prompt_length + call.room,
             keeps_cache=call.keeps_cache(self._service),
-            most_tokens=self._engine.most_tokens,
+            most_tokens=self.engine.most_tokens,
             recorded=recorded,
             fused=policy.graphs == "fused",
-            by_kernels=self._engine.by_kernels,
+            by_kernels=self.engine.by_kernels,
             states=bool(states),
             select=self._walk.rowwise,
             fixed_width=policy.fixed_width,
         )
 
-    def pack_due(self) -> None:
-        """Make what has become worth it, such as copies of weights."""
-        self._engine.between_steps(self.verifier)
-
-    @property
-    def cost_variant(self) -> str:
-        """How the next forward runs; t(n) is measured for each way."""
-        return self._engine.cost_variant(self.verifier)
-
-    def __call__(self, trees: Sequence[TokenTree]) -> tuple[Sequence[TokenTree], Verified]:
+    def __call__(self, trees: Forest) -> tuple[Forest, Verified]:
         """Verify a tree of every row, or nothing where a forward over them is of no use.
 
         Returns:
@@ -181,10 +175,11 @@ class Forwards:
         """
         slots, rows = self.cache.slots, self._walk.rows
         self.cache.require_room(1 + max([slots.lengths[r.index] for r in rows if not r.finished]))
-        with self.taps, self._engine.scope():
-            verified = self._over_drafts(trees) if any(map(len, trees)) else self._run(trees)
+        with self._tapped:
+            drafts = len(trees.token_ids) > 0
+            verified = self._over_drafts(trees) if drafts else self._run(trees)
             if verified is None:
-                trees = [TokenTree.empty()] * len(rows)
+                trees = Forest.empty(len(rows))
                 verified = self._repeat(trees)
             if (self._hooks.unsure or self._hooks.changing) and not self._hooks.learn():
                 # Forwards were tested without the hook: the next call is served as a test with it
@@ -194,14 +189,16 @@ class Forwards:
         self._counts.forwards += 1
         return trees, verified
 
-    def _run(self, trees: Sequence[TokenTree]) -> Verified:
-        widest = self._policy.fixed_width or 1 + max(map(len, trees))
-        self._decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
-        verified = self._engine.forward(self.verifier, self._walk.rows, trees)
+    def _run(self, trees: Forest) -> Verified:
+        widest = self._policy.fixed_width or 1 + max(trees.sizes)
+        few = widest == 1 or widest * len(trees) <= _FEW_TOKENS
+        if few != self._decode_scope.wanted:
+            self._decode_scope.want(few)
+        verified = self.engine.forward(self.verifier, self._walk.rows, trees)
         verified.wait()
         return verified
 
-    def _over_drafts(self, trees: Sequence[TokenTree]) -> Verified | None:
+    def _over_drafts(self, trees: Forest) -> Verified | None:
         """A forward over drafts; None, with nothing of it left, where it did not compute the text
         as it would have done without them."""
         try:
@@ -223,7 +220,7 @@ class Forwards:
             logger.warning_once(f"{name}: {why}; the step was repeated without drafts")
         return None
 
-    def _repeat(self, nothing: Sequence[TokenTree]) -> Verified:
+    def _repeat(self, nothing: Forest) -> Verified:
         """The forward once more without the drafts."""
         verified = self._run(nothing)
         # Where the text itself is not finite, no draft is of use.
@@ -235,7 +232,7 @@ class Forwards:
     def catch_up(self, tokens: int) -> None:
         """Feed some of what the cache still lacks of rows of so many generated tokens."""
         self._decode_scope.want(False)
-        with self.taps, self._engine.scope():
+        with self.taps:
             self.verifier.catch_up(self._walk.rows, tokens)
 
     def keep_company(self) -> None:
@@ -243,7 +240,7 @@ class Forwards:
         rows = self._walk.rows
         self._decode_scope.want(False)
         with self.taps:
-            nothing = self.verifier.forward(rows, [TokenTree.empty()] * len(rows))
+            nothing = self.verifier.forward(rows, Forest.empty(len(rows)))
         self.verifier.keep(rows, nothing, [[] for _ in rows])
 
     def end(self, tokens: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from ..host import transformers_private as private
 from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
 from ..policy.account import DraftedStep
-from ..policy.cost_model import CostModel, CostView
+from ..policy.cost_model import CostModel
 from ..policy.cost_store import CallCosts
 from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
-from ..policy.stats import CallStats, Stopwatch
+from ..policy.stats import CallStats
 from ..types.row_text import Path, RowText
-from ..types.token_tree import Limits, TokenTree
+from ..types.token_tree import Forest, Limits, TokenTree
 from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service
 from ..verification.verified import Verified
@@ -69,6 +70,8 @@ class Generation:
         self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = OwnForwards()
         self.sessions: list[AssistantSession] = []
+        # Of each row, for residual sampling.
+        self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 
     def run(self) -> Any:
         """The whole call; what plain `generate` returns."""
@@ -92,29 +95,35 @@ class Generation:
 
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
-        lap = Stopwatch(self.counts.seconds).lap
+        begun = perf_counter()
         if (watch := self.walk.watch) is not None and watch.changed:
             self.forward.go_on_plainly()
-        self.forward.pack_due()
-        lap("pack")
+        self.forward.engine.between_steps(self.forward.verifier)
+        packed = perf_counter()
         rows = self.running
         # In step, rows that have ended go on.
         drafted = [row for row in rows if row.padding is None] if self.walk.in_step else rows
         price = self.price(len(rows))
         step = self.draft(drafted, price)
         trees = self.trees(rows, drafted, step)
-        lap("draft")
+        drafted_at = perf_counter()
         trees, verified = self.forward(trees)
         if watch is not None:
             watch.look()
-        seconds = lap("forward")
-        paths = self.walk(trees, verified, self._drawn)
-        seconds += lap("walk")
+        shown = perf_counter()
+        paths = self.walk(trees, verified, self.drawn)
+        walked = perf_counter()
         self.keep(verified, paths)
-        seconds += lap("cache")
+        kept = perf_counter()
         self.learn(rows, trees, verified, paths, step, price.share(verified.width))
-        lap("draft")
-        self.costs.learn(verified.width, seconds, step.is_plain, verified.typical)
+        self.costs.learn(verified.width, kept - drafted_at, step.is_plain, verified.typical)
+        self.counts.count_seconds(
+            pack=packed - begun,
+            draft=drafted_at - packed + perf_counter() - kept,
+            forward=shown - drafted_at,
+            walk=walked - shown,
+            cache=kept - walked,
+        )
         if self.record is not None:
             grown = [row.index for row in drafted if paths[row.index].tokens]
             proposed = zip(drafted, zip(*step.proposals, strict=True), strict=True)
@@ -149,35 +158,30 @@ class Generation:
         """t(n) of the next forward as the tokens of one running row see it, so many rows being fed
         together."""
         verifier = self.forward.verifier
-        variant = self.forward.cost_variant
-        cost = self.costs.at(verifier.cache.slots.longest, verifier.packed, variant)
+        length, variant = verifier.cache.slots.longest, self.forward.engine.cost_variant(verifier)
         if verifier.packed:
-            return CostView(cost, rows=rows, alike=self.walk.in_step)
-        return CostView(cost, verifier.widths) if verifier.widths else cost
+            return self.costs.at(length, variant, packed=rows, alike=self.walk.in_step)
+        return self.costs.at(length, variant, verifier.widths)
 
     def prefill(self) -> None:
         """transformers' own prefill, and the first token of every row."""
         outputs = self.forward.prefill()
-        lap = Stopwatch(self.counts.seconds).lap
+        begun = perf_counter()
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
         if self.call.asks_caller and (lookups := self.forward.lookups) is not None:
             self.walk.watch = ModelWatch(self.call.model, lookups)
         self.walk.recorder.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
-        paths = self.walk([TokenTree.empty()] * len(self.rows), last, self._drawn)
-        lap("prefill")
+        paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
+        walked = perf_counter()
         states = self.forward.taps.features
         for i, (session, path) in enumerate(zip(self.sessions, paths, strict=True)):
             logits = outputs.logits[i] if self.policy.needs_logits else None
             shown = {name: found[i] for name, found in states.items()}
             session.begin(path.tokens, logits, shown)
-        lap("draft")
+        self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
         if self.record is not None:
             self.record.begin(paths)
-
-    @property
-    def _drawn(self) -> list[Drawn] | None:
-        return [session.draw_at for session in self.sessions] if self.walk.residual else None
 
     def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
         """A step with a draft of each of these rows."""
@@ -193,19 +197,18 @@ class Generation:
 
     def trees(
         self, rows: Sequence[RowText], drafted: Sequence[RowText], step: DraftedStep
-    ) -> Sequence[TokenTree]:
+    ) -> Forest:
         """What to verify of every row; nothing of finished ones, which bring no more tokens."""
-        trees = [TokenTree.empty()] * len(self.rows)
         if not len(step.trees.token_ids):
-            return trees
-        for row, tree in zip(drafted, step.trees, strict=True):
-            trees[row.index] = tree
-        if len(drafted) < len(rows):
-            depth = len(step.trees[0])
-            for row in rows:
-                if row.padding is not None:
-                    trees[row.index] = TokenTree.chain([row.padding] * depth, [1.0] * depth)
-        return trees
+            return Forest.empty(len(self.rows))
+        forest = step.trees.spread([row.index for row in drafted], len(self.rows))
+        if len(drafted) == len(rows):
+            return forest
+        trees, depth = list(forest), max(forest.sizes)
+        for row in rows:
+            if row.padding is not None:
+                trees[row.index] = TokenTree.chain([row.padding] * depth, [1.0] * depth)
+        return Forest.of(trees)
 
     def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
         """Keep what was accepted in the cache, and of the states what the call returns."""
@@ -216,7 +219,7 @@ class Generation:
     def learn(
         self,
         rows: Sequence[RowText],
-        trees: Sequence[TokenTree],
+        trees: Forest,
         verified: Verified,
         paths: Sequence[Path],
         step: DraftedStep,
@@ -226,7 +229,7 @@ class Generation:
         grown = [row for row in rows if paths[row.index].tokens]
         self.counts.count_steps(
             len(grown),
-            sum([len(trees[row.index]) for row in grown]),
+            sum([trees.sizes[row.index] for row in grown]),
             sum([len(paths[row.index].tokens) - 1 for row in grown]),
         )
         feedbacks: dict[int, RowFeedback] = {}
@@ -244,9 +247,9 @@ class Generation:
         if not self._lacks_tokens:
             self.forward.keep_company()
             return
-        lap = Stopwatch(self.counts.seconds).lap
+        begun = perf_counter()
         self.forward.catch_up(self.tokens)
-        lap("cache")
+        self.counts.count_seconds(cache=perf_counter() - begun)
 
     def result(self) -> Any:
         """What plain `generate` returns."""
@@ -281,6 +284,8 @@ class Generation:
             session = self.policy.start(prompt_ids, target, row.index, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)
+            if self.drawn is not None:
+                self.drawn.append(session.draw_at)
 
     def _close(self, session: AssistantSession) -> None:
         self.counts.count_expected(session.expected.accepted, session.expected.rejected)

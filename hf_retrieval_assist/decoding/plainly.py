@@ -39,7 +39,7 @@ def decode_at_rest(call: Call, policy: DraftingPolicy, counts: CallStats, accoun
     texts afterwards, as far as there is time for it."""
     counts.tier, counts.rests = "at rest", 1
     rerouted, before = _reroutes(call, policy, account), transformers_private.compilations()
-    with call.engine.plain_scope(rerouted):
+    with call.engine.scope(rerouted):
         result, texts = _sampled(call, counts)
     ends = time.perf_counter() + _LEARNING * counts.seconds["forward"]
     for i, (prompt_ids, token_ids) in enumerate(zip(call.prompts, texts, strict=True)):

@@ -157,7 +157,8 @@ class TokenSelector:
         """
         if self.blind:
             return process_blindly(self.processors, logits)
-        if len(rows) == len(self.rows) and len({len(row) for row in rows}) == 1:
+        whole = len(rows) == len(self.rows)
+        if whole and (len(rows) == 1 or len({len(row) for row in rows}) == 1):
             with shown(rows) as ids:
                 return self.processors(ids, logits)
         parts = zip(rows, logits.split(1), strict=True)

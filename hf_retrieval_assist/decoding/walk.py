@@ -20,7 +20,7 @@ from ..drafters.base import ChildDraw
 from ..host.model_state import ModelWatch
 from ..host.plain_step import STREAMS_FIRST
 from ..types.row_text import Path, RowText
-from ..types.token_tree import TokenTree
+from ..types.token_tree import Forest
 from ..verification.verified import Verified
 from .call import Call
 from .recorder import OutputRecorder
@@ -74,7 +74,7 @@ class Walk:
 
     def __call__(
         self,
-        trees: Sequence[TokenTree],
+        trees: Forest,
         verified: Verified,
         drawn: Sequence[Drawn] | None = None,
     ) -> list[Path]:
@@ -140,14 +140,14 @@ class Walk:
         self._streamer.put(torch.tensor([row.last for row in walking], device="cpu"))
 
     def _following(
-        self, walking: Sequence[RowText], trees: Sequence[TokenTree], paths: Sequence[Path]
+        self, walking: Sequence[RowText], trees: Forest, paths: Sequence[Path]
     ) -> list[RowText]:
         """The rows whose trees have the chosen token below the path's end, and so logits for the
         next one; in step all or none."""
         children = [
             -1
             if row.finished
-            else trees[row.index].child(paths[row.index].accepted[-1] - 1, row.generated[-1])
+            else trees.child(row.index, paths[row.index].accepted[-1] - 1, row.generated[-1])
             for row in walking
         ]
         if self.in_step and min(children) < 0:

@@ -61,7 +61,10 @@ def row_feedbacks(
         needs_all_logits: whether a drafter wants them.
     """
     chosen = {row.index: paths[row.index].chosen for row in rows}
-    states = taps.of_rows([[verified.roots[n] + i for i in nodes] for n, nodes in chosen.items()])
+    states: Sequence[dict[Layers, torch.Tensor]] = [{}] * len(rows)
+    if taps.layers:
+        places = [[verified.roots[n] + i for i in nodes] for n, nodes in chosen.items()]
+        states = taps.of_rows(places)
     feedbacks = {}
     for row, (n, nodes), seen in zip(rows, chosen.items(), states, strict=True):
         root, ids = [row.generated[paths[n].start - 1]], trees[n].token_ids

@@ -169,12 +169,13 @@ class SuffixDrafter(Drafter):
         self.memory.extend([session.output for session in sessions], ids, offsets)
 
     def _evidence(self, sessions: Sequence[SuffixSession]) -> tuple[Any, Any, Any, Any]:
-        """Texts, and what they are drafted from; the memory is locked."""
+        """Texts, and what they are drafted from: outputs of their kinds, and that of these which
+        ends as the text does; the memory is locked."""
         trees = {kind: self.memory.tree(kind) for kind in {s.kind for s in sessions}}
         return (
             [session.text for session in sessions],
             [trees[session.kind] for session in sessions],
-            [session.running for session in sessions],
+            [None if s.output is None else s.output.live_sequence for s in sessions],
             self.corpus,
         )
 
@@ -231,11 +232,6 @@ class SuffixSession(BatchSession):
                 self.output.extend(prompt_ids)
         else:
             drafter.memory.refresh()
-
-    @property
-    def running(self) -> int | None:
-        """The sequence of the memory's tree that ends as the text does."""
-        return None if self.output is None else self.output.live_sequence
 
     def scored(self, budget: int) -> TokenTree:
         """Algorithm 1, its expansion counting the matched node; the memory first among equals."""

@@ -31,10 +31,16 @@ class Ranks:
 
     Args:
         group: process group of the ranks; None where this process computes the whole model.
+
+    Attributes:
+        several: whether the model is spread over several processes.
+        leads: whether this process drafts: it is the first rank, or the only one.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self.several = group is not None
+        self.leads = not self.several or torch.distributed.get_rank(group) == 0
         self._parted = False  # whether the others know that the call has failed
 
     @classmethod
@@ -53,16 +59,6 @@ class Ranks:
                 if "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
                     return cls(mesh.get_group("tp"))
         return cls()
-
-    @property
-    def several(self) -> bool:
-        """Whether the model is spread over several processes."""
-        return self._group is not None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process drafts: it is the first rank, or the only one."""
-        return self._group is None or torch.distributed.get_rank(self._group) == 0
 
     def agree(self, trees: Forest, rows: int) -> Forest:
         """What the first rank verifies.

@@ -326,10 +326,13 @@ class CostView(CostModel):
     ):
         # Made in every step: what the base class would learn with takes longer than the rest.
         self._cost = cost
-        self.observations = cost.observations
         self._rows, self._step = rows, rows if alike else 1
         self.company = rows - self._step
         self._fed = partial(_fed, tuple(widths), rows, self._step)
+
+    @property
+    def observations(self) -> int:  # type: ignore[override]
+        return self._cost.observations
 
     @property
     def known(self) -> bool:

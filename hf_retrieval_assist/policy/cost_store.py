@@ -8,6 +8,7 @@ import json
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..system.files import read_kept, user_cache_directory, write_kept
 from ..system.locks import Lock
-from .cost_model import CostModel
+from .cost_model import CostModel, CostView
 
 _FORMAT = 3
 _SAVE_INTERVAL = 60.0  # seconds
@@ -174,18 +175,36 @@ class CallCosts:
 
     def __init__(self, costs: CostModels, key: CostKey):
         self._costs, self._key = costs, key
+        self._asked: tuple[Any, ...] = ()
         self._cost: CostModel | None = None
+        self._price: CostModel | None = None  # the same, as the tokens of one row see it
         self._plain = 0  # steps since somebody drafted
 
-    def at(self, length: int, packed: bool, manner: str) -> CostModel:
-        """What is known of a forward over rows of so many tokens in the cache; see `CostKey`."""
-        key, bucket = self._key, size_bucket(length)
-        if (bucket, packed, manner) != (key.cache_length, key.packed, key.manner):
-            self._key = replace(key, cache_length=bucket, packed=packed, manner=manner)
-            self._cost = None
-        if self._cost is None or not self._cost.timed:
-            self._cost = self._costs.get(self._key)
-        return self._cost
+    def at(
+        self,
+        length: int,
+        manner: str,
+        widths: Sequence[int] = (),
+        packed: int = 0,
+        alike: bool = False,
+    ) -> CostModel:
+        """What is known of the next forward, as the tokens of one running row see it.
+
+        Args:
+            length: tokens of the longest row in the cache.
+            manner: see `CostKey`.
+            widths, alike: see `CostView`.
+            packed: rows that are fed together without padding; 0: rows are padded.
+        """
+        asked = size_bucket(length), manner, widths, packed, alike
+        if self._cost is None or not self._cost.timed or asked != self._asked:
+            key = replace(self._key, cache_length=asked[0], packed=packed > 0, manner=manner)
+            self._asked, self._key = asked, key
+            self._cost = self._price = self._costs.get(key)
+            if packed or widths:
+                self._price = CostView(self._cost, widths, max(1, packed), alike)
+        assert self._price is not None
+        return self._price
 
     def learn(self, tokens: int, seconds: float, plain: bool, typical: bool) -> None:
         """A step that was priced last fed so many tokens per row, or of all packed rows. `plain`:

@@ -140,7 +140,7 @@ class Planner:
             return forest.prune(self._sizes(forest, cost, limits))
         if not len(forest.token_ids):
             return forest
-        forest = forest.prune([self.request()] * len(forest))
+        forest = forest.prune(self.request())
         if limits.total is None or len(forest.token_ids) <= limits.total:
             return forest
         rows = draft_tree.rank(forest.probs, forest.offsets)[0][: limits.total]

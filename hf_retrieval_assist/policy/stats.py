@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -11,27 +10,6 @@ from ..system.locks import Lock
 from .acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
-
-
-class Stopwatch:
-    """Tells how long each phase took, one after another.
-
-    Args:
-        total: seconds by phase, to which laps are added.
-    """
-
-    __slots__ = "_started", "_total"
-
-    def __init__(self, total: dict[str, float]) -> None:
-        self._total = total
-        self._started = time.perf_counter()
-
-    def lap(self, phase: str) -> float:
-        """A phase has ended; the seconds since the last one did."""
-        ended = time.perf_counter()
-        seconds, self._started = ended - self._started, ended
-        self._total[phase] += seconds
-        return seconds
 
 
 @dataclass
@@ -112,6 +90,11 @@ class CallStats:
     @property
     def _from_prefill(self) -> int:
         return self.tokens - self.accepted - self.steps
+
+    def count_seconds(self, **phases: float) -> None:
+        """Count what phases took."""
+        for phase, seconds in phases.items():
+            self.seconds[phase] += seconds
 
     def count_steps(self, rows: int, drafted: int, accepted: int) -> None:
         """Count the parts that rows had in a forward."""

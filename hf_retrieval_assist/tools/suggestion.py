@@ -274,7 +274,7 @@ def _call(generate: Any, inputs: Inputs, name: str, assistant: Any) -> tuple[flo
     """Seconds and token ids of a call under a seed, decoded as a trial's name says."""
     lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if name == LOOKUP else {}
     torch.manual_seed(_SEED)
-    with engine_of(inputs["input_ids"].device).plain_scope(name == KERNELS):
+    with engine_of(inputs["input_ids"].device).scope(name == KERNELS):
         started = time.perf_counter()
         ids = generate(**inputs, assistant=assistant, **lookup)
         seconds = time.perf_counter() - started

@@ -55,7 +55,7 @@ class RowText:
     @property
     def ids(self) -> torch.Tensor:
         """int64 [1, len(self)]: the prefix that plain decoding would have at this point."""
-        length = len(self)
+        length = self._prompt_length + len(self.generated)
         if length > self._ids.shape[1]:
             self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
         if self._written < len(self.generated):

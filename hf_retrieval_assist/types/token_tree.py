@@ -145,10 +145,7 @@ class TokenTree(_Nodes):
 
     def child(self, parent: int, token: int) -> int:
         """Index of the child of `parent` (−1: the root) that carries `token`, or −1."""
-        if not self.token_ids.size:
-            return -1
-        found = np.flatnonzero((self.parents == parent) & (self.token_ids == token))
-        return int(found[0]) if len(found) else -1
+        return Forest.of([self]).child(0, parent, token)
 
     def follow(self, token_ids: Sequence[int] | Int32Array) -> Int32Array:
         """Nodes on the path spelt by `token_ids`, as far as the tree goes along with it."""
@@ -178,7 +175,7 @@ class TokenTree(_Nodes):
         """
         if budget >= len(self):
             return self
-        return Forest.of([self]).prune([budget])[0]
+        return Forest.of([self]).prune(budget)[0]
 
     def without_nan(self) -> TokenTree:
         """Without nodes whose probability is not a number, and what is below them.
@@ -266,6 +263,8 @@ class Forest(_Nodes, Sequence[TokenTree]):
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> TokenTree:  # type: ignore[override]  # no slices
+        if not len(self.token_ids):
+            return _EMPTY
         return self._tree(slice(self.offsets[index], self.offsets[index + 1]))
 
     def __iter__(self) -> Iterator[TokenTree]:
@@ -275,6 +274,24 @@ class Forest(_Nodes, Sequence[TokenTree]):
     def _tree(self, nodes: slice) -> TokenTree:
         ids, parents = self.token_ids[nodes], self.parents[nodes]
         return TokenTree(ids, parents, self.probs[nodes], self.classes[nodes])
+
+    def child(self, index: int, parent: int, token: int) -> int:
+        """In a tree, what `TokenTree.child` finds."""
+        if not len(self.token_ids):
+            return -1
+        first, end = self.offsets[index], self.offsets[index + 1]
+        alike = (self.parents[first:end] == parent) & (self.token_ids[first:end] == token)
+        found = np.flatnonzero(alike)
+        return int(found[0]) if len(found) else -1
+
+    def spread(self, places: Sequence[int], trees: int) -> Forest:
+        """So many trees, of which these stand at ascending places and all others have no nodes."""
+        if len(places) == trees:
+            return self
+        sizes = np.zeros(trees, np.int64)
+        sizes[places] = self.sizes
+        offsets = np.append(0, np.cumsum(sizes))
+        return Forest(self.token_ids, self.parents, self.probs, self.classes, offsets)
 
     def first(self, index: int) -> tuple[float, int]:
         """Probability and token of a tree's first node; 0 and −1 where it has none."""
@@ -312,8 +329,10 @@ class Forest(_Nodes, Sequence[TokenTree]):
         pairs = zip(self, max_depths, strict=True)
         return Forest.of([tree if d is None else tree.cut_depth(d) for tree, d in pairs])
 
-    def prune(self, budgets: Sequence[int]) -> Forest:
+    def prune(self, budgets: Sequence[int] | int) -> Forest:
         """Of each tree so many of the most probable nodes; see `TokenTree.prune`."""
+        if isinstance(budgets, int):
+            budgets = [budgets] * len(self.sizes)
         if all(map(le, self.sizes, budgets)):
             return self
         most = np.array(budgets, np.int64)
@@ -359,4 +378,4 @@ class Limits:
             forest = forest.cut_depths(self.depths)
         if self.chains:
             forest = forest.best_paths()
-        return forest if self.nodes is None else forest.prune([self.nodes] * len(forest))
+        return forest if self.nodes is None else forest.prune(self.nodes)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ..cache.states import States
 from ..host.transformers_private import kwargs_after
 from ..types.row_text import RowText
-from ..types.token_tree import TokenTree
+from ..types.token_tree import Forest
 from .options import Bounds
 from .verified import Verified
 from .verifiers import Verifier
@@ -30,8 +30,8 @@ class ChainVerifier(Verifier):
 
     chains = True
 
-    def __init__(self, *args: Any, states: States):
-        super().__init__(*args)
+    def __init__(self, *args: Any, states: States, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.states = states
 
     def _pending(self, row: RowText) -> list[int]:
@@ -43,7 +43,7 @@ class ChainVerifier(Verifier):
         backlog = max(len(self._pending(row)) for row in rows) - 1
         return backlog, 0 if self.states.full else self.most_fed - 1
 
-    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+    def forward(self, rows: Sequence[RowText], trees: Forest) -> Verified:
         pending = [self._pending(row) for row in rows]
         fed = [
             [*known, *tree.token_ids.tolist()] for known, tree in zip(pending, trees, strict=True)
@@ -54,7 +54,7 @@ class ChainVerifier(Verifier):
             done = self.processed[row.index] + len(tokens)
             tokens += row.fed(done, done + width - len(tokens))
         # What a finished row is fed, for other processes, is not kept either.
-        self.states.begin(undo=any(map(len, trees)) or rows[0].finished)
+        self.states.begin(undo=len(trees.token_ids) > 0 or rows[0].finished)
         return self._feed(rows, fed, [len(known) - 1 for known in pending])
 
     def _feed(
@@ -148,7 +148,7 @@ class StepVerifier(ChainVerifier):
         states = verifier.states if isinstance(verifier, ChainVerifier) else States(verifier.cache)
         bounds = Bounds(most_fed=1, reach=verifier.reach)
         texts = verifier.cache, model_kwargs, verifier.prompt_ids
-        new = cls(verifier.model, *texts, bounds, states=states)
+        new = cls(verifier.model, *texts, bounds, states=states, scope=verifier.scope)
         new.begun = verifier.begun
         new.repeated, new.recordings = verifier.repeated, verifier.recordings
         return new
@@ -162,7 +162,7 @@ class StepVerifier(ChainVerifier):
             input_ids, next_sequence_length=width, **kwargs
         )
         self.feeding = True
-        outputs = self.model(**inputs, return_dict=True)
+        outputs = self.compute(**inputs, return_dict=True)
         self._asked = kwargs_after(self.model, outputs, kwargs)
         return outputs
 

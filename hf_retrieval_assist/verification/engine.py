@@ -20,7 +20,7 @@ from ..host.scopes import scopes_left
 from ..host.transformers_private import input_device, is_callers, why_no_mask
 from ..plugins import every
 from ..types.row_text import RowText
-from ..types.token_tree import TokenTree
+from ..types.token_tree import Forest
 from .chain_verifier import ChainVerifier
 from .options import Bounds, Demand, ForwardOptions, Wanted
 from .tiers import Service, Tier, cache_for, has_padding
@@ -40,12 +40,8 @@ class EngineCall:
     by_kernels = False
     most_tokens: int | None = None
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """Round every forward, the prompt's included."""
-        return nullcontext()
-
     def prefill(self) -> AbstractContextManager[Any]:
-        """Round the prompt's forward, inside of `scope`."""
+        """Scope of the prompt's forward, inside of the engine's own."""
         return nullcontext()
 
     def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
@@ -54,9 +50,7 @@ class EngineCall:
     def between_steps(self, verifier: Verifier) -> None:
         """Make what has become worth it; called once for each step."""
 
-    def forward(
-        self, verifier: Verifier, rows: Sequence[RowText], trees: Sequence[TokenTree]
-    ) -> Verified:
+    def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
         """The verifier's forward."""
         return verifier.forward(rows, trees)
 
@@ -111,8 +105,9 @@ class Engine:
         """Scope at whose end the running thread is in the scopes that it was in before."""
         return scopes_left()
 
-    def plain_scope(self, wanted: bool) -> AbstractContextManager[Any]:
-        """Round a call that transformers' loop decodes, by the engine's kernels where `wanted`."""
+    def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
+        """Scope in which a model's forwards are computed, by the engine's kernels where wanted; it
+        may be entered again and again."""
         return nullcontext()
 
     def call(self, model: Any, wanted: Wanted) -> EngineCall:
@@ -178,7 +173,8 @@ class Engine:
         bounds = Bounds(service.width, options.most_tokens, service.reach)
         if service.tier is not Tier.TREE or why_no_mask(model.config) is not None:
             states = SavedStates if service.tier is Tier.REPLAY else States
-            return ChainVerifier(*arguments, bounds, states=states(cache))
+            scope = self.scope(options.by_kernels)
+            return ChainVerifier(*arguments, bounds, states=states(cache), scope=scope)
         attention = tree_attention(service, model, model_kwargs)
         return self.tree_verifier(service, arguments, bounds, attention, options)
 
@@ -191,7 +187,8 @@ class Engine:
         options: ForwardOptions,
     ) -> Verifier:
         """One of the tree tier; `arguments` are a verifier's first four."""
-        return TreeVerifier(*arguments, bounds, attention=attention)
+        scope = self.scope(options.by_kernels)
+        return TreeVerifier(*arguments, bounds, attention=attention, scope=scope)
 
     def holds(self, cache: SlotCache) -> bool:
         """Whether a cache's layers may stay in memory in which forwards are recorded."""

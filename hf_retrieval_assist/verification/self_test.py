@@ -32,7 +32,7 @@ from ..host.transformers_private import input_device, kwargs_after, takes_positi
 from ..system.memory import SHORTAGES
 from ..system.tensors import same_bits
 from ..types.row_text import RowText
-from ..types.token_tree import TokenTree
+from ..types.token_tree import Forest, TokenTree
 from .engine import engine_of
 from .options import ForwardOptions
 from .reach import find_reach
@@ -323,7 +323,8 @@ class _Probe:
         Returns:
             For each row, logits [1 + nodes, vocab_size].
         """
-        verified = self.verifier.forward(self.rows, [tree for tree, _ in plans])
+        trees = Forest.of([tree for tree, _ in plans])
+        verified = self.verifier.forward(self.rows, trees)
         logits = [
             verified.of_row(row.index, len(tree)).to(torch.float32, copy=True)
             for row, (tree, _) in zip(self.rows, plans, strict=True)

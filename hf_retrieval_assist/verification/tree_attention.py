@@ -25,7 +25,7 @@ from ..cache.blocks import View, Views
 from ..cache.slot_layers import RowSlots
 from ..structures import draft_tree
 from ..system.lazy import cached_property
-from ..types.token_tree import TokenTree
+from ..types.token_tree import Forest
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -180,7 +180,7 @@ class FedTokens:
     def of(
         cls,
         roots: Sequence[int],
-        trees: Sequence[TokenTree],
+        trees: Forest,
         lengths: Sequence[int],
         rows: Sequence[int] | None = None,
         width: int | None = None,
@@ -189,25 +189,17 @@ class FedTokens:
 
         Args:
             roots, trees, lengths: of every row in the cache.
-            rows: that are fed; None: all.
+            rows: that are fed; None: all. Others have no nodes.
             width: of a line; None: the widest row's.
         """
-        fed = range(len(trees)) if rows is None else rows
-        grown = [trees[row] for row in fed]
-        counts = np.array([len(tree) for tree in grown], np.int64)
-        token_ids, depths, sees = draft_tree.arrange(
-            np.array([roots[row] for row in fed], np.int64),
-            counts,
-            np.concatenate([tree.token_ids for tree in grown]),
-            np.concatenate([tree.parents for tree in grown]),
-            width or 1 + int(counts.max()),
-        )
-        kept = np.array([lengths[row] for row in fed], np.int64)
-        return cls(np.array(fed, np.int64), 1 + counts, kept, token_ids, depths, sees)
-
-    @property
-    def width(self) -> int:
-        return self.token_ids.shape[1]
+        every, kept = np.array(roots, np.int64), np.array(lengths, np.int64)
+        fed, counts = np.arange(len(trees)), np.array(trees.sizes, np.int64)
+        if rows is not None:
+            fed = np.array(rows, np.int64)
+            every, kept, counts = every[fed], kept[fed], counts[fed]
+        widest = width or 1 + int(counts.max())
+        arranged = draft_tree.arrange(every, counts, trees.token_ids, trees.parents, widest)
+        return cls(fed, 1 + counts, kept, *arranged)
 
     @property
     def begins(self) -> Int64Array:
@@ -222,7 +214,7 @@ class FedTokens:
 
     def packed(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
         """On a device, a line for every token, whose columns are the tokens of its row."""
-        row, column = np.nonzero(np.arange(self.width) < self.counts[:, None])
+        row, column = np.nonzero(np.arange(self.token_ids.shape[1]) < self.counts[:, None])
         own = [a[row, column][:, None] for a in (self.token_ids, self.depths, self.sees)]
         arrays = *own, self.depths[row], column[:, None]
         ids, depths, sees, columns, offsets = (torch.from_numpy(a).to(device) for a in arrays)

@@ -9,6 +9,7 @@ models that take chains alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..host.scopes import Attention, attending
 from ..host.transformers_private import CACHE_NAMES, attention_of, forward_parameters, input_device
 from ..system.lazy import cached_property
 from ..types.row_text import RowText
-from ..types.token_tree import Limits, TokenTree
+from ..types.token_tree import Forest, Limits, TokenTree
 from .options import Bounds
 from .reach import UNLIMITED
 from .tree_attention import Fed, FedTokens, TreeAttention
@@ -29,6 +30,8 @@ from .verified import Verified
 
 # Tokens per row that one forward catches up on at most, since each of them gets logits.
 _MOST_FED = 64
+
+_NO_SCOPE: AbstractContextManager[Any] = nullcontext()
 
 
 class Verifier:
@@ -40,6 +43,7 @@ class Verifier:
         model_kwargs: `generate`'s, after the prefill.
         prompt_ids: int64 [batch, length], as the rows of text begin.
         bounds: what a forward may feed.
+        scope: in which the model computes.
 
     Attributes:
         begun: slots per row that held the prompt.
@@ -68,10 +72,12 @@ class Verifier:
         model_kwargs: dict[str, Any],
         prompt_ids: torch.Tensor,
         bounds: Bounds = Bounds(),  # noqa: B008, a tuple
+        scope: AbstractContextManager[Any] = _NO_SCOPE,
     ):
         self.model = model
         self.most_fed, self.most_tokens, self.reach = bounds
-        self.call = model
+        self.scope = scope
+        self.call: Any = self.compute
         self.widths: tuple[int, ...] = ()
         self.cache = cache
         self.prompt_ids = prompt_ids
@@ -93,6 +99,11 @@ class Verifier:
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest
         self.feeding = False
+
+    def compute(self, **given: Any) -> Any:
+        """The model's forward, in its scope."""
+        with self.scope:
+            return self.model(**given)
 
     def narrow(self) -> None:
         """Feed one token of each row from now on, as plain decoding does."""
@@ -155,7 +166,7 @@ class Verifier:
             return most
         return max(1, min(most, self.most_tokens // len(self.prompt_ids)))
 
-    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+    def forward(self, rows: Sequence[RowText], trees: Forest) -> Verified:
         """Feed pending tokens and drafts, one tree per row."""
         raise NotImplementedError
 
@@ -262,8 +273,8 @@ class TreeVerifier(Verifier):
 
     lends_cache = True
 
-    def __init__(self, *args: Any, attention: TreeAttention):
-        super().__init__(*args)
+    def __init__(self, *args: Any, attention: TreeAttention, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.attention = attention
         self._unsound = False  # whether drafts since the last `forget` had NaN for logits
 
@@ -280,22 +291,20 @@ class TreeVerifier(Verifier):
         """Scope of a forward whose attention is computed otherwise."""
         return attending(attention_of(self.model.config), self._modules, attend)
 
-    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+    def forward(self, rows: Sequence[RowText], trees: Forest) -> Verified:
         return self._feed(
             [row.last for row in rows], trees, [row for row in rows if not row.finished]
         )
 
-    def _feed(
-        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
-    ) -> Verified:
+    def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
         """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
-        width = self._bucket(1 + max(map(len, trees)))
+        width = self._bucket(1 + max(trees.sizes))
         return self._feed_lines(FedTokens.of(roots, trees, self.cache.slots.lengths, None, width))
 
     def _feed_lines(self, fed: FedTokens) -> Verified:
         """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
-        outputs = self._run(ids, fed.width, *self._tree_arguments(lines))
+        outputs = self._run(ids, ids.shape[1], *self._tree_arguments(lines))
         return Verified(outputs.logits, [0] * len(ids), outputs)
 
     def _tree_arguments(self, fed: Fed) -> tuple[dict[str, Any], Views]:
@@ -317,7 +326,7 @@ class TreeVerifier(Verifier):
         Neither these nor the rows' roots, which are fed first, are ever kept.
         """
         arguments, views = self._tree_arguments(fed)
-        call = self.call if self.cache.slots.is_even else self.model
+        call = self.call if self.cache.slots.is_even else self.compute
         outputs = self._run(token_ids, token_ids.shape[1], arguments, views, call)
         logits: torch.Tensor = outputs.logits
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
@@ -345,7 +354,7 @@ class TreeVerifier(Verifier):
         stops = [min(tokens - 1, done + self._most_lacking) for done in self.processed]
         fed = [row.fed(*span) for row, *span in zip(rows, self.processed, stops, strict=True)]
         roots = [ids[0] if ids else row.last for row, ids in zip(rows, fed, strict=True)]
-        trees = [TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed]
+        trees = Forest.of([TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed])
         lacking = [row for row, ids in zip(rows, fed, strict=True) if ids]
         self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
 

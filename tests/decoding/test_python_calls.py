@@ -45,11 +45,11 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "budget", "sampled", "most"),
     [
-        *[(1, 0, False, (270, 183, 40)), (1, 8, False, (375, 220, 41))],
+        *[(1, 0, False, (205, 138, 33)), (1, 8, False, (315, 180, 34))],
         *[
-            (16, 0, False, (580, 190, 40)),
-            (16, 8, False, (1005, 252, 40)),
-            (208, 0, True, (4700, 206, 40)),
+            (16, 0, False, (430, 145, 33)),
+            (16, 8, False, (920, 228, 36)),
+            (208, 0, True, (3500, 176, 36)),
         ],
     ],
 )

@@ -62,9 +62,9 @@ def test_a_learnt_output_is_matched_as_its_context_is(earlier, prompt):
     """A running output's own suffixes lead where matching the text from scratch does."""
     memory = memory_of([earlier])
     started = session(SuffixDrafter(memory, max_depth=8), prompt, [6, *earlier[:3]])
-    assert started.running is not None
+    assert started.output.live_sequence is not None
     mixer, texts, trees = Mixture.trained().mixer(), [started.text], [memory.tree("m")]
-    own = mixer.draft(texts, trees, [started.running], None, [16], min_prob=0.001)
+    own = mixer.draft(texts, trees, [started.output.live_sequence], None, [16], min_prob=0.001)
     scratch = mixer.draft(texts, trees, [None], None, [16], min_prob=0.001)
     # Only what stood before the output, in the prompt, tells them apart, and it was not learnt.
     for mine, theirs in zip(own, scratch, strict=True):

@@ -8,6 +8,7 @@ from hf_retrieval_assist.cache.slot_layers import RowSlots
 from hf_retrieval_assist.engines.cuda.arena import Shape
 from hf_retrieval_assist.engines.cuda.fixed_masks import FixedMasks
 from hf_retrieval_assist.engines.cuda.packed_buffer import PackedBuffer
+from hf_retrieval_assist.types.token_tree import Forest
 from hf_retrieval_assist.verification.tree_attention import Fed, FedTokens, LayerMask, TreeAttention
 from tests.support.trees import random_tree
 
@@ -71,7 +72,7 @@ def built(rule, lengths, trees, padding, per_type):
     slots = RowSlots(lengths)
     rules = {"kind": rule} if per_type else rule
     attention = TreeAttention(rules, masked(lengths, padding), torch.float32)
-    _, fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(CPU)
+    _, fed = FedTokens.of([7] * len(lengths), Forest.of(trees), lengths).lines(CPU)
     masks, views = attention.masks(fed, slots)
     mask = masks["kind"] if per_type else masks
     assert views[0].extent == views[1].extent == max(lengths) + fed.sees.shape[1]
@@ -133,7 +134,7 @@ def test_masks_over_whole_buffers_are_their_definition(seed):
     """Of several kinds of layers at once, and of trees that are filled up."""
     lengths, padding, trees = random_rows(seed)
     width = 1 + max(map(len, trees)) + seed % 3
-    fed = FedTokens.of([7] * len(lengths), trees, lengths, width=width)
+    fed = FedTokens.of([7] * len(lengths), Forest.of(trees), lengths, width=width)
     actual = in_buffers(RULES, lengths, padding, fed.depths, fed.sees, width)
     for kind, rule in RULES.items():
         assert_defined(rule, lengths, trees, padding, actual[kind], range(CAPACITY))
@@ -144,7 +145,7 @@ def test_masks_over_whole_buffers_are_their_definition(seed):
 def test_tokens_fed_one_after_another_see_in_views_what_they_would_together(rule, before):
     """Columns of earlier forwards stand behind the kept slots."""
     tree = random_tree(np.random.default_rng(before), 8, 4)
-    _, fed = FedTokens.of([7], [tree], [10]).lines(CPU)
+    _, fed = FedTokens.of([7], Forest.of([tree]), [10]).lines(CPU)
     late = Fed(fed.depths[:, before:], fed.depths, fed.sees[:, before:])
     attention = TreeAttention(rule, None, torch.float32)
     whole, part = (attention.masks(tokens, RowSlots([10]))[0] for tokens in (fed, late))
@@ -155,7 +156,7 @@ def test_tokens_fed_one_after_another_see_in_views_what_they_would_together(rule
 def test_tokens_fed_one_after_another_see_in_buffers_what_they_would_together(before):
     trees = [random_tree(np.random.default_rng(before + row), 8, 4) for row in range(2)]
     lengths, padding = [9, 12], [0, 0]
-    together = FedTokens.of([1, 1], trees, lengths)
+    together = FedTokens.of([1, 1], Forest.of(trees), lengths)
     rows = RULES, lengths, padding, together.depths
     whole = in_buffers(*rows, together.sees, together.width)
     part = in_buffers(*rows, together.sees[:, before:], 9 + before % 4)

@@ -18,7 +18,7 @@ from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.scopes import attending, innermost
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.row_text import RowText
-from hf_retrieval_assist.types.token_tree import TokenTree
+from hf_retrieval_assist.types.token_tree import Forest, TokenTree
 from hf_retrieval_assist.verification.engine import engine_of
 from hf_retrieval_assist.verification.options import ForwardOptions
 from hf_retrieval_assist.verification.service import choose_service
@@ -105,7 +105,7 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
     for row in rows:
         row.finished = True
     before = list(verifier.cache.slots.lengths)
-    found = verifier.forward(rows, [TokenTree.empty()] * ROWS)
+    found = verifier.forward(rows, Forest.empty(ROWS))
     assert found.width == 1
     verifier.keep(rows, found, [[]] * ROWS)
     assert verifier.cache.slots.lengths == before
@@ -264,7 +264,7 @@ def test_tokens_that_wait_to_be_fed_leave_less_room_for_drafts(most_fed, most_to
     limits = verifier.limits(rows, rows, [None] * ROWS)
     assert (limits.nodes, limits.backlog) == (4, 3)
     nodes = limits.nodes
-    trees = [TokenTree.chain([5] * nodes, [0.5] * nodes)] * ROWS
+    trees = Forest.of([TokenTree.chain([5] * nodes, [0.5] * nodes)] * ROWS)
     assert verifier.forward(rows, trees).width == 8
     # Nothing is drafted where what waits fills the forward.
     rows[1].generated += [11] * 9

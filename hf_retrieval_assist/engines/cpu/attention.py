@@ -92,7 +92,7 @@ class AttentionTuning(Tuning):
 TUNING = AttentionTuning()
 
 
-def _can_route(
+def _takes_kernel(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,8 +100,9 @@ def _can_route(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> bool:
-    """Whether this is attention and nothing else, and of a kind that the kernel knows."""
-    if asks_for_more(options, ("softcap",)):
+    """Whether this is attention and nothing else, of a kind that the kernel knows and is to compute
+    here."""
+    if not in_route() or asks_for_more(options, ("softcap",)):
         return False
     if not can_attend(query, key, value, mask):
         return False
@@ -113,15 +114,9 @@ def _can_route(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    return mask is not None or query.shape[2] == 1 or not causal
-
-
-def _takes_kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, options: Any) -> bool:
-    return (
-        in_route()
-        and _can_route(module, query, key, value, mask, options)
-        and TUNING.takes_kernel(query, key, value)
-    )
+    if causal and mask is None and query.shape[2] > 1:
+        return False
+    return TUNING.takes_kernel(query, key, value)
 
 
 def _again(

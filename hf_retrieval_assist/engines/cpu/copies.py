@@ -20,7 +20,7 @@ from ...host.callers_hooks import has_callers_hooks
 from ...host.transformers_private import global_hooks, hooks_of
 from ...system.memory import may_take
 from ...types.row_text import RowText
-from ...types.token_tree import TokenTree
+from ...types.token_tree import Forest
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier, Verifier
 from .compact import COMPACT, CompactProduct, compactable
@@ -83,7 +83,7 @@ class _Part:
 
 
 class Copies:
-    """What stands for a model's layers in forwards of a call; without :meth:`take` nothing does.
+    """What stands for a model's layers in forwards of a call.
 
     A model may do more with what its output layer returns. So the prompt's forward is watched: only
     where its logits are the layer's own, untouched, are later forwards screened; and each of them
@@ -101,8 +101,10 @@ class Copies:
         self._state: Any = None
 
     @classmethod
-    def of(cls, model: Any, select: TokenSelector | None, extra_memory: int | None) -> Copies:
-        """Those that there is memory for.
+    def of(
+        cls, model: Any, select: TokenSelector | None, extra_memory: int | None
+    ) -> Copies | None:
+        """Those that there is memory for; None where there are none.
 
         Args:
             model: whose layers.
@@ -118,7 +120,7 @@ class Copies:
                 copies._output.take([output], extra_memory)
         beside = sum(map(WEIGHTS.size_of, copies._output.weights))
         copies._compact.take(compactable(model), extra_memory, beside)
-        return copies
+        return copies if any(part.weights for part in copies._parts) else None
 
     def watching(self) -> AbstractContextManager[Any]:
         """Scope of a forward in which copies are read, and the output layer is watched."""
@@ -139,9 +141,7 @@ class Copies:
         """Make the copies that have become worth it; to be called once for each forward."""
         self._pack([part for part in self._parts if part.is_due()])
 
-    def forward(
-        self, verifier: Verifier, rows: Sequence[RowText], trees: Sequence[TokenTree]
-    ) -> Verified:
+    def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
         """The verifier's forward, with copies in the place of layers."""
         with self.watching():
             verified = verifier.forward(rows, trees)

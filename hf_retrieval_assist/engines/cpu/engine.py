@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...types.row_text import RowText
-from ...types.token_tree import TokenTree
+from ...types.token_tree import Forest
 from ...verification.engine import Engine, EngineCall
 from ...verification.options import Bounds, Demand, ForwardOptions, Wanted
 from ...verification.tiers import Service
@@ -46,8 +46,8 @@ class CpuEngine(Engine):
     def scopes_left(self) -> AbstractContextManager[None]:
         return all_scopes_left()
 
-    def plain_scope(self, wanted: bool) -> AbstractContextManager[Any]:
-        return reroute(wanted)
+    def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
+        return reroute(by_kernels)
 
     def call(self, model: Any, wanted: Wanted) -> CpuCall:
         return CpuCall(model, wanted)
@@ -65,6 +65,7 @@ class CpuEngine(Engine):
             *arguments,
             bounds,
             attention=attention,
+            scope=self.scope(options.by_kernels),
             packed=service.packed,
             repeats=service.lookups if repeats else None,
         )
@@ -76,34 +77,33 @@ class CpuCall(EngineCall):
     def __init__(self, model: Any, wanted: Wanted):
         # Methods that are chosen by timings need not give the same bits on every rank.
         self.by_kernels = wanted.reroute and not wanted.several
-        self._reroute = reroute(self.by_kernels)
-        self._copies = Copies()
+        self._copies: Copies | None = None
         if self.by_kernels:
             self._copies = Copies.of(model, wanted.select, wanted.extra_memory)
             # More tokens would not be rounded in half precision as plain decoding rounds them.
             if model.dtype.itemsize < 4 and wanted.batch <= MAX_ROWS:
                 self.most_tokens = MAX_ROWS
 
-    def scope(self) -> AbstractContextManager[Any]:
-        return self._reroute
-
     def prefill(self) -> AbstractContextManager[Any]:
-        return self._copies.watching()
+        return nullcontext() if self._copies is None else self._copies.watching()
 
     def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
-        self._copies.begin(verifier, logits)
+        if self._copies is not None:
+            self._copies.begin(verifier, logits)
 
     def between_steps(self, verifier: Verifier) -> None:
-        if self.by_kernels:
+        if self._copies is not None:
             self._copies.pack_due()
 
-    def forward(
-        self, verifier: Verifier, rows: Sequence[RowText], trees: Sequence[TokenTree]
-    ) -> Verified:
+    def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
+        if self._copies is None:
+            return verifier.forward(rows, trees)
         return self._copies.forward(verifier, rows, trees)
 
     def go_on_plainly(self) -> None:
-        self._copies = Copies()
+        self._copies = None
 
     def cost_variant(self, verifier: Verifier) -> str:
+        if self._copies is None:
+            return verifier.manner
         return " ".join(filter(None, (self._copies.names, verifier.manner)))

@@ -29,7 +29,7 @@ from ...types.evidence import EvidenceClasses
 from ...types.token_tree import Float32Array, Forest, Int32Array, TokenTree
 from ...verification.own_forwards import OwnForwards
 from .quantized import QuantizedWeight, quantized_model
-from .reroute import standing_in
+from .reroute import reroute, standing_in
 
 # Evidence: the place among the model's choices, and how far the first one's score lies above the
 # second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
@@ -129,7 +129,7 @@ class QuantizedSelf(Drafter):
         if own.ready and asked and not torch.is_autocast_enabled("cpu"):
             growth = _Growth(own, [sessions[i] for i in asked], [budgets[i] for i in asked])
             if growth.goes_on():
-                with own.drafting(), standing_in(sessions[0].weights):
+                with own.drafting(), reroute(), standing_in(sessions[0].weights):
                     growth.grow(growth.run)
                 self.certainty += _MEMORY * (mean(growth.certainties) - self.certainty)
                 trees = growth.grown().trees(lambda classes, *_: classes.astype(np.int32))

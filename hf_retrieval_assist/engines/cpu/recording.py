@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ...system.tensors import memory_of, same_bits, thread
-from .skinny import RepeatedElements
+from .skinny import RepeatedElements, route_depth, set_route_depth
 
 aten = torch.ops.aten
 
@@ -119,12 +119,16 @@ class Program:
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._given.layers, self._given.masks = layers, masks
+        depth = route_depth()
+        # What is not a kernel's of these is routed, too; nothing has to be exchanged for that.
+        set_route_depth(depth + 1)
         try:
             nothing_stands_in = self._weights.isdisjoint(stand_ins.by_id)
             for operator in self._direct if nothing_stands_in else self._operators:
                 operator()
             return self._last()
         finally:
+            set_route_depth(depth)
             self._given.layers = self._given.masks = ()
             self._given.shown.clear()
 

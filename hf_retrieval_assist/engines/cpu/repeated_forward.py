@@ -7,7 +7,7 @@ has been computed so often that recording would have paid, and compared to the b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,10 +42,11 @@ _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
 class _Asked(NamedTuple):
-    """A forward that is wanted: the model, its arguments, of these what a program is given, the
-    cache's layers, and the programs that there are."""
+    """A forward that is wanted: the model, what computes it, its arguments, of these what a program
+    is given, the cache's layers, and the programs that there are."""
 
     model: Any
+    compute: Callable[..., Any]
     arguments: dict[str, Any]
     inputs: Mapping[str, torch.Tensor]
     layers: list[Any]
@@ -59,13 +60,13 @@ class _Kind(Recording):
     content: tuple[Program, Any] | None
 
     def compute(self, asked: _Asked) -> Any:
-        return asked.model(**asked.arguments)
+        return asked.compute(**asked.arguments)
 
     def record(self, asked: _Asked) -> Any:
         with self.trying(), _taken_back(asked.layers) as kept:
             recorder = Recorder(asked.model, asked.inputs, asked.layers, asked.masks)
             with recorder:
-                outputs = asked.model(**asked.arguments | recorder.inputs)
+                outputs = asked.compute(**asked.arguments | recorder.inputs)
             given = {name for name, x in outputs.items() if x is not None}
             if strange := given - {"logits", CACHE}:
                 raise UnrecordableError(f"a forward that returns {sorted(strange)}")
@@ -145,7 +146,8 @@ class RepeatedForward(Borrower[Programs]):
     """Stands for a model in the forwards of one call, and repeats those that it can.
 
     Args:
-        model: that is called otherwise.
+        model: whose forwards they are.
+        compute: its forward.
         cache: the call's.
         arguments: of the call.
         lookups: of the model's forward; nothing is repeated once one of them leads elsewhere.
@@ -162,6 +164,7 @@ class RepeatedForward(Borrower[Programs]):
     def __init__(
         self,
         model: Any,
+        compute: Callable[..., Any],
         cache: SlotCache,
         arguments: Mapping[str, Any],
         lookups: ForwardLookups,
@@ -175,7 +178,8 @@ class RepeatedForward(Borrower[Programs]):
             for tensor in tensors.values()
             if tensor is not None
         ]
-        self._cache, self._handles, self.typical = cache, RemovableHandle.next_id, True
+        self._compute, self._cache = compute, cache
+        self._handles, self.typical = RemovableHandle.next_id, True
         read = partial(recorded_state, model, arguments, torch.device("cpu"))
         super().__init__(PROGRAMS, model, read)
         self._programs: Programs | None = None
@@ -198,7 +202,7 @@ class RepeatedForward(Borrower[Programs]):
         if programs is not None and programs.lookups.changed() is not None:
             programs = self._programs = None
         if programs is None:
-            return self._model(**given)
+            return self._compute(**given)
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
         tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         cache = getattr(given.get(CACHE), "layers", None)
@@ -207,7 +211,7 @@ class RepeatedForward(Borrower[Programs]):
             or cache is not self._cache.layers
             or inputs["input_ids"].numel() > MAX_ROWS
         ):
-            return self._model(**given)
+            return self._compute(**given)
         mask = given.get("attention_mask")
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
         key = (
@@ -218,7 +222,8 @@ class RepeatedForward(Borrower[Programs]):
         if key not in (kinds := programs.kinds):
             kinds[key] = _Kind(PATIENCE)
         seen = [one for one in masks if one is not None]
-        asked = _Asked(self._model, given, inputs, self._cache.layers, seen, programs)
+        own = self._model, self._compute
+        asked = _Asked(*own, given, inputs, self._cache.layers, seen, programs)
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
         self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
         return outputs

@@ -122,17 +122,17 @@ class reroute:  # noqa: N801, a context manager reads as a verb
 
 @contextmanager
 def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
-    """Scope in which `others`, and nothing else, stand for weights of this thread's linear layers.
+    """Scope in which `others`, and nothing else, stand for weights of this thread's linear layers,
+    wherever it is in a scope of :class:`reroute`.
 
     They are called for what `torch.nn.functional.linear` is given with a weight of that identity.
     Nothing is stored on the model, and other threads see nothing of it. Inside a mode that watches
     operators it does nothing, as `reroute`.
     """
     outer = stand_ins.by_id
-    with reroute():
-        try:
-            if not _is_traced():
-                stand_ins.by_id = others
-            yield
-        finally:
-            stand_ins.by_id = outer
+    try:
+        if not _is_traced():
+            stand_ins.by_id = others
+        yield
+    finally:
+        stand_ins.by_id = outer

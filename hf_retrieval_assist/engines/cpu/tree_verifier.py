@@ -9,7 +9,7 @@ import numpy as np
 
 from ...host.lookups import ForwardLookups
 from ...types.row_text import RowText
-from ...types.token_tree import TokenTree
+from ...types.token_tree import Forest
 from ...verification.tree_attention import FedTokens
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier
@@ -43,22 +43,17 @@ class CpuTreeVerifier(TreeVerifier):
         self._repeated: RepeatedForward | None = None
         if repeats is not None and can_repeat(self.model, self.cache, repeats):
             self.call = self._repeated = RepeatedForward(
-                self.model, self.cache, self.kwargs, repeats
+                self.model, self.compute, self.cache, self.kwargs, repeats
             )
+            self.manner = "repeated" if self._repeated.repeats else ""
             if len(self.prompt_ids) == 1 and not packed:
                 self.widths = self._repeated.widths
-
-    @property
-    def manner(self) -> str:  # type: ignore[override]
-        return "repeated" if self._repeated is not None and self._repeated.repeats else ""
 
     def narrow(self) -> None:
         super().narrow()
         self.packed = False
 
-    def _feed(
-        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
-    ) -> Verified:
+    def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
         feed = self._feed_packed if self.packed else super()._feed
         verified = feed(roots, trees, rows)
         if self._repeated is not None:
@@ -66,12 +61,12 @@ class CpuTreeVerifier(TreeVerifier):
         return verified
 
     def _feed_packed(
-        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+        self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]
     ) -> Verified:
         """Feed rows behind one another, or side by side where that takes no filler."""
         # Other processes may wait for a forward in which no row has anything to feed.
         members = [row.index for row in rows] or [0]
-        width = self._bucket(1 + max(map(len, trees)))
+        width = self._bucket(1 + max(trees.sizes))
         fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members, width)
         if len(fed.rows) == len(trees) and fed.counts.min() == width:
             lined = self._feed_lines(fed)
@@ -83,10 +78,10 @@ class CpuTreeVerifier(TreeVerifier):
             arguments[name] = types[lines.rows].T
         in_use = fed.lengths + fed.counts
         spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
-        extent = self.cache.slots.longest + fed.width
+        extent = self.cache.slots.longest + width
         with self._attending(PackedAttention(spans, extent)):
             # A repeated one would not know of the rows.
-            outputs = self._run(ids.T, len(ids), arguments, views, self.model)
+            outputs = self._run(ids.T, len(ids), arguments, views, self.compute)
         begins = np.zeros(len(trees), np.int64)
         begins[fed.rows] = fed.begins
         return Verified(outputs.logits, begins.tolist(), outputs)

@@ -21,7 +21,7 @@ from ...host.callers_hooks import has_callers_hooks
 from ...host.feature_taps import FeatureTaps
 from ...host.transformers_private import attention_of, why_no_mask
 from ...types.row_text import RowText
-from ...types.token_tree import TokenTree
+from ...types.token_tree import Forest
 from ...verification.options import ForwardOptions
 from ...verification.tree_attention import Fed, FedTokens, Int64Array
 from ...verification.verified import TopLogits, Verified
@@ -42,9 +42,7 @@ class NodeChooser(Protocol):
     all settings.
     """
 
-    def __call__(
-        self, logits: torch.Tensor, trees: Sequence[TokenTree], out: torch.Tensor
-    ) -> list[int] | None:
+    def __call__(self, logits: torch.Tensor, trees: Forest, out: torch.Tensor) -> list[int] | None:
         """Given logits [batch, width, vocab_size] and a tree per row, write what the call chooses
         behind each row's root and its nodes, row by row, to int64 [batch * width]. Returns where
         each row begins there; None where it cannot say."""
@@ -169,10 +167,8 @@ class FixedVerifier(TreeVerifier):
         manner = "recorded" if self.memory.records else "in place"
         return manner if self._choose is None else f"{manner} choosing"
 
-    def _feed(
-        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
-    ) -> Verified:
-        fed = 1 + max(map(len, trees))
+    def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
+        fed = 1 + max(trees.sizes)
         width = self._bucket(fed)
         self.memory.reserve(width)
         step = self.memory.workspace.step(width, width)

@@ -18,7 +18,7 @@ from ...decoding.quotients import foreseen
 from ...decoding.selection import TokenSelector, process_blindly
 from ...structures.lookups import Snapshot
 from ...types.row_text import RowText
-from ...types.token_tree import TokenTree
+from ...types.token_tree import Forest, TokenTree
 
 # Scores processed together, so that many nodes need no large temporaries.
 _MOST_CELLS = 1 << 24
@@ -53,9 +53,7 @@ class NodeChoices:
             return None
         return cls(select, width)
 
-    def __call__(
-        self, logits: torch.Tensor, trees: Sequence[TokenTree], out: torch.Tensor
-    ) -> list[int] | None:
+    def __call__(self, logits: torch.Tensor, trees: Forest, out: torch.Tensor) -> list[int] | None:
         """Behind filler and rows that have ended it chooses any token."""
         select = self.select
         running = [row for row in select.rows if not row.finished]

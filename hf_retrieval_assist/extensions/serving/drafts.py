@@ -76,7 +76,7 @@ class RequestDrafts:
 
     def scope(self) -> AbstractContextManager[Any]:
         """In which steps are computed."""
-        return self._engine.plain_scope(self._rerouted)
+        return self._engine.scope(self._rerouted)
 
     def propose(
         self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from transformers import LogitsProcessorList
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import compact, copies, linear
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
@@ -108,10 +108,10 @@ def test_what_verifies_decides_what_is_read(kind, screened, products):
     greedy = TokenSelector(LogitsProcessorList(), False, [RowText(0, PROMPT[0], 4)])
     found, made = Copies.of(model, greedy, None), kind.__new__(kind)
     with torch.no_grad():
-        with found.watching():
+        with reroute(), found.watching():
             logits = model(PROMPT).logits
         found.begin(made, logits)
-        with found.watching(), watch_screens() as watch:
+        with reroute(), found.watching(), watch_screens() as watch:
             model.lm_head(torch.randn(1, HIDDEN))
             other(torch.randn(1, HIDDEN))
     assert bool(watch.screened) == screened

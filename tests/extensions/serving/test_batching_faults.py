@@ -258,7 +258,7 @@ def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
         def __exit__(self, *error):
             return False
 
-    monkeypatch.setattr(CpuEngine, "plain_scope", lambda engine, wanted: Failing(wanted))
+    monkeypatch.setattr(CpuEngine, "scope", lambda engine, wanted: Failing(wanted))
     make = half_knowing if knows else lambda *_: Assistant([guess(4)], budget=1)
     drafted(llama, prompts(4), make=make)
     assert scopes.count(True) == 1
