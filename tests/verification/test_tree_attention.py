@@ -158,7 +158,7 @@ def test_tokens_fed_one_after_another_see_in_buffers_what_they_would_together(be
     lengths, padding = [9, 12], [0, 0]
     together = FedTokens.of([1, 1], Forest.of(trees), lengths)
     rows = RULES, lengths, padding, together.depths
-    whole = in_buffers(*rows, together.sees, together.width)
+    whole = in_buffers(*rows, together.sees, together.token_ids.shape[1])
     part = in_buffers(*rows, together.sees[:, before:], 9 + before % 4)
     for kind in RULES:
         np.testing.assert_array_equal(part[kind], whole[kind][:, before:])
