@@ -150,6 +150,7 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkey
     if tested:
         run(model, ids, mask, oracle_assistant(plain, mask), **options)
     cache, assistant = DynamicCache(config=model.config), oracle_assistant(plain, mask)
+    assistant.policy.reroute = True
     with monkeypatch.context() as patched, fed_shapes(model) as shapes:
         leave = scope.__exit__
 
