@@ -66,14 +66,12 @@ class Engine:
     """See the module's docstring.
 
     Attributes:
-        name: one word.
         first_call: what it does in the first call with a model, for the log.
         packs: whether rows of a batch may be fed behind one another, without padding.
         widens: whether forwards over many tokens take about the time of one.
         has_kernels: whether kernels of its own may compute forwards that transformers' loop asks.
     """
 
-    name = "pytorch"
     first_call = "measures forwards"
     packs = False
     widens = False

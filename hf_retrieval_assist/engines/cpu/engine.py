@@ -27,7 +27,6 @@ from .tree_verifier import CpuTreeVerifier
 class CpuEngine(Engine):
     """See the module's docstring."""
 
-    name = "cpu"
     first_call = "measures forwards and chooses kernels"
     packs = has_kernels = True
 

@@ -26,7 +26,6 @@ from .workspace import WORKSPACES
 class CudaEngine(Engine):
     """See the module's docstring."""
 
-    name = "cuda"
     first_call = "may compile attention (7 s, kept by Triton) and record graphs (0.5 s a width)"
     widens = True
 
