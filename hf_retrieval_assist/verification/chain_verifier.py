@@ -148,7 +148,7 @@ class StepVerifier(ChainVerifier):
         states = verifier.states if isinstance(verifier, ChainVerifier) else States(verifier.cache)
         bounds = Bounds(most_fed=1, reach=verifier.reach)
         texts = verifier.cache, model_kwargs, verifier.prompt_ids
-        new = cls(verifier.model, *texts, bounds, states=states, scope=verifier.scope)
+        new = cls(verifier.model, *texts, bounds, states=states, scope=verifier.compute.scope)
         new.begun = verifier.begun
         new.repeated, new.recordings = verifier.repeated, verifier.recordings
         return new

@@ -34,6 +34,17 @@ _MOST_FED = 64
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()
 
 
+class ModelForward:
+    """A model's forward, in the scope in which its engine computes it."""
+
+    def __init__(self, model: Any, scope: AbstractContextManager[Any]) -> None:
+        self.model, self.scope = model, scope
+
+    def __call__(self, **given: Any) -> Any:
+        with self.scope:
+            return self.model(**given)
+
+
 class Verifier:
     """Common part: the keyword arguments of a forward and the rows' progress.
 
@@ -54,6 +65,7 @@ class Verifier:
             cost nothing; otherwise it is as wide as the widest row.
         most_fed, most_tokens, reach: see :class:`~.options.Bounds`.
         chains: whether drafts have to be single paths.
+        compute: the model's forward; `call` may repeat what was recorded of it instead.
         attention_by: what computes attention.
         manner: how forwards run; the cost of a width is its own.
         repeated, recordings: forwards that were repeated from a recording, and recordings that were
@@ -76,7 +88,7 @@ class Verifier:
     ):
         self.model = model
         self.most_fed, self.most_tokens, self.reach = bounds
-        self.scope = scope
+        self.compute = ModelForward(model, scope)
         self.call: Any = self.compute
         self.widths: tuple[int, ...] = ()
         self.cache = cache
@@ -99,11 +111,6 @@ class Verifier:
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest
         self.feeding = False
-
-    def compute(self, **given: Any) -> Any:
-        """The model's forward, in its scope."""
-        with self.scope:
-            return self.model(**given)
 
     def narrow(self) -> None:
         """Feed one token of each row from now on, as plain decoding does."""

@@ -1,6 +1,7 @@
 """Hundreds of calls with one assistant: none takes more work or memory than those before."""
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.cache.kv_cache import SlotCache
 from tests.support.lossless import build
-from tests.support.watching import profiled
+from tests.support.watching import profiled, results_of
 
 PIECES = 10
 PROBES = range(1_000_000, 1_000_006)
@@ -76,3 +78,17 @@ def test_work_and_memory_stay_level(count):
     if count > 1000:
         assert late.outputs < 500
         assert late.nbytes > 0.9 * SMALL
+
+
+def test_the_memory_of_a_call_is_free_when_it_ends(monkeypatch):
+    """Not only when Python's collector comes round."""
+    model, assistant = build(LlamaForCausalLM), SamAssistant()
+    generate(model, 0, assistant)  # tests the model
+    caches = results_of(monkeypatch, SlotCache, "take", lambda result, own: weakref.ref(own))
+    gc.disable()
+    try:
+        for number in range(4):
+            generate(model, number, assistant)
+        assert [found() for found in caches] == [None] * 4
+    finally:
+        gc.enable()

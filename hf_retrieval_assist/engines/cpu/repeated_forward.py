@@ -7,7 +7,7 @@ has been computed so often that recording would have paid, and compared to the b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from ...system.modules import modules_of
 from ...system.tensors import same_bits
 from ...verification.recorded_state import recorded_state
 from ...verification.recordings import Borrower, Pool, Recording, Recordings
+from ...verification.verifiers import ModelForward
 from .linear import MAX_ROWS
 from .recording import Program, Recorder, UnrecordableError
 
@@ -42,11 +43,10 @@ _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
 class _Asked(NamedTuple):
-    """A forward that is wanted: the model, what computes it, its arguments, of these what a program
-    is given, the cache's layers, and the programs that there are."""
+    """A forward that is wanted: what computes it, its arguments, of these what a program is given,
+    the cache's layers, and the programs that there are."""
 
-    model: Any
-    compute: Callable[..., Any]
+    compute: ModelForward
     arguments: dict[str, Any]
     inputs: Mapping[str, torch.Tensor]
     layers: list[Any]
@@ -64,7 +64,7 @@ class _Kind(Recording):
 
     def record(self, asked: _Asked) -> Any:
         with self.trying(), _taken_back(asked.layers) as kept:
-            recorder = Recorder(asked.model, asked.inputs, asked.layers, asked.masks)
+            recorder = Recorder(asked.compute.model, asked.inputs, asked.layers, asked.masks)
             with recorder:
                 outputs = asked.compute(**asked.arguments | recorder.inputs)
             given = {name for name, x in outputs.items() if x is not None}
@@ -146,8 +146,7 @@ class RepeatedForward(Borrower[Programs]):
     """Stands for a model in the forwards of one call, and repeats those that it can.
 
     Args:
-        model: whose forwards they are.
-        compute: its forward.
+        compute: a model's forward.
         cache: the call's.
         arguments: of the call.
         lookups: of the model's forward; nothing is repeated once one of them leads elsewhere.
@@ -163,12 +162,12 @@ class RepeatedForward(Borrower[Programs]):
 
     def __init__(
         self,
-        model: Any,
-        compute: Callable[..., Any],
+        compute: ModelForward,
         cache: SlotCache,
         arguments: Mapping[str, Any],
         lookups: ForwardLookups,
     ) -> None:
+        model = compute.model
         # Programs know where weights lie: they stay there until the end of the call, whoever gives
         # the model others meanwhile.
         self._weights = [
@@ -222,8 +221,7 @@ class RepeatedForward(Borrower[Programs]):
         if key not in (kinds := programs.kinds):
             kinds[key] = _Kind(PATIENCE)
         seen = [one for one in masks if one is not None]
-        own = self._model, self._compute
-        asked = _Asked(*own, given, inputs, self._cache.layers, seen, programs)
+        asked = _Asked(self._compute, given, inputs, self._cache.layers, seen, programs)
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
         self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
         return outputs

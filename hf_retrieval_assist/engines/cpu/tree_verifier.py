@@ -43,7 +43,7 @@ class CpuTreeVerifier(TreeVerifier):
         self._repeated: RepeatedForward | None = None
         if repeats is not None and can_repeat(self.model, self.cache, repeats):
             self.call = self._repeated = RepeatedForward(
-                self.model, self.compute, self.cache, self.kwargs, repeats
+                self.compute, self.cache, self.kwargs, repeats
             )
             self.manner = "repeated" if self._repeated.repeats else ""
             if len(self.prompt_ids) == 1 and not packed:
