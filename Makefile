@@ -157,7 +157,8 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-structured: .venv-structured/.installed
-	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py "tests/test_examples.py::test_notebook[structured]"
+	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py \
+		tests/test_examples.py -k structured
 
 # Triton's kernels, interpreted on the CPU and compiled for cards that are not here. 700 MB, minutes.
 .venv-triton/.installed: $(VENV)/.installed
