@@ -88,7 +88,7 @@ test-arm: build
 MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
 	draft_models/test_fallbacks.py test_candidate_generator.py test_hook.py \
 	$(addprefix engines/,cpu/test_repeated_forward.py cuda/test_fixed_verifier.py cuda/test_fixed_width.py) \
-	extensions/serving/test_continuous_batching.py) --ignore=tests/decoding/test_many_calls.py
+	extensions/serving) --ignore=tests/decoding/test_many_calls.py
 # The same tests with whatever version of transformers is there.
 test-contract: build
 	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
@@ -157,7 +157,8 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-structured: .venv-structured/.installed
-	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py "tests/test_examples.py::test_notebook[structured]"
+	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py \
+		tests/test_examples.py -k structured
 
 # Triton's kernels, interpreted on the CPU and compiled for cards that are not here. 700 MB, minutes.
 .venv-triton/.installed: $(VENV)/.installed

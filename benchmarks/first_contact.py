@@ -133,10 +133,11 @@ def _compare(
 
 def _tell_recordings(report: Report, model: Any) -> None:
     table = report.table("Recordings", RECORDINGS)
-    for workspace in WORKSPACES._idle.get(model, []):
+    there = WORKSPACES.report(model)
+    for workspace in there.idle:
         for step in workspace.kinds.values():
             state = "repeated" if step.trusted else "computed" if step.fault else "new"
             capacity, (width, *_) = workspace.shape.capacity, step.key
             table.add(capacity=capacity, width=width, state=state, fault=step.fault or "")
-    for key, fault in WORKSPACES._faults.get(model, {}).items():
+    for key, fault in there.faults.items():
         report.note(f"not recorded: {key}: {fault}")

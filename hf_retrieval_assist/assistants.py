@@ -52,8 +52,7 @@ class Assistant:
             Copies are shared by all assistants and go with the model.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
-        costs: measured costs, to share between assistants; None: its own. With
-            `CostModels(CostModels.user_directory())` they are kept from one process to the next.
+        costs: measured costs, to share between assistants; None: its own.
 
     Attributes:
         policy: what the loop asks.

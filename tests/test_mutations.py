@@ -10,7 +10,6 @@ import torch
 from hf_retrieval_assist import EagleHead, OutputMemory
 from hf_retrieval_assist.corpus.readers import Skipped, read_texts
 from hf_retrieval_assist.engines.cpu.tuning import Tuning
-from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
 from tests.support.memories import check_memory
 
 from .support.damage import damaged
@@ -87,19 +86,6 @@ def test_logs_of_outputs(tmp_path, count):
             assert all(tokens.tolist() in written for tokens in found)
             memory.add([1, 2, 3], "model")
     assert 0 < opened < count
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_saved_costs(tmp_path, count):
-    key = CostKey("model", "cpu", "float32", "sdpa", 1, 1024)
-    models = CostModels(tmp_path)
-    models.get(key).observe(4, 0.1)
-    models.save("model")
-    (path,) = tmp_path.iterdir()
-    for _ in damage(path, count, damaged_json):
-        curve = CostModels(tmp_path).get(key).curve(64)
-        assert not np.isnan(curve).any()
-        assert (np.diff(curve) >= 0).all()
 
 
 @pytest.mark.parametrize("count", COUNTS)

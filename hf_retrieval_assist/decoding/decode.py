@@ -94,7 +94,6 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
         learn_moving(call.model)
     counts.seconds["total"] = time.perf_counter() - started
     policy.count(counts)
-    policy.costs.save_at_times(call.kind.fingerprint)
     return result
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +51,7 @@ _CHANGE_FORGETTING = 0.5
 _ANYWHERE = len(KNOTS)
 _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
-_RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
-_MOST_LOG_SECONDS = 200.0  # in a file; above it sums of seconds would overflow
+_BORROWED_VARIANCE = 0.02  # at least this share of the prior variance
 
 
 def _knot_positions() -> tuple[list[int], list[float]]:
@@ -101,7 +99,7 @@ class CostModel:
     Attributes:
         company: tokens of other rows that share the forward whose time t(n) is.
         observations: forwards timed so far.
-        timed: whether a forward of its own was timed, here or by the process that saved it.
+        timed: whether a forward of its own was timed.
     """
 
     company = 0
@@ -238,55 +236,17 @@ class CostModel:
             self._curve[MAX_TOKENS:] += slope * (sizes[MAX_TOKENS:] - MAX_TOKENS)
         self._stale = False
 
-    def state(self) -> dict[str, Any]:
-        """What is known, in JSON's types; see `restore`."""
-        with self._lock:
-            return {
-                "log_seconds": self._mean.tolist(),
-                "noise": self._noise,
-                "observations": self.observations,
-                "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
-                .clip(0, 1)
-                .tolist(),
-            }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Start from what `state()` told, trusting it less than fresh timings.
-
-        Raises:
-            ValueError: `state` is not one that `state()` could have told.
-        """
-        try:
-            mean, uncertainty = (
-                np.array(state[name], np.float64) for name in ("log_seconds", "uncertainty")
-            )
-            noise, count = float(state["noise"]), int(state["observations"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"expected numbers, got {error!r}") from error
-        # NaN fails every comparison.
-        if not (
-            mean.shape == uncertainty.shape == KNOTS.shape
-            and (np.abs(mean) <= _MOST_LOG_SECONDS).all()
-            and ((uncertainty >= 0) & (uncertainty <= 1)).all()
-            and 0 < noise < math.inf
-            and count >= 0
-        ):
-            raise ValueError(
-                f"expected {len(KNOTS)} log_seconds within {_MOST_LOG_SECONDS} and as many "
-                f"uncertainties in [0, 1], noise > 0 and observations >= 0, got {state}"
-            )
-        with self._lock:
-            self._mean = mean
-            std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
-            self._covariance = np.outer(std, std) * self._prior_covariance
-            self._noise, self.observations = noise, count
-            self.timed = self.observations > 0
-            self._stale = True
-
     def borrow(self, other: CostModel) -> None:
-        """Start from what a similar model knows, until a forward of its own is timed."""
-        self.restore(other.state())
-        self.timed = False
+        """Start from what a similar model knows, trusting it less than its own timings, until a
+        forward of its own is timed."""
+        with other._lock:
+            mean, noise, observations = other._mean.copy(), other._noise, other.observations
+            uncertainty = other._covariance.diagonal() / other._prior_covariance.diagonal()
+        std = np.sqrt(uncertainty.clip(_BORROWED_VARIANCE, 1))
+        with self._lock:
+            self._mean, self._noise, self.observations = mean, noise, observations
+            self._covariance = np.outer(std, std) * self._prior_covariance
+            self._stale = True
 
 
 class _FixedCostModel(CostModel):

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..system.locks import Lock
@@ -179,6 +179,22 @@ class Recordings:
 Kept = TypeVar("Kept", bound=Recordings)
 
 
+class Report(NamedTuple, Generic[Kept]):
+    """What a pool has of a model.
+
+    Attributes:
+        idle: what waits for calls, the last that was used behind the others.
+        made: recordings in it.
+        nbytes: that it takes.
+        faults: why other computations are not recorded, by their keys.
+    """
+
+    idle: tuple[Kept, ...]
+    made: int
+    nbytes: int
+    faults: dict[Hashable, str]
+
+
 class Pool(Generic[Kept]):
     """Lends recordings to one call at a time; a few of each model are kept for the next calls.
 
@@ -196,6 +212,13 @@ class Pool(Generic[Kept]):
         self._repeating: WeakSet[Any] = WeakSet()
         self._resting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._lock = Lock()
+
+    def report(self, model: Any) -> Report[Kept]:
+        """What there is of a model now."""
+        with self._lock:
+            idle, faults = tuple(self._idle.get(model, ())), dict(self._faults.get(model, {}))
+        made, sizes = sum(kept.made for kept in idle), (kept.nbytes for kept in idle)
+        return Report(idle, made, sum(sizes), faults)
 
     def rests(self, model: Any) -> bool:
         """Whether a model is left alone in one more call."""

@@ -57,7 +57,7 @@ def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, optio
     assert compiled > before
     _, _, assistant = agreeing(model, INPUTS[inputs], tier="tree", seed=4, **options)
     assert compilations() == compiled
-    assert {key.manner for key in assistant.costs._models} == {""}
+    assert {key.manner for key in assistant.costs.timed()} == {""}
 
 
 def test_settings_of_the_model_ask_for_it_too():

@@ -1,6 +1,7 @@
 """The table of what is watched, and that nothing of transformers' loop is missing in it."""
 
 import gc
+import weakref
 from pathlib import Path
 
 from transformers import (
@@ -10,7 +11,6 @@ from transformers import (
 
 from hf_retrieval_assist.host import plain_step
 from hf_retrieval_assist.host.transformers_private import loop
-from hf_retrieval_assist.verification import service
 from tests.support.callers import agree
 from tests.support.lossless import build
 
@@ -39,7 +39,7 @@ ONCE = {"_valid_auto_compile_criteria", "get_compiled_call"}
 def test_verdicts_hold_no_model():
     model = build(LlamaForCausalLM)
     agree(model, dict)
-    before = len(service._services)
+    served = weakref.ref(model)
     del model
     gc.collect()
-    assert len(service._services) < before
+    assert served() is None

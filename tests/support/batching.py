@@ -2,21 +2,14 @@
 
 import random
 
-import pytest
-import transformers
-from packaging.version import Version
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.extensions.serving import batching as hosted
 from hf_retrieval_assist.types.token_tree import TokenTree
 
 from .memories import wait_until
 from .scripted import Scripted
-
-if Version(transformers.__version__) < Version("5.20"):
-    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
-
-from hf_retrieval_assist.extensions.serving import batching as hosted
 
 LENGTH = 16
 DraftedRequest = hosted.DraftedRequest

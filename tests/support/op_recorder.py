@@ -81,7 +81,7 @@ def few_tokens(model):
 
 def idle(model):
     """The workspace that was used last."""
-    return WORKSPACES._idle[model][-1]
+    return WORKSPACES.report(model).idle[-1]
 
 
 def growing(monkeypatch, slots):

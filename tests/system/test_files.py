@@ -8,7 +8,6 @@ import torch
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cpu import attention, tuning
-from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import replacing
 from hf_retrieval_assist.tools import cli, demo_model
@@ -40,13 +39,19 @@ def test_who_replaces_alone_removes_what_killed_processes_left(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([other, path])
 
 
+def test_no_more_is_read_of_a_kept_file_than_it_may_have(tmp_path):
+    path = tmp_path / "kept"
+    path.write_text("[]" + " " * (1 << 22))
+    with pytest.warns(UserWarning, match="expected at most"):
+        assert files.read_kept(path, "it", list) is None
+
+
 def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: tmp_path / name)
     folder = tmp_path / "hf_retrieval_assist"
     (folder / "gemma-3-270m-f32").mkdir(parents=True)
     places = [
         tuning.tuning_file("linear"),
-        CostModels.user_directory(),
         demo_model.converted_model(),
     ]
     assert {place.parent for place in places} == {folder}
@@ -89,9 +94,6 @@ def test_nothing_needs_a_home(no_home, model, monkeypatch):
         assert torch.equal(plain, run(model, assistant=SamAssistant()))
         choices = tuning.Tuning({"kernel", "pytorch"}, "linear")
         assert choices.name("a", lambda: "pytorch") == choices.name("a", lambda: "kernel")
-        costs = CostModels(CostModels.user_directory())
-        assert torch.equal(plain, run(model, assistant=SamAssistant(costs=costs)))
-        costs.save_rest()
         assert cli.main(["cache", "clear"]) == 0
     told = [str(one.message) for one in caught if "XDG_CACHE_HOME" in str(one.message)]
     assert [text.partition(",")[0] for text in told] == [

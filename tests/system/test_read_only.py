@@ -12,7 +12,6 @@ import torch
 
 from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
 from hf_retrieval_assist.engines.cpu.tuning import Tuning
-from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
 from tests.support.lossless import run
 from tests.support.memories import logged
 
@@ -69,26 +68,12 @@ def plain(model):
     return run(model)
 
 
-def test_saved_costs(model, plain, folder):
-    run(model, assistant=SamAssistant(costs=CostModels(folder)))
-    saved = contents(folder)
-    assert len(saved) == 1
-    with read_only(folder), warned_once("timings are not kept"):
-        assistant = SamAssistant(costs=CostModels(folder))
-        assert torch.equal(plain, run(model, assistant=assistant))
-        assert torch.equal(plain, run(model, assistant=assistant))
-        assistant.costs.save_rest()
-    assert contents(folder) == saved
-
-
-def test_saved_costs_that_may_not_be_read(folder):
-    key = CostKey("model", "cpu", "float32", "sdpa")
-    models = CostModels(folder)
-    models.get(key).observe(4, 0.1)
-    models.save("model")
-    with read_only(folder, mode=0o000), warned_once("ignoring the saved timings"):
-        assert not CostModels(folder).get(key).timed
-    assert CostModels(folder).get(key).timed
+def test_tunings_that_may_not_be_read(folder):
+    methods, path = {"kernel", "pytorch"}, folder / "tuning.json"
+    Tuning(methods, "linear", path).name("a", lambda: "pytorch")
+    with read_only(folder, mode=0o000), warned_once("ignoring what was fastest"):
+        assert Tuning(methods, "linear", path).name("a", lambda: "kernel") == "kernel"
+    assert Tuning(methods, "linear", path).name("a", lambda: "kernel") == "pytorch"
 
 
 def test_tunings(folder):

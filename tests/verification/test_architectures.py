@@ -165,11 +165,12 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
     more = IndexedSlotLayer, HybridSlotLayer
     simple = not any(isinstance(layer, more) for layer in SlotCache(model.config).layers)
     assert bool(finished) == simple
-    fault = next(iter(WORKSPACES._faults.get(model, {}).values()), "")
+    recorded = WORKSPACES.report(model)
+    fault = next(iter(recorded.faults.values()), "")
     assert UNRECORDED.get(name, "") in fault
     assert bool(fault) == (name in UNRECORDED)
     if simple and name not in UNRECORDED:
-        steps = WORKSPACES._idle[model][-1].kinds.values()
+        steps = recorded.idle[-1].kinds.values()
         assert any(step.trusted for step in steps)
         assert all(step.fault is None for step in steps)
 

@@ -218,7 +218,7 @@ def test_pytorchs_own_switch_for_tf32(monkeypatch):
         with pytest.raises(RuntimeError):
             torch.get_float32_matmul_precision()
         assert torch.equal(plain, run(model, assistant=oracle_assistant(plain)))
-        assert WORKSPACES._idle[model]
+        assert WORKSPACES.report(model).idle
         assert recorded_state(model, {}, CPU) != before
 
 

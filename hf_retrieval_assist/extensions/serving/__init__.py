@@ -6,5 +6,5 @@ a model that is loaded gets the assistant attached; a chat's `prediction` is wha
 expects, and the answer's usage tells how much of it came; a request that cannot be served is told
 which of its fields is at fault; and `/metrics` tells what the assistant did.
 
-The server needs the `serve` extra and transformers 5.17 or later.
+The server needs the `serve` extra and transformers 5.20 or later.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +13,22 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
+from transformers import __version__
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
 from ...assistants import Assistant
 from ...attachment import attach, attached_to
 from ...host.positions import position_limit
-from .handlers import handlers_of, told
-from .managers import State, parsed
+
+try:
+    from .handlers import handlers_of, told
+    from .managers import State, parsed
+except ImportError as error:
+    raise ImportError(
+        "the server: expected transformers 5.20 or a later release that has what it extends, got "
+        f"{__version__} ({error})"
+    ) from error
 
 _PREFIX = "hf_retrieval_assist"
 
@@ -48,9 +57,9 @@ def build_app(
         OSError, ValueError: the model cannot be loaded.
     """
     state = State(continuous_batching=continuous_batching, cb_config=cb_config)
-    models = _Models(
-        assistant, state, force_model=model, continuous_batching=continuous_batching, **loading
-    )
+    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # from 5.23 on
+        loading["continuous_batching"] = continuous_batching
+    models = _Models(assistant, state, force_model=model, **loading)
     handlers = handlers_of(models, state)
     app = build_server(models, generation_state=state, enable_cors=enable_cors, **handlers)
     app.router.routes[:] = [r for r in app.routes if getattr(r, "path", None) != "/load_model"]

@@ -11,9 +11,8 @@ from ...system.files import user_cache_directory
 
 # Kind -> (what it is, names in the package's folder of the user's cache directory).
 _KINDS = {
-    "kernels": ("which kernels are fastest on this machine", ("*_tuning.json",)),
-    "timings": ("what forwards cost, by model", ("cost",)),
-    # What a conversion that was killed has left is among them.
+    # Timings of earlier versions, and what a conversion that was killed has left, are among them.
+    "kernels": ("which kernels are fastest on this machine", ("*_tuning.json", "cost")),
     "model": ("the demo's models, unpacked", ("gemma-*", "smollm2-*", "unpacking-*")),
 }
 _NAMES = ", ".join(_KINDS)
@@ -29,13 +28,13 @@ def cache(
     kinds: list[str] | None = Argument(
         None,
         metavar="KIND",
-        help=f"some of {_NAMES}; show: all, clear: kernels and timings, which are measured again "
-        "when they are needed",
+        help=f"some of {_NAMES}; show: all, clear: kernels, which are tried again when they "
+        "are needed",
     ),
 ) -> None:
     """Show or clear what is measured once and kept."""
     clears = action is Action.clear
-    kinds = kinds or (["kernels", "timings"] if clears else list(_KINDS))
+    kinds = kinds or (["kernels"] if clears else list(_KINDS))
     for kind in kinds:
         if kind not in _KINDS:
             raise ValueError(f"KIND: expected some of {_NAMES}, got {kind!r}")

@@ -57,7 +57,7 @@ def _server() -> tuple[Any, Any]:
         import uvicorn
 
         from ...extensions.serving.app import build_app
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         needed = "fastapi openai prometheus-client uvicorn"
         raise ImportError(f"serve needs: pip install {needed} ({error})") from error
     return uvicorn, build_app

@@ -161,7 +161,7 @@ def test_a_draw_after_a_failed_recording(llama):
     model = copy.deepcopy(llama)
     model.lm_head = Waiting(model.lm_head)
     same(model, assistant=oracle_assistant, max_new_tokens=40)
-    assert model in WORKSPACES._faults
+    assert WORKSPACES.report(model).faults
     assert torch.rand(4, device=DEVICE).shape == (4,)
     equal(model, seed=3, **SAMPLED)
 
@@ -244,8 +244,8 @@ def test_drafts_are_recorded(llama, kind):
         assistant = SamAssistant(fallback=fallback, budget=12, graphs=graphs)
         assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=assistant))
         assert assistant.stats.last.drafted > 0
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle.get(drafting, [])))
-    assert not WORKSPACES._faults.get(drafting)
+        made.append(WORKSPACES.report(drafting).made)
+    assert not WORKSPACES.report(drafting).faults
     assert made[0] == 0 < made[1]
     assert made[2] == made[3]
 
@@ -255,7 +255,7 @@ def test_a_chat_records_few_graphs(llama):
     model, assistant, made = copy.deepcopy(llama), SamAssistant(budget=8), []
     for turn in (*range(1, 9), *range(1, 9)):
         same(model, PROMPT.repeat(1, turn * 4), assistant, max_new_tokens=24)
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
+        made.append(WORKSPACES.report(model).made)
     assert made[-1] <= 12
     assert len(set(made[8:])) == 1
 
@@ -361,7 +361,7 @@ def test_compiled_steps_are_graphs(llama, mode):
             assert torch.equal(plain, run(model, assistant=assistant, **options))
         assert assistant.stats.last.accepted > 0
     assert compilations() == before
-    assert {key.manner for key in assistant.costs._models} == {"recorded"}
+    assert {key.manner for key in assistant.costs.timed()} == {"recorded"}
     assert idle(model).shape.attention_by == "triton"
     steps = idle(model).kinds.values()
     assert any(step.trusted for step in steps)

@@ -368,4 +368,4 @@ def test_sampled_tokens_are_read_once_they_have_come(rows, cuda, monkeypatch):
     lag(cuda, monkeypatch)
     for _ in range(3):
         agreeing(model, padded(rows), "tree", max_new_tokens=40, **options)
-    assert not any(step.fault for step in WORKSPACES._idle[model][-1].kinds.values())
+    assert not any(step.fault for step in WORKSPACES.report(model).idle[-1].kinds.values())

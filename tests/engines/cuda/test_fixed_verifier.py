@@ -133,7 +133,7 @@ def test_forwards_that_differ_each_time_are_served_as_they_are(told, monkeypatch
     shown = [text for text in told.messages if "one kernel at a time" in text]
     assert len(shown) == 1
     assert "of their spread" in shown[0]
-    assert not WORKSPACES._idle[model]
+    assert not WORKSPACES.report(model).idle
 
 
 def test_its_memory_goes_with_the_model():
@@ -179,7 +179,7 @@ def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, m
 
     def held(memory, layers):
         if layers[0].slots.longest == inputs["input_ids"].shape[1]:
-            lent.append(first not in WORKSPACES._idle[model])
+            lent.append(first not in WORKSPACES.report(model).idle)
         hold(memory, layers)
 
     agreeing(model, inputs, **OPTIONS)
@@ -189,7 +189,7 @@ def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, m
     assert assistant.stats.last.attention == "triton"
     assert (assistant.stats.last.repeated > 0) is recorded
     assert lent == [True]
-    assert first in WORKSPACES._idle[model]
+    assert first in WORKSPACES.report(model).idle
 
 
 def test_flash_attention_is_served_by_trees(monkeypatch):
@@ -271,7 +271,7 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
         monkeypatch.setattr(replay, "recorder", lambda *_, found=recorder: found)
         for _ in range(2):
             agreeing(model, INPUTS["one row"], **OPTIONS)
-        assert len(WORKSPACES._idle[model]) == kept
+        assert len(WORKSPACES.report(model).idle) == kept
     assert not any("one kernel at a time" in text for text in told.messages)
 
 

@@ -16,7 +16,7 @@ from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, run
-from tests.support.op_recorder import few_tokens, idle, serve_in_place
+from tests.support.op_recorder import few_tokens, serve_in_place
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import calls_of, results_of
 
@@ -47,9 +47,8 @@ def test_chats_record_each_width_once_and_launch_once_a_step(model_class, assist
         text = run(model, text, max_new_tokens=12, assistant=assistant)
         calls.append(assistant.stats.last)
     assert taken == {(1, 1)}
-    assert len(WORKSPACES._idle[model]) == 1
-    assert not WORKSPACES._faults.get(model)
-    made = idle(model).made
+    (_,), made, _, faults = WORKSPACES.report(model)
+    assert not faults
     assert 2 <= made == sum(call.recordings for call in calls) <= 5
     # A width is computed when it is recorded, and again when it is compared.
     assert sum(call.forwards - call.repeated for call in calls) <= 2 * made

@@ -55,7 +55,7 @@ def case_of(name):
 
 def idle(case):
     """The memory that waits for what drafts."""
-    return WORKSPACES._idle[layers_of(case.drafter, case.target)]
+    return WORKSPACES.report(layers_of(case.drafter, case.target)).idle
 
 
 @pytest.mark.parametrize(("name", "rows"), [("EAGLE", 1), *((name, 8) for name in NAMES)])
@@ -135,9 +135,7 @@ def test_calls_share_recordings_and_say_what_plain_decoding_says(name, in_place)
     for _ in range(4):
         assert torch.equal(run(target, assistant=assistant), plain)
         assert assistant.stats.last.drafted > 0
-        made.append(
-            sum(workspace.made for workspace in WORKSPACES._idle[layers_of(drafter, target)])
-        )
+        made.append(WORKSPACES.report(layers_of(drafter, target)).made)
     assert made[0] > 0
     assert made[2:] == made[1:2] * 2
 
@@ -150,7 +148,7 @@ def test_a_caller_may_do_without_recordings(name, in_place):
     assistant = Assistant([drafter], budget=8, graphs=False)
     assert torch.equal(run(target, assistant=assistant), plain)
     assert assistant.stats.last.drafted > 0
-    assert layers_of(drafter, target) not in WORKSPACES._idle
+    assert not WORKSPACES.report(layers_of(drafter, target)).idle
 
 
 # The tokens of a level put in place and its masks narrowed, then the forward, at once or one kernel

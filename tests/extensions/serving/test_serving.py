@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, __version__
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import (
     CBGenerateManager,
@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import (
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.extensions.serving.managers import Parser, parsed
+from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
 from tests.support.redis_process import free_port
 from tests.support.served import (
@@ -466,3 +467,15 @@ def test_the_command_serves_until_it_is_interrupted(folder, tmp_path, batching):
         process.kill()
     # What was written is there for the next server.
     assert len(OutputMemory(path=log)) == 1
+
+
+def test_a_release_without_what_the_server_extends_is_named(monkeypatch, capsys):
+    for name in ("app", "handlers", "managers", "batching"):
+        monkeypatch.delitem(sys.modules, f"hf_retrieval_assist.extensions.serving.{name}")
+    gone = "transformers.generation.continuous_batching.cache_allocators"
+    monkeypatch.setitem(sys.modules, gone, None)
+    assert main(["serve", "model"]) == 1
+    told = capsys.readouterr().err
+    assert "expected transformers 5.20 or a later release" in told
+    assert f"got {__version__} (" in told
+    assert gone in told
