@@ -372,13 +372,6 @@ def test_other_kinds_of_files_are_refused(tmp_path):
             OutputMemory(path=tmp_path / name)
 
 
-def test_what_is_no_memory_and_no_output():
-    with pytest.raises(ValueError, match="max_bytes: expected at least"):
-        OutputMemory(max_bytes=100)
-    with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
-        OutputMemory().add([1, -1])
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "row",

@@ -140,25 +140,18 @@ def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     check_memory(again)
 
 
-@pytest.mark.parametrize("outputs", [15, 40])
-def test_a_full_memory_of_no_named_model_goes_to_the_first_whole(outputs):
+@pytest.mark.parametrize(("others", "outputs"), [(0, 15), (0, 40), (600, 40)])
+def test_a_full_memory_of_no_named_model_goes_to_the_first(others, outputs):
+    """Whole, but for what had to make room while it changed hands."""
     rng = np.random.default_rng(3)
     memory = OutputMemory(max_bytes=100_000)
+    if others:
+        memory.add(random_output(rng, others), "model")
     for _ in range(outputs):
-        memory.add(random_output(rng))
+        memory.add(random_output(rng, 20) if others else random_output(rng))
     kept, tokens = len(memory), memory.token_count
     assert memory.tree("model") is not None
-    assert (len(memory), memory.token_count) == (kept, tokens)
-    check_memory(memory)
-
-
-def test_outputs_that_make_room_while_others_change_hands_are_gone():
-    rng = np.random.default_rng(3)
-    memory = OutputMemory(max_bytes=100_000)
-    memory.add(random_output(rng, 600), "model")
-    for _ in range(40):
-        memory.add(random_output(rng, 20))
-    memory.tree("model")
+    assert others or (len(memory), memory.token_count) == (kept, tokens)
     assert memory.tree("") is None
     assert len(memory) == len(memory.tree("model")) > 0
     check_memory(memory)

@@ -245,6 +245,11 @@ def test_any_name_is_a_tenant_of_its_own(name):
 
 @pytest.mark.parametrize("name", [None, 7, b"a", ["a"], ""])
 def test_what_is_no_name(name):
+    """As the bounds and ids of a memory are looked at."""
+    with pytest.raises(ValueError, match="max_bytes: expected at least"):
+        OutputMemory(max_bytes=100)
+    with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
+        OutputMemory().add([1, -1])
     with pytest.raises((TypeError, ValueError), match="tenant: expected a name"):
         OutputMemory().namespace(name)
 

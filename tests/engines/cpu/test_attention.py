@@ -9,7 +9,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_retrieval_assist.engines.cpu import attention as module
 from hf_retrieval_assist.engines.cpu.attention import (
     AttentionTuning,
-    asks_for_more,
     plain_attention,
 )
 from hf_retrieval_assist.engines.cpu.reroute import reroute
@@ -69,12 +68,18 @@ class Subclass(torch.Tensor):
     [
         ((Q, K, V, None), {}),
         ((Q, K, V, MASK), {"position_bias": torch.zeros(1, 4, 5, 5)}),
+        ((Q, K, V, MASK), {"output_attentions": True}),
+        ((Q, K, V, MASK), {"softcap": 30.0}),
+        ((Q, K, V, MASK), {"cache": object()}),
         ((Q, K, V[..., :15], MASK), {}),
         ((Q.double(), K.double(), V.double(), MASK.double()), {}),
         ((Q.as_subclass(Subclass), K, V, MASK), {}),
         ((*(torch.randn(1, 2, MAX_QUERIES + 1, 16) for _ in "qkv"), None), {"is_causal": False}),
     ],
-    ids=["causal", "bias", "width", "double", "subclass", "many queries"],
+    ids=[
+        *("causal", "bias", "weights", "bounded scores", "a cache", "width", "double"),
+        *("subclass", "many queries"),
+    ],
 )
 def test_what_is_left_to_transformers(served, arguments, options):
     layer = SHARED if arguments[0].shape[1] == 4 else SimpleNamespace()
@@ -106,20 +111,6 @@ def test_kernels_serve_whatever_scope_another_thread_is_in(served):
     assert served == [5]
 
 
-def test_a_function_that_somebody_else_put_there_stays(served):
-    def theirs(*arguments):
-        return "theirs"
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = theirs
-    try:
-        with reroute():
-            assert attend(Q, K, V, MASK) == "theirs"
-        assert attend(Q, K, V, MASK) == "theirs"
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
-    assert not served
-
-
 def test_choices_are_measured_once_and_remembered(tmp_path, monkeypatch):
     assert module.fastest_method(Q, K, V) in {"kernel", "pytorch", None}
     answers = iter(["pytorch", "kernel"])
@@ -139,20 +130,3 @@ def test_in_half_precision_the_kernel_serves_whatever_is_faster(dtype, monkeypat
     """PyTorch would round a drafted token by the width of the draft."""
     monkeypatch.setattr(module, "fastest_method", lambda *_: pytest.fail("measured"))
     assert AttentionTuning().takes_kernel(Q.to(dtype), K.to(dtype), V.to(dtype))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout": 0.1},
-        {"output_attentions": True},
-        {"position_bias": torch.zeros(1, 4, 5, 5)},
-        {"softcap": 30.0},
-        {"cache": object()},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_asks_for_more_than_attention_is_left_to_others(options):
-    assert asks_for_more(options, ("softcap",))
-    assert asks_for_more(options) is ("softcap" not in options)
-    assert not asks_for_more(dict.fromkeys(options), ("softcap",))

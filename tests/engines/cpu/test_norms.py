@@ -8,7 +8,6 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, Olmo2ForCausalLM, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cpu import norms
 from hf_retrieval_assist.engines.cpu.norms import learn_norms
 from hf_retrieval_assist.engines.cpu.reroute import reroute
@@ -177,15 +176,6 @@ def test_compiled_models_are_served_as_they_are(fused):
     with torch.no_grad():
         assert torch.equal(compiled(IDS).logits, inside)
     assert not fused
-
-
-def test_assistants_learn_norms(fused):
-    model = build(LlamaForCausalLM)
-    model.generate(IDS, assistant=SamAssistant(), max_new_tokens=2, do_sample=False)
-    fused.clear()
-    with torch.no_grad(), reroute():
-        model(IDS)
-    assert fused == [True] * len(norms_of(model))
 
 
 def test_what_is_known_goes_with_the_module():

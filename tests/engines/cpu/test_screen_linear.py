@@ -164,12 +164,6 @@ def test_few_of_many_tokens_are_computed(dtype):
     assert torch.equal(argmax(screen, x), skinny_linear(x, weight).argmax(-1))
 
 
-def test_no_rows():
-    weight = torch.randn(10, 8)
-    assert argmax(screen_of(weight), torch.empty(0, 8)).shape == (0,)
-    assert draw(screen_of(weight), torch.empty(0, 8), torch.empty(0, 10)).shape == (0,)
-
-
 def test_bad_arguments_are_named():
     weight = torch.randn(10, 8)
     with pytest.raises(ValueError, match=r"packed: expected \[10, 8\], got \[10, 7\]"):

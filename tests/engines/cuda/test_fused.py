@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.engines.cuda import fused, replay
 from hf_retrieval_assist.engines.cuda.fused import fusing
 from hf_retrieval_assist.host.transformers_private import compilations
@@ -142,12 +142,6 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
         assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
         assert idle(model).shape.fused == (graphs == "fused")
     assert [type(scope) for scope in scopes] == [type(None), fusing]
-
-
-def test_the_option_is_checked():
-    assert SamAssistant(graphs="fused").policy.graphs == "fused"
-    with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
-        Assistant([], graphs="all")
 
 
 def test_a_compiler_of_pytorch(monkeypatch):

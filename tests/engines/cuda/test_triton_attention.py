@@ -101,23 +101,6 @@ def test_many_parts(monkeypatch):
     assert case.error() < 2e-6
 
 
-@pytest.mark.parametrize(
-    ("capacity", "programs", "parts"),
-    [
-        (32768, 1, 256),  # one shared head: as many parts as have 128 slots
-        (32768, 8, 64),
-        (32768, 64, 9),
-        (32768, 1024, 1),  # a wide batch: the device is busy without parts
-        (2048, 8, 16),
-        (300, 8, 3),
-    ],
-)
-def test_parts_keep_a_device_busy(capacity, programs, parts):
-    part = part_of(capacity, programs, 132)
-    assert part % 128 == 0
-    assert -(-capacity // part) == parts
-
-
 def test_buffers_larger_than_32_bits_count():
     """Three shared heads 2^30 numbers apart; only what is in use takes memory."""
     case = Case(3, 3, 16, 2, torch.float16, [60])
