@@ -12,7 +12,6 @@ import pytest
 from hf_retrieval_assist.corpus.datastore import Datastore
 from tests.support.documents import (
     SMALL,
-    VOCAB,
     assert_holds,
     brute_count,
     build,
@@ -23,10 +22,21 @@ from tests.support.documents import (
 
 @pytest.mark.parametrize("vocab_size", [1, 255, 256, 65_535, 65_536, 1 << 24, 1 << 26])
 def test_round_trip_at_every_width(tmp_path, vocab_size):
+    """Empty documents are skipped, long ones cut, and a token takes at most eight bytes."""
     documents = [[vocab_size - 1, 0, vocab_size - 1], [0]]
-    datastore = build(documents, tmp_path / "store", vocab_size=vocab_size)
+    datastore = build([[], *documents, []], tmp_path / "store", vocab_size=vocab_size)
     assert_holds(datastore, documents)
     assert datastore.count([0, vocab_size - 1]) == brute_count(documents, [0, vocab_size - 1])
+    if vocab_size > 99:
+        datastore = build(
+            [range(100)] * 500, tmp_path / "long", vocab_size=vocab_size, memory=SMALL * 100
+        )
+        assert max(len(document) for document in datastore.documents()) == 100
+        on_disk = sum(file.stat().st_size for file in datastore.path.iterdir())
+        assert on_disk == datastore.bytes_on_disk <= 8 * datastore.token_count
+        cut = build([range(100)], tmp_path / "cut", vocab_size=vocab_size, memory=SMALL)
+        assert [len(document) for document in cut.documents()] == [63, 37]
+        assert [cut.count(pair) for pair in ([5, 6], [62, 63])] == [1, 0]
 
 
 @pytest.mark.parametrize("memory", [1 << 32, SMALL * 4, SMALL])
@@ -55,13 +65,6 @@ def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(t
     assert one.keys() - contents(less.path).keys()
 
 
-def test_empty_documents_are_skipped_and_long_ones_cut(tmp_path):
-    datastore = build([[], list(range(100)), []], tmp_path / "store", memory=SMALL)
-    assert [len(d) for d in datastore.documents()] == [63, 37]
-    assert datastore.count([5, 6]) == 1
-    assert datastore.count([62, 63]) == 0
-
-
 def test_append_and_compact_keep_the_documents(tmp_path):
     documents = make_documents()
     first = build(documents[:10], tmp_path / "store")
@@ -85,14 +88,6 @@ def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
-
-
-def test_size_is_below_eight_bytes_per_token(tmp_path):
-    rng = np.random.default_rng(0)
-    documents = rng.integers(0, VOCAB, (100, 500))
-    datastore = build(documents, tmp_path / "store")
-    on_disk = sum(file.stat().st_size for file in datastore.path.iterdir())
-    assert on_disk == datastore.bytes_on_disk <= 8 * datastore.token_count
 
 
 ENDLESS_BUILD = """
@@ -167,17 +162,14 @@ def test_one_process_at_a_time_writes_to_a_store(tmp_path):
 
 
 def test_what_others_added_meanwhile_stays(tmp_path):
+    """But nothing is added to another store in the place of the opened one."""
     first = build([[1, 2]], tmp_path / "store")
     second = Datastore.open(tmp_path / "store")
     first.append([[3]], progress=False)
     assert_holds(second.append([[4]], progress=False), [[1, 2], [3], [4]])
     assert_holds(first.compact(progress=False), [[1, 2], [3], [4]])
-
-
-def test_another_store_in_the_place_of_the_opened_one_is_not_added_to(tmp_path):
-    opened = build([[1, 2]], tmp_path / "store")
     Datastore.build([[1]], tmp_path / "store", vocab_size=9, overwrite=True, progress=False)
-    for change in (lambda: opened.append([[3]], progress=False), lambda: opened.compact()):
+    for change in (lambda: first.append([[3]], progress=False), lambda: first.compact()):
         with pytest.raises(ValueError, match="expected the datastore that was opened"):
             change()
 

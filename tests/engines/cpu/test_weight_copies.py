@@ -35,22 +35,15 @@ def test_values_that_are_not_bfloat16s_have_no_copy(place):
         assert CompactWeight.pack(weight).values is None
 
 
-def test_a_weight_is_packed_once_for_all_who_share_it():
-    weights, weight = copies(), weight_of()
+def test_a_weight_is_packed_once_for_all_who_share_it_and_goes_with_them():
+    weights, layer = copies(), nn.Linear(32, 20)
+    weight, kept = weight_of(), weights.of(layer.weight).copy.nbytes
     other = nn.Parameter(weight.detach(), requires_grad=False)
     first = weights.of(weight)
     assert weights.of(weight) is first
     assert weights.of(other) is first
-    assert weights.nbytes() == first.copy.nbytes
-
-
-def test_copies_go_with_their_model():
-    weights, layers = copies(), [nn.Linear(32, 50), nn.Linear(32, 20)]
-    for layer in layers:
-        weights.of(layer.weight)
-    kept = weights.of(layers[1].weight).copy.nbytes
-    assert weights.nbytes() > kept
-    del layers[0], layer
+    assert weights.nbytes() == first.copy.nbytes + kept
+    del weight, other, first
     gc.collect()
     assert weights.nbytes() == kept
 

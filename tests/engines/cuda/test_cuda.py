@@ -1,7 +1,6 @@
 """The lossless checks on a GPU."""
 
 import copy
-import gc
 import threading
 import time
 from itertools import chain
@@ -250,16 +249,6 @@ def test_drafts_are_recorded(llama, kind):
     assert made[2] == made[3]
 
 
-def test_a_chat_records_few_graphs(llama):
-    """Eight turns of unlike lengths, twice over: the second time nothing is recorded."""
-    model, assistant, made = copy.deepcopy(llama), SamAssistant(budget=8), []
-    for turn in (*range(1, 9), *range(1, 9)):
-        same(model, PROMPT.repeat(1, turn * 4), assistant, max_new_tokens=24)
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
-    assert made[-1] <= 12
-    assert len(set(made[8:])) == 1
-
-
 WAITLESS = {name: options for name, options in CHOICES.items() if name != "eta"}
 
 
@@ -366,14 +355,3 @@ def test_a_callers_static_cache(llama):
         assistant = oracle_assistant(plain) if assisted else None
         text = run(llama, text, **{CACHE: cache}, assistant=assistant)
         assert torch.equal(plain, text)
-
-
-def test_memory_goes_with_the_model(llama):
-    model = copy.deepcopy(llama)
-    run(model, assistant=SamAssistant(budget=4))
-    assert idle(model).arena.nbytes > 0
-    taken = torch.cuda.memory_allocated()
-    nbytes = idle(model).arena.nbytes
-    del model
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= taken - nbytes

@@ -179,7 +179,9 @@ def test_the_documented_permissions_suffice(server):
     assert memory.sync(WAIT)
 
 
+@server_with([{"password": PASSWORD}])
 def test_the_servers_stream_is_bounded_in_bytes(server):
+    """Of a server that wants a password."""
     memory = OutputMemory(max_bytes=240_000, url=server.url)
     for i in range(100):
         memory.add(output(i, 100), "m")
@@ -187,6 +189,7 @@ def test_the_servers_stream_is_bounded_in_bytes(server):
     kept = server.entries()
     assert 15_000 < int(server.client.hget("{hf-retrieval-assist}:2:state", "bytes")) <= 20_000
     assert np.frombuffer(kept[-1][b"ids"], "<u4").tolist() == output(99, 100).tolist()
+    assert not OutputMemory(url=f"redis://127.0.0.1:{server.port}").sync(0.2)
 
 
 def test_what_others_put_into_the_stream_is_skipped(server):
@@ -229,12 +232,6 @@ def test_a_key_of_another_kind_stops_sharing_and_nothing_else(server, key):
     assert len(other.namespace("a")) <= (key == "forgotten")
 
 
-@server_with([{"password": PASSWORD}])
-def test_passwords(server):
-    assert OutputMemory(url=server.url).sync(WAIT)
-    assert not OutputMemory(url=f"redis://127.0.0.1:{server.port}").sync(0.2)
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -249,9 +246,11 @@ def test_passwords(server):
         ("redis://example%2Eorg", "expected a password .* got example.org"),
     ],
 )
-def test_urls_that_are_refused(url, message):
+def test_urls_that_are_refused(url, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         OutputMemory(url=url)
+    with pytest.raises(ValueError, match="path: expected none beside url"):
+        OutputMemory(path=tmp_path / "log", url="redis://localhost")
 
 
 def test_urls_that_are_taken():
@@ -263,8 +262,3 @@ def test_urls_that_are_taken():
         "unix://user:secret@/run/redis.sock": "/run/redis.sock",
     }
     assert {url: RedisServer(url).place for url in places} == places
-
-
-def test_a_file_and_a_server_exclude_each_other(tmp_path):
-    with pytest.raises(ValueError, match="path: expected none beside url"):
-        OutputMemory(path=tmp_path / "log", url="redis://localhost")

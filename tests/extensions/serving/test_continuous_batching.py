@@ -86,17 +86,6 @@ def test_windows_that_go_round(name, attention, budget, changes):
     assert 0 < total.accepted < total.drafted
 
 
-def test_requests_end_where_they_would(llama):
-    inputs = prompts()
-    tokens = Counter(token for text in run(llama, inputs) for token in text)
-    ends = [token for token, _ in tokens.most_common(3)]
-    config = greedy(eos_token_id=ends, max_new_tokens=30)
-    plain = run(llama, inputs, config)
-    assert len({*map(len, plain)}) > 1
-    assistant = half_knowing(inputs, run(llama, inputs, greedy(max_new_tokens=30)))
-    assert run(llama, inputs, config, assistant=assistant) == plain
-
-
 def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
     inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
     config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
@@ -104,6 +93,7 @@ def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
 
 
 def test_what_requests_wrote_is_drafted_to_later_ones(llama):
+    """To those whose texts end early as well, and while the assistant is attached."""
     inputs = prompts()
     assistant = SuffixAssistant(memory=OutputMemory(), budget=8)
     plain = run(llama, inputs)
@@ -111,15 +101,16 @@ def test_what_requests_wrote_is_drafted_to_later_ones(llama):
     before = assistant.stats.total.steps
     assert run(llama, inputs, assistant=assistant) == plain
     assert assistant.stats.total.steps - before < 0.7 * before
-
-
-def test_attached_assistants_serve(llama):
-    inputs, plain, assistant = half_known(llama, 3)
+    tokens = Counter(token for text in plain for token in text)
+    ends = [token for token, _ in tokens.most_common(3)]
+    config = greedy(eos_token_id=ends, max_new_tokens=30)
+    plain = run(llama, inputs, config)
+    assert len({*map(len, plain)}) > 1
+    calls = assistant.stats.total.calls
     with assistant.attached(llama):
-        assert run(llama, inputs) == plain
-        assert assistant.stats.total.accepted > 0
-        assert run(llama, inputs, assistant=None) == plain
-        assert assistant.stats.total.calls == 3
+        assert run(llama, inputs, config) == plain
+        assert run(llama, inputs, config, assistant=None) == plain
+    assert assistant.stats.total.calls == calls + len(inputs)
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
         run(llama, inputs, assistant="sam")
 
@@ -210,21 +201,24 @@ def test_where_nothing_can_be_drafted_requests_are_decoded_plainly(
     assert shown in told.text
 
 
-def why_not(asynchronous=False, padded=False, ranks=1, processors=()):
-    """Why a manager's configuration leaves no room for drafts."""
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("use_async_batching", True, "use_async_batching=False"),
+        ("model_runner.pad_inputs", True, "use_cuda_graph=False"),
+        ("distributed_helper.tp_size", 2, "ranks"),
+        ("logit_processor.logits_processor", [transformers.LogitsProcessor()], "LogitsProcessor"),
+    ],
+)
+def test_why_a_configuration_leaves_no_room_for_drafts(path, value, why):
     some = SimpleNamespace
-    processor = some(use_async_batching=asynchronous, model_runner=some(pad_inputs=padded))
-    processor.distributed_helper = some(tp_size=ranks)
-    processor.logit_processor = some(logits_processor=processors)
-    return hosted._why_not(processor)
-
-
-def test_why_a_configuration_leaves_no_room_for_drafts():
-    assert why_not() is None
-    assert "use_async_batching=False" in why_not(asynchronous=True)
-    assert "use_cuda_graph=False" in why_not(padded=True)
-    assert "ranks" in why_not(ranks=2)
-    assert "LogitsProcessor" in why_not(processors=[transformers.LogitsProcessor()])
+    processor = some(use_async_batching=False, model_runner=some(pad_inputs=False))
+    processor.distributed_helper = some(tp_size=1)
+    processor.logit_processor = some(logits_processor=())
+    assert hosted._why_not(processor) is None
+    owner, _, name = path.rpartition(".")
+    setattr(getattr(processor, owner) if owner else processor, name, value)
+    assert why in hosted._why_not(processor)
 
 
 def test_a_request_may_have_a_twin_of_the_assistant(llama):

@@ -84,14 +84,19 @@ def test_chats_are_answered_as_by_the_server_without_an_assistant(served, theirs
 
 
 def test_tools_are_called(served, theirs):
+    """And a predicted call counts as written."""
     plain, ours = (which.ask("rain?", tools=[TOOL]) for which in (theirs, served))
     assert [choice.finish_reason for choice in ours.choices] == ["tool_calls"]
     (call,) = ours.choices[0].message.tool_calls
     assert call.function == plain.choices[0].message.tool_calls[0].function
     assert json.loads(call.function.arguments) == {"city": "Ghent"}
-    _, chunks = served.stream("rain?", tools=[TOOL])
+    options = {"tools": [TOOL], "prediction": {"type": "content", "content": CALL}}
+    _, chunks = served.stream("rain?", **options)
     streamed = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
     assert [call[0].function.name for call in streamed] == ["weather"]
+    for answer in (served.ask("rain?", **options), chunks[-1]):
+        told = answer.usage.completion_tokens_details
+        assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (len(CALL), 0)
 
 
 def test_completions(served, theirs):
@@ -390,15 +395,6 @@ def test_what_is_no_call_is_text(folder, text):
     assert parser.written == text
     if content is None:
         assert re.sub("</?tool_call>", "", text).strip() == "".join(items).strip() or "more" in text
-
-
-def test_a_predicted_call_counts_as_written(served):
-    prediction = {"type": "content", "content": CALL}
-    options = {"tools": [TOOL], "prediction": prediction}
-    whole, streamed = served.ask("rain?", **options), served.stream("rain?", **options)[1][-1]
-    for answer in (whole, streamed):
-        told = answer.usage.completion_tokens_details
-        assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (len(CALL), 0)
 
 
 @pytest.mark.parametrize("setting", ['"num_beams": 2', '"prompt_lookup_num_tokens": 3'])
