@@ -17,7 +17,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.support.memories import check_memory, count, logged, random_output
+from tests.support.memories import count, logged
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
 SECRET = [777777] * 8
@@ -60,27 +60,6 @@ def test_only_the_newest_outputs_are_kept(path):
 
 
 # Forgetting.
-
-
-@pytest.mark.parametrize("heard", [True, False])
-@pytest.mark.parametrize("evicted", [True, False])
-def test_running_outputs_of_other_processes_are_forgotten(path, heard, evicted):
-    first = OutputMemory(max_bytes=100_000, path=path)
-    running = first.start("m")
-    running.extend(SECRET)
-    if evicted:
-        for _ in range(20):
-            first.add(random_output(np.random.default_rng(1)), "m")
-    OutputMemory(path=path).forget()
-    if heard:
-        first.add([1, 2], "m")
-    running.extend([888888])
-    running.close()
-    first.add([3, 4], "m")
-    assert logged(path) == ([[1, 2], [3, 4]] if heard else [[3, 4]])
-    assert not on_disk(path)
-    assert count(first, SECRET[:2], "m") == 0
-    check_memory(first)
 
 
 # Of the header, 18 says that the file must not be written to, 43 that its tables never changed.

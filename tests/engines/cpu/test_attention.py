@@ -7,13 +7,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.engines.cpu import attention as module
-from hf_retrieval_assist.engines.cpu.attention import (
-    AttentionTuning,
-    plain_attention,
-)
+from hf_retrieval_assist.engines.cpu.attention import AttentionTuning, plain_attention
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.skinny import MAX_QUERIES
-from hf_retrieval_assist.host.scopes import attending
+from hf_retrieval_assist.host.scopes import asks_for_more, attending
 from tests.support.products import kernels_serving
 from tests.support.threads import elsewhere
 
@@ -69,7 +66,6 @@ class Subclass(torch.Tensor):
         ((Q, K, V, None), {}),
         ((Q, K, V, MASK), {"position_bias": torch.zeros(1, 4, 5, 5)}),
         ((Q, K, V, MASK), {"output_attentions": True}),
-        ((Q, K, V, MASK), {"softcap": 30.0}),
         ((Q, K, V, MASK), {"cache": object()}),
         ((Q, K, V[..., :15], MASK), {}),
         ((Q.double(), K.double(), V.double(), MASK.double()), {}),
@@ -77,7 +73,7 @@ class Subclass(torch.Tensor):
         ((*(torch.randn(1, 2, MAX_QUERIES + 1, 16) for _ in "qkv"), None), {"is_causal": False}),
     ],
     ids=[
-        *("causal", "bias", "weights", "bounded scores", "a cache", "width", "double"),
+        *("causal", "bias", "weights", "a cache", "width", "double"),
         *("subclass", "many queries"),
     ],
 )
@@ -85,6 +81,14 @@ def test_what_is_left_to_transformers(served, arguments, options):
     layer = SHARED if arguments[0].shape[1] == 4 else SimpleNamespace()
     check(*arguments, layer=layer, **options)
     assert not served
+
+
+def test_what_asks_for_more_than_attention():
+    """An option of None asks for nothing, and a known one for no more."""
+    names = "dropout", "output_attentions", "position_bias", "cache", "softcap"
+    assert all(asks_for_more({name: 1.0}, ("softcap",)) for name in names)
+    assert not asks_for_more(dict.fromkeys(names) | {"softcap": 1.0})
+    assert not asks_for_more(dict.fromkeys(names), ("softcap",))
 
 
 def test_autograd_dropout_and_much_memory_are_left_to_transformers(served, monkeypatch):

@@ -81,10 +81,10 @@ def test_output_is_plain(name, sampling, rows):
         assert drafting.stats.last.steps < NEW / 2
 
 
-def test_a_level_is_one_forward_for_all_rows(monkeypatch):
+def test_a_level_is_one_forward_for_all_rows(llama, monkeypatch):
+    """None is drafted that no token is left for."""
     # Forwards that are repeated are seen by nobody.
     monkeypatch.setattr(tree_verifier, "can_repeat", lambda *_: False)
-    llama = build(transformers.LlamaForCausalLM)
     llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
     with fed_shapes(llama) as shapes:
         drafting = assistant(max_levels=3)
@@ -94,13 +94,9 @@ def test_a_level_is_one_forward_for_all_rows(monkeypatch):
     # A prefill, and for each verification at most three levels, the first of which feeds the roots.
     assert len(shapes) <= 1 + 4 * steps
     assert drafted.count((3, 1)) >= steps - 1
-
-
-def test_no_level_is_drafted_that_no_token_is_left_for(llama):
-    """Of five tokens the prefill brings one, and the last one needs no node."""
-    run(llama, max_new_tokens=2, assistant=assistant())  # tests the model
     with fed_shapes(llama) as shapes:
         run(llama, max_new_tokens=5, assistant=assistant())
+    # Of five tokens the prefill brings one, and the last one needs no node.
     assert [shape[1] for shape in shapes[1:4]] == [1, *[s[1] for s in shapes[2:4]]]
     assert len(shapes) == 1 + 3 + 1
 
@@ -177,20 +173,17 @@ def test_adapters_stay_as_they_are():
 
 
 def test_what_it_cannot_do_is_one_error(llama):
-    ids = np.array([1, 2], np.int32)
-    with pytest.raises(ValueError, match="expected the target model, got none"):
-        QuantizedSelf().start(ids, Target(VOCAB))
+    """Nor is a compiled call drafted for, whose forwards are the compiled ones."""
+    ids, elsewhere = np.array([1, 2], np.int32), build(transformers.LlamaForCausalLM).to("meta")
+    for model, message in (
+        (None, "expected the target model, got none"),
+        (elsewhere, "on a CPU, got one on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            QuantizedSelf().start(ids, Target(VOCAB, model=model))
     session = QuantizedSelf().start(ids, Target(VOCAB, model=llama))
     with pytest.raises(ValueError, match="expected a call of generate"):
         session.propose(4)
-    with pytest.raises(ValueError, match="on a CPU, got one on meta"):
-        QuantizedSelf().start(
-            ids, Target(VOCAB, model=build(transformers.LlamaForCausalLM).to("meta"))
-        )
-
-
-def test_a_compiled_call_is_not_drafted_for(llama):
-    """Its forwards are the compiled ones, and none of them has eight bits."""
     forwards = OwnForwards()
     forwards.begin(object(), [], lambda row: None)
     assert not forwards.ready

@@ -125,17 +125,14 @@ def test_columns_show_where_there_are_more_than_rows(kind):
 
 
 def test_values_that_are_not_finite_are_what_was_packed():
+    """As inference tensors are, whose writes PyTorch does not count."""
     weights, weight = copies(), weight_of()
     weight.data[5, 5], weight.data[6, 6] = torch.nan, torch.inf
     first = weights.of(weight)
     for _ in range(EVERY * BANDS):
         assert weights.find(weight) is first
-
-
-def test_inference_tensors_are_packed():
     with torch.inference_mode():
         weight = torch.randn(SHAPE)
-        weights = copies()
         assert weights.of(weight).copy.shape == SHAPE
-        weight[9] = 0  # which PyTorch does not count
+        weight[9] = 0
         assert weights.find(weight) is None

@@ -124,17 +124,29 @@ def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
     assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
 
 
+@server_with([{"cluster": True}])
 def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
+    """By a node of a cluster."""
+    server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
+    memories = [OutputMemory(url=server.url) for _ in range(2)]
+    for i, memory in enumerate(memories):
+        memory.add(output(i), "m")
+    sync(*memories)
+    assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
+    memories[0].forget()
+    assert memories[1].sync(WAIT)
+    assert known(memories[1]) == Counter()
     late, other = RedisServer(server.url), RedisServer(server.url)
-    known, send = late.exchange(None, b"0", 1, 1 << 20, []).epoch, late._exchange
+    epoch, send = late.exchange(None, b"0", 1, 1 << 20, []).epoch, late._exchange
 
     def send_late(**arguments):
         other.forget(None, [(None, "")])
         return send(**arguments)
 
     late._exchange = send_late
-    found = late.exchange(known, b"0", 1, 1 << 20, [Output(b"x" * 16, 0, "m", output(7))])
-    assert found.forgotten == {found.epoch: ""}
+    found = late.exchange(epoch, b"0", 1, 1 << 20, [Output(b"x" * 16, 0, "m", output(7))])
+    assert found.forgotten[found.epoch] == ""
     late._exchange = send
     assert late.exchange(found.epoch, b"0", 1, 1 << 20, []).entries == []
 
@@ -150,20 +162,6 @@ def test_new_outputs_show_though_the_servers_clock_was_set_back(server):
     writer.add(output(1), "m")  # named by a time that is earlier by far
     sync(writer, reader)
     assert known(reader) == Counter([0, 1])
-
-
-@server_with([{"cluster": True}])
-def test_a_node_of_a_cluster(server):
-    server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-    wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
-    memories = [OutputMemory(url=server.url) for _ in range(2)]
-    for i, memory in enumerate(memories):
-        memory.add(output(i), "m")
-    sync(*memories)
-    assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
-    memories[0].forget()
-    assert memories[1].sync(WAIT)
-    assert known(memories[1]) == Counter()
 
 
 def test_the_documented_permissions_suffice(server):

@@ -272,14 +272,8 @@ def decoding(model):
     return drafts, states
 
 
-def test_drafts_of_all_requests_share_the_room_of_a_step(llama):
-    drafts, states = decoding(llama)
-    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
-    assert (found[64], sum(found[5]), found[0]) == ([8, 2, 0], 5, [0, 0, 0])
-
-
 def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
-    """Nothing of a prompt is read or copied by a step."""
+    """Nothing of a prompt is read or copied by a step, whose room the drafts of all share."""
 
     class Prompt(list):
         """Tells of everything that goes over all of it."""
@@ -297,6 +291,8 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
             return super().__getitem__(place)
 
     drafts, states = decoding(llama)
+    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
+    assert (found[64], sum(found[5]), found[0]) == ([8, 2, 0], 5, [0, 0, 0])
     for state in states:
         state.initial_tokens = Prompt(state.initial_tokens)
     for step in range(12):

@@ -86,12 +86,6 @@ def test_windows_that_go_round(name, attention, budget, changes):
     assert 0 < total.accepted < total.drafted
 
 
-def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
-    inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
-    config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
-    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
-
-
 def test_what_requests_wrote_is_drafted_to_later_ones(llama):
     """To those whose texts end early as well, and while the assistant is attached."""
     inputs = prompts()
@@ -113,22 +107,6 @@ def test_what_requests_wrote_is_drafted_to_later_ones(llama):
     assert assistant.stats.total.calls == calls + len(inputs)
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
         run(llama, inputs, assistant="sam")
-
-
-def streamed(model, inputs, assistant):
-    """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
-    seen = {}
-    with manager_of(model, assistant) as manager:
-        add(manager, inputs, max_new_tokens=12, streaming=True)
-        for output in outputs(manager, len(inputs)):
-            seen.setdefault(output.request_id, []).append([*output.generated_tokens])
-    return seen
-
-
-def test_streams_get_every_token(llama):
-    inputs, _, assistant = half_known(llama, 4)
-    assert streamed(llama, inputs, assistant) == streamed(llama, inputs, None)
-    assert assistant.stats.total.accepted > 0
 
 
 def test_cancelled_requests_leave_no_block_behind(llama):
@@ -169,8 +147,20 @@ def test_warpers_are_each_requests_own(llama):
     assert assistant.stats.total.accepted > 0
 
 
-def test_log_probabilities_are_those_of_each_token(llama):
-    inputs, _, assistant = half_known(llama, 3)
+def streamed(model, inputs, assistant):
+    """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
+    seen = {}
+    with manager_of(model, assistant) as manager:
+        add(manager, inputs, max_new_tokens=12, streaming=True)
+        for output in outputs(manager, len(inputs)):
+            seen.setdefault(output.request_id, []).append([*output.generated_tokens])
+    return seen
+
+
+def test_streams_get_every_token_and_log_probabilities_are_those_of_each(llama):
+    inputs, _, assistant = half_known(llama, 4)
+    assert streamed(llama, inputs, assistant) == streamed(llama, inputs, None)
+    assert assistant.stats.total.accepted > 0
     plain, found = (
         results(llama, inputs, return_logprobs=True, **named)
         for named in ({}, {"assistant": assistant})
@@ -178,7 +168,6 @@ def test_log_probabilities_are_those_of_each_token(llama):
     for one, other in zip(plain, found, strict=True):
         assert one.generated_tokens == other.generated_tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert assistant.stats.total.accepted > 0
 
 
 LACKING = PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
@@ -256,6 +245,10 @@ def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch)
         assert len([*outputs(manager, 3)]) == 3
     assert bool(begun_anew) == (num_blocks == 3)
     assert len(memory) == 0
+    # Of prompts that begin alike.
+    inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
+    config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
+    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
 
 
 def never(commit=lambda *_: None, **attributes):
