@@ -100,7 +100,6 @@ def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
         torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)
 
 
-@pytest.mark.usefixtures("in_place")
 def test_widths_that_were_not_tested_are_refused_and_calls_do_not_rest(monkeypatch):
     """Nor is one served where no memory stays in place."""
     with pytest.raises(ValueError, match="fixed_width: expected None where no memory stays"):

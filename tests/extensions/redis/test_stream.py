@@ -225,6 +225,7 @@ def test_faults_are_told_and_the_processs_own_random_numbers_are_left_to_its_cal
     view.append("m", output(0))
     wait_until(lambda: not keeper.lose_answers)
     assert random.getstate() == before
+    assert view.sync(WAIT)
     keeper.exchange = lambda *_: Answer(time.monotonic_ns(), 0.0, {})
     wait_until(lambda: "got another one in every answer" in caplog.text)
     thread = view._thread
