@@ -137,6 +137,8 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
         assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
         assert idle(model).shape.fused == (graphs == "fused")
     assert [type(scope) for scope in scopes] == [type(None), fusing]
+    with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
+        Assistant([], graphs="all")
 
 
 def test_a_compiler_of_pytorch(monkeypatch):
