@@ -1,9 +1,7 @@
 """Every benchmark at tiny size: it runs, and what it prints adds up. Timings are not looked at."""
 
-import itertools
 import json
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +11,10 @@ from transformers import LlamaForCausalLM
 from benchmarks import (
     accelerator,
     acceptance,
-    batches,
     datastore,
     first_contact,
-    forwards,
     inputs,
-    propose,
     replay,
-    requests,
     spec_bench,
     structures,
     texts,
@@ -48,8 +42,6 @@ def test_structures(tmp_path):
     names = {row["structure"] for row in found}
     assert {"suffix automaton", "suffix tree", "suffix array", "prompt lookup"} <= names
     assert {row["text"] for row in found} == {"natural", "recorded", *texts.HARD}
-    automaton = [row for row in found if row["structure"] == "suffix automaton"]
-    assert all(row["build"] > 0 and row["draft"] > 0 and row["bytes"] > 0 for row in automaton)
     passed = rows(report, "Outputs through a memory of at most 0.25 MiB")
     assert [row["tokens"] for row in passed] == list(range(100, 1001, 100))
     assert all(0 < row["largest"] <= 0.25 and row["speed"] > 0 for row in passed)
@@ -59,70 +51,37 @@ def test_structures(tmp_path):
     assert len(content["tables"][0]["rows"]) == len(found)
 
 
-def test_propose(trace_folder):
-    """Texts side by side are drafted alike whether caches are warm or not."""
-    rows = ("--propose-rows", "1", "3", "--quick")
-    report = propose.run(quick("propose", "--traces", trace_folder, *rows), silent)
-    found = {(row["rows"], row["caches"]): row for row in report.tables[0].rows}
-    assert set(found) == {(1, "warm"), (1, "cold"), (3, "warm"), (3, "cold")}
-    for rows in (1, 3):
-        assert found[rows, "warm"]["drafts"] == found[rows, "cold"]["drafts"]
-        assert found[rows, "warm"]["tokens"] >= 1
-        assert 0 < found[rows, "warm"]["median"] <= found[rows, "warm"]["p99"]
-
-
-def test_batches(trace_folder):
-    report = batches.run(quick("batches", "--traces", trace_folder), silent)
-    (table,) = report.tables
-    assert len(table.rows) == 4
-    for padded, packed in zip(table.rows[::2], table.rows[1::2], strict=True):
-        assert (padded["layout"], packed["layout"]) == ("padded", "packed")
-        assert padded["plain_forwards"] == packed["plain_forwards"] == 71
-        assert packed["forwards"] < 71
-
-
 def test_datastore(trace_folder):
     options = quick("datastore", "--corpora", trace_folder, "--tokens", 500)
     report = datastore.run(options, silent)
     (store,) = rows(report, "Datastore")
     assert (store["tokens"], store["shards"]) == (500, 1)
-    assert all(store[key] > 0 for key in ("build", "bytes", "open"))
     asked = rows(report, "A step")
-    kinds = {(row["search"], row["caches"]) for row in asked}
-    assert kinds == {*itertools.product(datastore.SEARCHES, ("warm", "emptied"))}
+    assert len(asked) == 2 * len(datastore.SEARCHES)
     assert all(row["p99"] >= row["p50"] > 0 for row in asked)
     by_search = {row["search"]: row["nodes"] for row in asked if row["caches"] == "warm"}
     assert by_search["incremental"] == by_search["from scratch"] > 0
 
 
-def test_perturbed_text_is_real_at_first_and_as_long_as_asked():
-    documents = np.split(np.arange(50, dtype=np.int32), [30])
-    once = datastore.perturbed(documents, 50, seed=0)
-    assert sorted(d.tolist() for d in once) == [d.tolist() for d in documents]
-    often = np.concatenate(datastore.perturbed(documents, 1010, seed=0))
-    assert len(often) == 1010
-    assert 0.9 < np.isin(often, np.arange(50)).mean() < 1
-    kept, asked = datastore.hold_out(documents, seed=0)
-    assert len(kept) == 1
-    assert not np.isin(asked, kept[0]).any()
-
-
-def test_acceptance(trace_folder):
-    report = acceptance.run(quick("acceptance", "--traces", trace_folder), silent)
-    presets = {row["variant"]: row for row in rows(report, "Presets")}
-    assert presets["SamAssistant"]["accepted"] > 2
-    assert presets["SamAssistant"]["accepted"] >= presets["prompt lookup"]["accepted"]
+def test_acceptance(trace_folder, tmp_path, capsys):
+    options = ["--quick", "--traces", str(trace_folder), "--output", str(tmp_path)]
+    main(["acceptance", *options])
+    assert "SAM-Decoding: what" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "acceptance.json").read_text())
+    tables = {table["title"]: table["rows"] for table in saved["tables"]}
+    (presets,) = (found for title, found in tables.items() if title.startswith("Presets"))
+    presets = {row["variant"]: row for row in presets}
+    assert presets["SamAssistant"]["accepted"] >= presets["prompt lookup"]["accepted"] > 1
     assert presets["prompt lookup"]["nodes"] <= 10
-    assert {"SamAssistant, corpus", "RestAssistant"} <= presets.keys()
     assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
-    for study in acceptance.STUDIES.values():
-        assert rows(report, study.title)
     # Sequoia's trees beat chains of the same size.
-    found = rows(report, "Sequoia")
+    (found,) = (found for title, found in tables.items() if title.startswith("Sequoia"))
     assert {row["nodes"] for row in found} == set(acceptance.TREE_SIZES)
     assert all(row["tree"] >= row["chains"] - 1e-9 >= row["chain"] - 1e-9 for row in found)
     for chains in (1, 2):
         assert acceptance.chain_tokens([0.5, 0.25], chains, 2) == 1 + 0.5 + 0.25
+    with pytest.raises(SystemExit):
+        parse(["speed"])
 
 
 def test_traces_round_trip_and_are_checked(tmp_path, trace_folder):
@@ -158,10 +117,7 @@ def test_replay_emits_the_recorded_text_by_every_method(trace_folder):
     assert by_method["plain"]["steps"] == 12
     assert by_method["prompt lookup"]["steps"] < 8
     assert by_method["draft model"]["steps"] < 12
-    assert by_method["SamAssistant"]["steps"] <= 12
-    assert all(row["step"] > 0 for row in found)
     assert by_method["SamAssistant"]["forward"] > 0
-    assert "forward" not in by_method["plain"]
     assert report.settings["weight_bytes"] > 0
 
 
@@ -169,19 +125,16 @@ def test_steps_beside_the_bytes_they_read(trace_folder):
     options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1, "--steps", 12)
     report = accelerator.run(quick(*options, "--rows", 1, 2, "--widths", 4), silent)
     found = rows(report, "Recorded text")
-    assert {row["same"] for row in found} == {"yes"}
-    assert {row["batch"] for row in found} == {1, 2}
-    by_method = {row["method"]: row for row in found if row["batch"] == 1}
+    assert {(row["same"], row["batch"]) for row in found} == {("yes", 1), ("yes", 2)}
+    forwards = {row["method"]: row["per_forward"] for row in found if row["batch"] == 1}
     plain = {"plain", "plain, static and compiled"}
-    ours = {"ours, eager", "ours, eager, chains"}
-    assert by_method.keys() == {*plain, *ours, "prompt lookup"}
-    assert all(by_method[name]["per_forward"] == 1 for name in plain)
-    assert by_method["prompt lookup"]["per_forward"] > 1
+    assert forwards.keys() == {*plain, "ours, eager", "ours, eager, chains", "prompt lookup"}
+    assert all(forwards[name] == 1 for name in plain)
+    assert forwards["prompt lookup"] > 1
     assert all(row["roofline"] > 0 and row["first"] > 0 for row in found)
     equal = rows(report, "Steps at equal width")
     assert {(row["shape"], row["width"]) for row in equal} == {("chain", 4), ("tree", 4)}
     assert report.settings["backend"] == "eager"
-    assert "sdpa" in report.settings
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -224,53 +177,23 @@ def test_bytes_that_a_step_reads():
     assert accelerator.weight_bytes(model) == 2 * (parameters - 90 * 16)
 
 
-def test_dense_ids_keep_what_is_equal(trace_folder):
-    (trace,) = traces.read_traces(trace_folder)
-    far = traces.Trace("far", [(p * 1000, o * 1000) for p, o in trace.requests])
-    near = replay.dense_ids(far, 50)
-    assert near.vocab_size <= 50
-    values = np.unique(np.concatenate([ids for pair in far.requests for ids in pair]))
-    assert all(
-        np.array_equal(values[mine], theirs)
-        for mine, theirs in zip(near.requests[0], far.requests[0], strict=True)
-    )
-    with pytest.raises(ValueError, match="distinct"):
-        replay.dense_ids(far, 10)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("context", [0, 9])
-def test_cost_of_forwards(llama, context):
-    options = quick("forwards", "--context", context)
-    report = forwards.measure({"float32": llama}, options, silent)
-    found = rows(report, "A forward")
-    assert [row["tokens"] for row in found] == 2 * [1, 2, 4]
-    assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
-    assert all(row["ms"] > 0 for row in found)
-    assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
-    cache = forwards.filled_cache(llama, context)
-    forwards.forward_seconds(llama, cache, True, [1, 2])
-    assert cache.get_seq_length() == context
-
-
 @pytest.mark.parametrize(("folder", "kinds"), [(inputs.PROMPTS, 7), (inputs.UNTUNED, 13)])
 def test_shipped_prompts_are_three_of_each_kind(folder, kinds):
+    """And a prompt is a message where there is a chat template; traces are shipped, too."""
     prompts = inputs.read_prompts(folder)
-    counts = Counter(prompt.category for prompt in prompts)
-    assert list(counts.values()) == [3] * kinds
+    assert [*Counter(prompt.category for prompt in prompts).values()] == [3] * kinds
     assert len({p.text for p in prompts} | {p.name for p in prompts}) == 2 * len(prompts)
     assert [len(inputs.first_of_each(prompts, n)) for n in (1, 9)] == [kinds, 3 * kinds]
     assert all(bool(prompt.message) == (folder == inputs.UNTUNED) for prompt in prompts)
-
-
-def test_a_prompt_is_a_message_where_there_is_a_template():
+    assert all(len(trace.requests) >= 16 for trace in traces.read_traces(traces.SHIPPED))
     _, tokenizer = small_model()
-    prompt = inputs.Prompt("kind", "name", "text", "message")
+    prompt = inputs.Prompt("kind", "name", "text", "message" * bool(prompts[0].message))
     chat = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-    cases = {None: ["text", "text"], chat: ["user: message", "user: text"]}
-    for tokenizer.chat_template, written in cases.items():
-        given = [one.inputs(tokenizer) for one in (prompt, replace(prompt, message=""))]
-        assert [tokenizer.decode(one["input_ids"][0]) for one in given] == written
+    for tokenizer.chat_template, written in {
+        None: "text",
+        chat: f"user: {prompt.message or prompt.text}",
+    }.items():
+        assert tokenizer.decode(prompt.inputs(tokenizer)["input_ids"][0]) == written
 
 
 def test_models_are_taken_by_name_or_from_a_folder(tmp_path, monkeypatch):
@@ -282,28 +205,6 @@ def test_models_are_taken_by_name_or_from_a_folder(tmp_path, monkeypatch):
     options = parse(["--model", str(tmp_path / "own"), "--dtype", "bfloat16"])
     assert inputs.dtype_name(inputs.load(options)[0]) == "bfloat16"
     assert inputs.model_name(options) == "own"
-
-
-def test_requests_side_by_side(llama):
-    prompts = [[2, 3, 4, 2, 3], [5, 6, 7]]
-    found = requests.measure(llama, prompts, 2, 8, 1, silent)
-    assert [row["method"] for row in found][:2] == ["plain", "plain in reroute"]
-    assert len(found) == 4
-    assert {row["same"] for row in found} == {"2 of 2"}
-    assert all(row["rate"] > 0 for row in found)
-
-
-def test_shipped_traces_are_there():
-    assert all(len(trace.requests) >= 16 for trace in traces.read_traces(traces.SHIPPED))
-
-
-def test_command_line(tmp_path, trace_folder, capsys):
-    folders = ["--traces", str(trace_folder), "--output", str(tmp_path)]
-    main(["acceptance", "--quick", "--study", "sam", *folders])
-    assert "SAM-Decoding: what" in capsys.readouterr().out
-    assert json.loads((tmp_path / "acceptance.json").read_text())["benchmark"] == "acceptance"
-    with pytest.raises(SystemExit):
-        parse(["speed"])
 
 
 def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
@@ -318,29 +219,43 @@ def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
 
 
 COMMANDS = {
-    "forwards": [],
+    "batches": [],
+    "forwards": ["--context", 9],
     "kernel": ["--kernel-parts", "flips"],
+    "overhead": [],
+    "propose": ["--propose-rows", 1, 3],
+    "requests": [],
     "step": ["--step-nodes", 0],
     "structured": ["--structured-tokens", 4],
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_runs_on_whatever_model_is_named(name, monkeypatch):
-    monkeypatch.setattr(BENCHMARKS[name], "load", lambda *_: small_model())
-    report = BENCHMARKS[name].run(quick(*COMMANDS[name]), silent)
+def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypatch):
+    """Its figures are none below 0, and its texts plain decoding's."""
+    benchmark = BENCHMARKS[name]
+    monkeypatch.setattr(benchmark, "load", lambda *_: small_model(), raising=False)
+    report = benchmark.run(quick("--traces", trace_folder, *COMMANDS[name]), silent)
     assert report.benchmark == name
-    assert any(table.rows for table in report.tables)
-    assert "gemma3" in map(str, report.settings.values())
+    found = [row for table in report.tables for row in table.rows]
+    assert found
+    for row in found:
+        assert all(figure >= 0 for figure in row.values() if isinstance(figure, int | float))
+        same = row.get("same", "1 of 1").split(" of ")
+        assert same[0] == same[1]
+    if name == "batches":
+        assert found[0]["plain_forwards"] == 71 > found[1]["forwards"]
+    if name == "propose":  # texts side by side are drafted alike whether caches are warm or not
+        drafts = {(row["rows"], row["caches"]): row["drafts"] for row in found}
+        assert all(drafts[rows, "warm"] == drafts[rows, "cold"] for rows in (1, 3))
 
 
 def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):
     monkeypatch.setattr(spec_bench, "load", lambda arguments: small_model())
-    report = spec_bench.run(quick("--spec-nodes", 8), silent)
-    found = report.tables[0].rows
+    found = spec_bench.run(quick("--spec-nodes", 8), silent).tables[0].rows
     names = [method.name for method in spec_bench.methods(8)]
-    assert [row["method"] for row in found[-len(names) :]] == names
     whole = {row["method"]: row for row in found if row["category"] == "all"}
+    assert [*whole] == names
     kinds = len(found) // len(names) - 1
     assert all(row["prompts"] == kinds for row in whole.values())
     assert whole["plain"]["per_forward"] == 1

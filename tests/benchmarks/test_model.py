@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import llama_engine, model, tables
+from benchmarks import llama_engine, model, tables, timing
 from benchmarks.__main__ import parse
 from benchmarks.inputs import Prompt, first_of_each, read_prompts
 from benchmarks.methods import Run
@@ -89,6 +89,12 @@ def test_figures_are_medians_and_geometric_means():
 
 def test_methods_take_turns_from_another_first():
     order = []
+    calls = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
+    seconds, results = timing.alternate(calls, 3, silent)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert results == {"a": 5, "b": 6}
+    assert seconds.keys() == {"a", "b"}
+    order.clear()
     calls = {name: lambda prompt, name=name: order.append(name) for name in "abc"}
     begun = []
     model.take_turns(["p", "q"], calls, 2, silent, lambda: begun.append(len(order)))

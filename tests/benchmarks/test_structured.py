@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks import structured
 from benchmarks.report import Report
-from benchmarks.schemas import SIZES, schemas
-from benchmarks.tool_calls import CALLS, TOOLS
+from benchmarks.schemas import SIZES
 
 from ..support.benchmarks import quick, rows, silent
 from ..support.byte_model import small_model
@@ -21,23 +20,6 @@ def report():
     tokenizer.eos_token = "<pad>"
     structured.measure(found, model, tokenizer, arguments, silent)
     return found
-
-
-def test_schemas_are_sixty_of_three_sizes():
-    found = [asked.schema for size in SIZES for asked in schemas(size, 20, 0)]
-    assert len({str(schema) for schema in found}) == 60
-    assert list(schemas("large", 3, 0)) == list(schemas("large", 3, 0))
-    members = [len(schema["properties"]) for schema in found]
-    assert members[0] < members[20] < members[40]
-
-
-def test_recorded_calls_are_of_the_tools():
-    parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-    assert len(parameters) == 12
-    assert len(CALLS) == 40
-    for call in CALLS:
-        known = parameters[call.name]
-        assert set(known["required"]) <= set(call.arguments) <= set(known["properties"])
 
 
 def test_first_calls_take_fewer_forwards_with_tools(report):

@@ -55,11 +55,15 @@ def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(t
     assert one.keys() - contents(less.path).keys()
 
 
-def test_empty_documents_are_skipped_and_long_ones_cut(tmp_path):
+def test_empty_documents_are_skipped_long_ones_cut_and_a_token_takes_at_most_eight_bytes(tmp_path):
     datastore = build([[], list(range(100)), []], tmp_path / "store", memory=SMALL)
     assert [len(d) for d in datastore.documents()] == [63, 37]
     assert datastore.count([5, 6]) == 1
     assert datastore.count([62, 63]) == 0
+    documents = np.random.default_rng(0).integers(0, VOCAB, (100, 500))
+    datastore = build(documents, tmp_path / "large")
+    on_disk = sum(file.stat().st_size for file in datastore.path.iterdir())
+    assert on_disk == datastore.bytes_on_disk <= 8 * datastore.token_count
 
 
 def test_append_and_compact_keep_the_documents(tmp_path):
@@ -85,14 +89,6 @@ def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
-
-
-def test_size_is_below_eight_bytes_per_token(tmp_path):
-    rng = np.random.default_rng(0)
-    documents = rng.integers(0, VOCAB, (100, 500))
-    datastore = build(documents, tmp_path / "store")
-    on_disk = sum(file.stat().st_size for file in datastore.path.iterdir())
-    assert on_disk == datastore.bytes_on_disk <= 8 * datastore.token_count
 
 
 ENDLESS_BUILD = """
@@ -167,17 +163,14 @@ def test_one_process_at_a_time_writes_to_a_store(tmp_path):
 
 
 def test_what_others_added_meanwhile_stays(tmp_path):
+    """But nothing is added to another store in the place of the opened one."""
     first = build([[1, 2]], tmp_path / "store")
     second = Datastore.open(tmp_path / "store")
     first.append([[3]], progress=False)
     assert_holds(second.append([[4]], progress=False), [[1, 2], [3], [4]])
     assert_holds(first.compact(progress=False), [[1, 2], [3], [4]])
-
-
-def test_another_store_in_the_place_of_the_opened_one_is_not_added_to(tmp_path):
-    opened = build([[1, 2]], tmp_path / "store")
     Datastore.build([[1]], tmp_path / "store", vocab_size=9, overwrite=True, progress=False)
-    for change in (lambda: opened.append([[3]], progress=False), lambda: opened.compact()):
+    for change in (lambda: first.append([[3]], progress=False), lambda: first.compact()):
         with pytest.raises(ValueError, match="expected the datastore that was opened"):
             change()
 

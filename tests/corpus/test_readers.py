@@ -30,13 +30,6 @@ def test_long_text_files_come_in_pieces(tmp_path, monkeypatch, ends):
     assert len(ends) < 9 or all(piece.endswith("\n") for piece in pieces)
 
 
-def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
-    for name in ("b.py", "a/c.py", "a/d.txt", ".git/e.py", "a/.f.py", "a/g.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert texts(tmp_path) == ["a/c.py", "a/d.txt", "b.py"]
-
-
 def test_jsonl_reads_the_field_of_every_row(tmp_path):
     """And passes blank lines over."""
     rows = [{"text": "no", "body": "first"}, {"body": "second\n"}]
@@ -67,20 +60,26 @@ def test_bad_files_are_named(tmp_path, name, content, error, message):
 
 
 def test_bad_rows_and_files_are_passed_over_if_wanted(tmp_path):
+    """Of Parquet one column is read."""
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text"\n\n[1]\n{"text": "two"}\n')
     (tmp_path / "b.parquet").write_bytes(b"PAR1PAR1")
-    parquet.write_table(pa.table({"text": ["three", None, "four"]}), tmp_path / "c.parquet")
+    table = pa.table({"text": ["three", None, "four"], "n": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "c.parquet")
     (tmp_path / "d.txt").write_bytes(b"\xff")
     skipped = Skipped()
-    found = texts(tmp_path, skipped=skipped)
-    assert found == ["one", "two", "three", "four"]
+    assert texts(tmp_path, skipped=skipped) == ["one", "two", "three", "four"]
     assert skipped.bad == 5
     assert skipped.example.startswith(f"{tmp_path / 'a.jsonl'}:2: expected JSON")
-    with pytest.raises(ValueError, match=r"c\.parquet:2: expected text in field 'text'"):
-        texts(tmp_path / "c.parquet")
+    for field, message in (
+        ("text", r"c\.parquet:2: expected text in field 'text'"),
+        ("body", "no column 'body'"),
+        ("n", "expected text in field 'n', got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            texts(tmp_path / "c.parquet", field=field)
 
 
 def piped(path, content):
@@ -114,24 +113,16 @@ def test_pipes_that_cannot_be_read_are_refused(tmp_path):
             texts(tmp_path / name)
 
 
-def test_missing_sources_are_named(tmp_path):
+def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
+    """Missing sources are named."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
         texts(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="got none"):
         texts(tmp_path)
-
-
-def test_parquet_reads_one_column(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"text": ["one", "two"], "n": [1, 2]}), path)
-    assert texts(path) == ["one", "two"]
-    with pytest.raises(ValueError, match="no column 'body'"):
-        texts(path, field="body")
-    with pytest.raises(ValueError, match="expected text in field 'n', got int"):
-        texts(path, field="n")
+    for name in ("b.py", "a/c.py", "a/d.txt", ".git/e.py", "a/.f.py", "a/g.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path) == ["a/c.py", "a/d.txt", "b.py"]
 
 
 def test_saved_and_loadable_data_sets(tmp_path):

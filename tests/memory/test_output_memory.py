@@ -140,25 +140,18 @@ def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     check_memory(again)
 
 
-@pytest.mark.parametrize("outputs", [15, 40])
-def test_a_full_memory_of_no_named_model_goes_to_the_first_whole(outputs):
+@pytest.mark.parametrize(("others", "outputs"), [(0, 15), (0, 40), (600, 40)])
+def test_a_full_memory_of_no_named_model_goes_to_the_first(others, outputs):
+    """Whole, but for what had to make room while it changed hands."""
     rng = np.random.default_rng(3)
     memory = OutputMemory(max_bytes=100_000)
+    if others:
+        memory.add(random_output(rng, others), "model")
     for _ in range(outputs):
-        memory.add(random_output(rng))
+        memory.add(random_output(rng, 20) if others else random_output(rng))
     kept, tokens = len(memory), memory.token_count
     assert memory.tree("model") is not None
-    assert (len(memory), memory.token_count) == (kept, tokens)
-    check_memory(memory)
-
-
-def test_outputs_that_make_room_while_others_change_hands_are_gone():
-    rng = np.random.default_rng(3)
-    memory = OutputMemory(max_bytes=100_000)
-    memory.add(random_output(rng, 600), "model")
-    for _ in range(40):
-        memory.add(random_output(rng, 20))
-    memory.tree("model")
+    assert others or (len(memory), memory.token_count) == (kept, tokens)
     assert memory.tree("") is None
     assert len(memory) == len(memory.tree("model")) > 0
     check_memory(memory)
@@ -201,12 +194,9 @@ def test_fading_leaves_other_prompts_and_running_outputs_alone():
     running.close()
     assert len(memory) == 2
     check_memory(memory)
-
-
-@pytest.mark.parametrize("half_life", [0, -1.0, float("nan")])
-def test_refuses_half_lives(half_life):
-    with pytest.raises(ValueError, match=r"^half_life: expected None or a number above 0"):
-        OutputMemory(half_life=half_life)
+    for half_life in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"^half_life: expected None or a number above 0"):
+            OutputMemory(half_life=half_life)
 
 
 MANY_RUNNING = """

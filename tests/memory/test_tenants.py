@@ -16,7 +16,7 @@ from hf_retrieval_assist.extensions.redis import redis_server
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from tests.support.memories import check_memory, count, full_disk
+from tests.support.memories import check_memory, count
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync
 
@@ -210,17 +210,6 @@ def test_of_many_forgettings_the_oldest_become_one(store, monkeypatch):
     assert len(late._log._known) <= 4
 
 
-def test_what_waited_for_the_log_is_forgotten_with_its_tenant(tmp_path, monkeypatch):
-    path = tmp_path / "log"
-    first = OutputMemory(path=path)
-    with full_disk(monkeypatch), pytest.warns(UserWarning, match="not kept on disk"):
-        filled(first)
-    OutputMemory(path=path).namespace("a").forget()
-    first.add([1, 2], "m")
-    assert found(OutputMemory(path=path)) == found(first) == [0, 1, 1]
-    assert IDS not in path.read_bytes()
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_path):
     path = tmp_path / "log"
@@ -233,6 +222,17 @@ def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_
     memory.add([1, 2])
 
 
+@pytest.mark.parametrize("name", [None, 7, b"a", ["a"], ""])
+def test_what_is_no_name(name):
+    """As the bounds and ids of a memory are looked at."""
+    with pytest.raises(ValueError, match="max_bytes: expected at least"):
+        OutputMemory(max_bytes=100)
+    with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
+        OutputMemory().add([1, -1])
+    with pytest.raises((TypeError, ValueError), match="tenant: expected a name"):
+        OutputMemory().namespace(name)
+
+
 @pytest.mark.parametrize("name", ["\ud800", "a:b", "/", "\0", "x" * 100_000, "ä\n"])
 def test_any_name_is_a_tenant_of_its_own(name):
     memory = OutputMemory()
@@ -241,12 +241,6 @@ def test_any_name_is_a_tenant_of_its_own(name):
     assert len(memory.namespace(name[:1] + "other")) == 0
     memory.namespace(name).forget()
     assert len(memory) == 0
-
-
-@pytest.mark.parametrize("name", [None, 7, b"a", ["a"], ""])
-def test_what_is_no_name(name):
-    with pytest.raises((TypeError, ValueError), match="tenant: expected a name"):
-        OutputMemory().namespace(name)
 
 
 @pytest.mark.parametrize("half_life", [None, 4.0])

@@ -1,9 +1,7 @@
 """Made-up outputs, and what memories and logs hold of them."""
 
-import sqlite3
 import time
 from collections import Counter
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -31,18 +29,6 @@ def logged(path):
     while outputs := log.read()[1]:
         found += [output.token_ids.tolist() for output in outputs]
     return found
-
-
-@contextmanager
-def full_disk(monkeypatch):
-    """Scope in which no output can be written to a log."""
-
-    def full(*_):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(OutputLog, "_insert", full)
-        yield
 
 
 def check_memory(memory):

@@ -33,14 +33,6 @@ def packed(monkeypatch, tmp_path):
     return replace(MODELS["gemma3"], parts=parts, digest=sha256(b"ababab").hexdigest()), b"ababab"
 
 
-def test_parts_are_put_together_and_checked(packed, tmp_path):
-    model, whole = packed
-    demo_model.packed_weights(model, tmp_path / "a.gguf")
-    assert (tmp_path / "a.gguf").read_bytes() == whole
-    with pytest.raises(ValueError, match="expected SHA-256 0, got"):
-        demo_model.packed_weights(replace(model, digest="0"), tmp_path / "b.gguf")
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("missing", ["gguf", "carrier"])
 def test_what_is_not_installed_is_named(name, missing, monkeypatch, cache):
@@ -51,14 +43,17 @@ def test_what_is_not_installed_is_named(name, missing, monkeypatch, cache):
     assert not list(cache.iterdir())
 
 
-def test_a_conversion_that_fails_leaves_nothing(packed, monkeypatch, cache):
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_conversion_that_fails_leaves_nothing(packed, monkeypatch, cache, wrong):
+    """Of parts that are put together and checked."""
+
     def halfway(folder, gguf_file, **options):
         assert (Path(folder) / gguf_file).read_bytes() == packed[1]
-        raise RuntimeError("halfway")
+        raise ValueError("halfway")
 
-    monkeypatch.setitem(MODELS, "halves", packed[0])
+    monkeypatch.setitem(MODELS, "halves", replace(packed[0], digest="0") if wrong else packed[0])
     monkeypatch.setattr(demo_model.AutoModelForCausalLM, "from_pretrained", halfway)
-    with pytest.raises(RuntimeError, match="halfway"):
+    with pytest.raises(ValueError, match="expected SHA-256 0, got" if wrong else "halfway"):
         converted_model("halves")
     assert not list(cache.iterdir())
 

@@ -35,28 +35,21 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
     assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
 
 
-def test_prompts_may_be_texts_and_sampled():
-    model, tokenizer = small_model()
-    candidates = {"mine": lambda: SamAssistant(budget=8)}
-    options = {"candidates": candidates, "max_new_tokens": 12, "repeats": 1, "do_sample": True}
-    found = suggest(model, ["one two one two"], tokenizer=tokenizer, **options)
-    assert [trial.name for trial in found.trials] == ["mine"]
-    assert found.best.identical == 1
-    assert "text" in found.best.record.origins
-
-
-def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
+def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(monkeypatch):
     def refuse(generate, inputs, name, assistant):
         if name == LOOKUP:
             raise ValueError("not this model")
         return call(generate, inputs, name, assistant)
 
-    call = module._call
+    call, (model, tokenizer) = module._call, small_model()
     monkeypatch.setattr(module, "_call", refuse)
-    candidates = {"sam": SamAssistant}
-    model, options = build(LlamaForCausalLM), {"max_new_tokens": 4, "repeats": 1}
-    found = suggest(model, [PROMPT], candidates=candidates, **options)
+    candidates = {"mine": lambda: SamAssistant(budget=8)}
+    options = {"candidates": candidates, "max_new_tokens": 12, "repeats": 1, "do_sample": True}
+    found = suggest(model, ["one two one two"], tokenizer=tokenizer, **options)
+    assert [trial.name for trial in found.trials] == ["mine"]
     assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
+    assert found.best.identical == 1
+    assert "text" in found.best.record.origins
 
 
 def suggestion_of(kernels=None, **ratios):

@@ -7,14 +7,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.engines.cpu import attention as module
-from hf_retrieval_assist.engines.cpu.attention import (
-    AttentionTuning,
-    asks_for_more,
-    plain_attention,
-)
+from hf_retrieval_assist.engines.cpu.attention import AttentionTuning, plain_attention
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.skinny import MAX_QUERIES
-from hf_retrieval_assist.host.scopes import attending
+from hf_retrieval_assist.host.scopes import asks_for_more, attending
 from tests.support.products import kernels_serving
 from tests.support.threads import elsewhere
 
@@ -69,12 +65,17 @@ class Subclass(torch.Tensor):
     [
         ((Q, K, V, None), {}),
         ((Q, K, V, MASK), {"position_bias": torch.zeros(1, 4, 5, 5)}),
+        ((Q, K, V, MASK), {"output_attentions": True}),
+        ((Q, K, V, MASK), {"cache": object()}),
         ((Q, K, V[..., :15], MASK), {}),
         ((Q.double(), K.double(), V.double(), MASK.double()), {}),
         ((Q.as_subclass(Subclass), K, V, MASK), {}),
         ((*(torch.randn(1, 2, MAX_QUERIES + 1, 16) for _ in "qkv"), None), {"is_causal": False}),
     ],
-    ids=["causal", "bias", "width", "double", "subclass", "many queries"],
+    ids=[
+        *("causal", "bias", "weights", "a cache", "width", "double"),
+        *("subclass", "many queries"),
+    ],
 )
 def test_what_is_left_to_transformers(served, arguments, options):
     layer = SHARED if arguments[0].shape[1] == 4 else SimpleNamespace()
@@ -82,20 +83,25 @@ def test_what_is_left_to_transformers(served, arguments, options):
     assert not served
 
 
-def test_what_would_take_much_memory_is_left_to_transformers(served, monkeypatch):
-    monkeypatch.setattr(module, "MAX_SCORES", 2 * 5 * 5 - 1)
-    check(Q, K, V, MASK)
-    check(Q[:, :, :4], K, V, MASK[:, :, :4])
-    assert served == [4]
+def test_what_asks_for_more_than_attention():
+    """An option of None asks for nothing, and a known one for no more."""
+    names = "dropout", "output_attentions", "position_bias", "cache", "softcap"
+    assert all(asks_for_more({name: 1.0}, ("softcap",)) for name in names)
+    assert not asks_for_more(dict.fromkeys(names) | {"softcap": 1.0})
+    assert not asks_for_more(dict.fromkeys(names), ("softcap",))
 
 
-def test_autograd_and_dropout_are_left_to_transformers(served):
+def test_autograd_dropout_and_much_memory_are_left_to_transformers(served, monkeypatch):
     query = Q.clone().requires_grad_()
     with reroute():
         attend(query, K, V, MASK)[0].sum().backward()
         attend(Q, K, V, MASK, dropout=0.5)
     assert query.grad is not None
     assert not served
+    monkeypatch.setattr(module, "MAX_SCORES", 2 * 5 * 5 - 1)
+    check(Q, K, V, MASK)
+    check(Q[:, :, :4], K, V, MASK[:, :, :4])
+    assert served == [4]
 
 
 def test_kernels_serve_whatever_scope_another_thread_is_in(served):
@@ -106,53 +112,16 @@ def test_kernels_serve_whatever_scope_another_thread_is_in(served):
     assert served == [5]
 
 
-def test_a_function_that_somebody_else_put_there_stays(served):
-    def theirs(*arguments):
-        return "theirs"
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = theirs
-    try:
-        with reroute():
-            assert attend(Q, K, V, MASK) == "theirs"
-        assert attend(Q, K, V, MASK) == "theirs"
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
-    assert not served
-
-
 def test_choices_are_measured_once_and_remembered(tmp_path, monkeypatch):
     assert module.fastest_method(Q, K, V) in {"kernel", "pytorch", None}
     answers = iter(["pytorch", "kernel"])
     monkeypatch.setattr(module, "fastest_method", lambda *arguments: next(answers))
-    tuning = AttentionTuning(tmp_path / "tuning.json")
-    assert not tuning.takes_kernel(Q, K, V)
-    assert not tuning.takes_kernel(Q[:, :, :1], K, V)
     others = Q[:, :2], K, V
-    assert tuning.takes_kernel(*others)
-    again = AttentionTuning(tuning.path)
-    assert not again.takes_kernel(Q, K, V)
-    assert again.takes_kernel(*others)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_the_kernel_serves_whatever_is_faster(dtype, monkeypatch):
-    """PyTorch would round a drafted token by the width of the draft."""
-    monkeypatch.setattr(module, "fastest_method", lambda *_: pytest.fail("measured"))
-    assert AttentionTuning().takes_kernel(Q.to(dtype), K.to(dtype), V.to(dtype))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout": 0.1},
-        {"output_attentions": True},
-        {"position_bias": torch.zeros(1, 4, 5, 5)},
-        {"softcap": 30.0},
-        {"cache": object()},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_asks_for_more_than_attention_is_left_to_others(options):
-    assert asks_for_more(options, ("softcap",))
-    assert asks_for_more(options) is ("softcap" not in options)
-    assert not asks_for_more(dict.fromkeys(options), ("softcap",))
+    for _ in range(2):
+        tuning = AttentionTuning(tmp_path / "tuning.json")
+        assert not tuning.takes_kernel(Q, K, V)
+        assert not tuning.takes_kernel(Q[:, :, :1], K, V)
+        assert tuning.takes_kernel(*others)
+    # In half precision PyTorch would round a drafted token by the width of the draft.
+    for dtype in (torch.bfloat16, torch.float16):
+        assert tuning.takes_kernel(Q.to(dtype), K.to(dtype), V.to(dtype))

@@ -18,7 +18,7 @@ RUNNER = os.environ.get("KERNEL_RUN", "").split()
 @pytest.mark.parametrize("kernel", ["linear", "attention", "small"])
 def test_every_path_against_single_numbers(kernel, tmp_path):
     kernels, program = ROOT / "cython_ext" / "kernels", tmp_path / kernel
-    sources = [ROOT / "tests" / "kernels" / "c" / f"check_{kernel}.c", *kernels.glob("*.c")]
+    sources = [Path(__file__).parent / "c" / f"check_{kernel}.c", *kernels.glob("*.c")]
     options = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
     command = [COMPILER, *options, f"-I{kernels}", *sources, "-o", program, "-static", "-lm"]
     subprocess.run(command, check=True)

@@ -61,34 +61,21 @@ def measure_as(monkeypatch, name):
 
 
 def test_linears_inside_are_served_and_right(served):
+    """Other threads see nothing of it."""
     layer = torch.nn.Linear(32, 48).requires_grad_(False)
     with reroute():
         y = layer(X.view(1, 5, 32))
         F.linear(X, W)
         F.linear(input=X, weight=W, bias=None)
+        (other,) = in_threads(lambda x: F.linear(x, W), [X])
     with reroute(enabled=False):
         assert F.linear is PLAIN
     F.linear(X, W)
     assert served == [5, 5, 5]
     expected = PLAIN(X, layer.weight, layer.bias)[None]
     torch.testing.assert_close(y, expected, **of_products(expected, X, layer.weight))
-
-
-def test_other_threads_see_nothing(served):
-    with reroute():
-        (result,) = in_threads(lambda x: F.linear(x, W), [X])
-    assert not served
     # A new thread starts with as many OpenMP threads as there are cores, and may sum differently.
-    torch.testing.assert_close(result, PLAIN(X, W), rtol=1e-4, atol=1e-4)
-
-
-def test_a_function_that_somebody_else_put_there_stays(served, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "linear", lambda *args: "theirs")
-        with reroute():
-            assert F.linear(X, W) == "theirs"
-        assert F.linear(X, W) == "theirs"
-    assert not served
+    torch.testing.assert_close(other, PLAIN(X, W), rtol=1e-4, atol=1e-4)
 
 
 class Subclass(torch.Tensor):
@@ -132,22 +119,14 @@ def test_wrong_arguments_raise_what_pytorch_raises(served):
     assert not served
 
 
-def test_autograd_is_left_to_pytorch(served):
+def test_autograd_autocast_function_transforms_and_tracing_are_left_to_pytorch(served):
     weight = torch.nn.Parameter(W.clone())
     with reroute():
         F.linear(X, weight).sum().backward()
-        assert not served
-        with torch.no_grad():
-            F.linear(X, weight)
-    assert served == [5]
-    assert weight.grad is not None
-
-
-def test_autocast_function_transforms_and_tracing_are_left_to_pytorch(served):
-    with reroute():
         with torch.autocast("cpu", torch.bfloat16):
             assert F.linear(X, W).dtype is torch.bfloat16
         batched = torch.func.vmap(lambda x: F.linear(x, W))(X)
+    assert weight.grad is not None
     torch.testing.assert_close(batched, PLAIN(X, W), **of_products(batched, X, W))
 
     def traced(x):
@@ -156,6 +135,9 @@ def test_autocast_function_transforms_and_tracing_are_left_to_pytorch(served):
 
     assert "aten::linear" in str(torch.jit.trace(traced, X, check_trace=False).graph)
     assert not served
+    with reroute(), torch.no_grad():
+        F.linear(X, weight)
+    assert served == [5]
 
 
 def test_modes_that_watch_operators_see_the_linears(served):
@@ -248,15 +230,14 @@ def test_weights_have_left_the_caches_when_they_are_read_again(monkeypatch, shap
     assert distinct == min(len(read), module.MAX_COPIES, max(1, module.TUNING_BYTES // nbytes))
 
 
-def test_nothing_is_remembered_of_a_busy_machine(tuning, monkeypatch):
-    seconds_as(monkeypatch, serial=1, kernel=(2, 2, 2), transposed=(9, 9, 9), pytorch=(1, 1, 1))
-    assert module.fastest_method(W) is None
-    assert tuning.choose(W) is METHODS["kernel"]
-    assert not tuning.path.exists()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
+    """But for small weights, which are the kernel's, and of a busy machine."""
+    with monkeypatch.context() as patch:
+        seconds_as(patch, serial=1, kernel=(2, 2, 2), transposed=(9, 9, 9), pytorch=(1, 1, 1))
+        assert module.fastest_method(W) is None
+        assert LinearTuning(tuning.path).choose(W) is METHODS["kernel"]
+    assert not tuning.path.exists()
     weight = W.to(dtype)
     assert tuning.choose(weight) in METHODS.values()
     asked = measure_as(monkeypatch, "transposed")
@@ -266,6 +247,9 @@ def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
     assert again.choose(weight[:7]) is METHODS["transposed"]
     assert asked == [(7, 32)]
     assert list(tuning.path.parent.iterdir()) == [tuning.path]
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", 10_000)
+    assert LinearTuning(tuning.path).choose(weight[:9]) is METHODS["kernel"]
+    assert asked == [(7, 32)]
 
 
 @pytest.mark.parametrize("part", ["cpu", "kernels", "torch", "package"])
@@ -297,9 +281,3 @@ def test_a_bad_file_is_ignored_with_one_warning(tuning, monkeypatch, content):
         assert tuning.choose(W) is tuning.choose(W[:3]) is METHODS["kernel"]
     assert len(caught) == 1
     assert len(json.loads(tuning.path.read_text())["choices"]) == 2
-
-
-def test_small_weights_are_the_kernels_and_nothing_is_timed(tmp_path, monkeypatch):
-    asked = measure_as(monkeypatch, "pytorch")
-    assert LinearTuning(tmp_path / "tuning.json").choose(W) is METHODS["kernel"]
-    assert not asked

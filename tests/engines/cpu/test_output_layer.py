@@ -119,7 +119,9 @@ def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_logits_that_a_model_changes_in_place(mode):
+def test_logits_that_a_model_changes(mode):
+    """In place, or scaled and capped."""
+
     class Suppressing(transformers.LlamaForCausalLM):
         @wraps(transformers.LlamaForCausalLM.forward)
         def forward(self, *args, **kwargs):
@@ -128,15 +130,11 @@ def test_logits_that_a_model_changes_in_place(mode):
                 output.logits[..., 100:].sub_(3.0)
             return output
 
-    model = model_of(Suppressing)
-    with mode():
-        watch, _ = both(model)
-    assert watch.screened == 0
-
-
-def test_logits_that_are_scaled_or_capped():
-    model = model_of(transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0)
-    assert both(model)[0].screened == 0
+    capped = model_of(transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0)
+    for model in (model_of(Suppressing), capped):
+        with mode():
+            watch, _ = both(model)
+        assert watch.screened == 0
 
 
 def test_hooks_on_the_layer(llama):
@@ -203,34 +201,29 @@ LOW, NUCLEUS = transformers.MinPLogitsWarper(0.1), transformers.TopPLogitsWarper
 
 
 @pytest.mark.parametrize(
-    ("processors", "sampling", "shortlist"),
+    ("processors", "draws", "sampling", "shortlist"),
     [
-        ([], Sampling(), 0),
-        ([WARM], Sampling(0.5), 0),
-        ([WARM, NUCLEUS, LOW], Sampling(0.5, 0.9, 0.1), 0),
-        ([LOW], Sampling(min_p=0.1), 0),
-        ([LOW, NUCLEUS], None, 0),
-        ([NUCLEUS, NUCLEUS], None, 0),
-        ([transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None, 0),
-        ([transformers.MinPLogitsWarper(0.1, filter_value=-9.0)], None, 0),
-        ([WARM, transformers.TypicalLogitsWarper(0.9)], None, 0),
-        ([WARM, TOP, NUCLEUS], None, 20),
-        ([NUCLEUS, TOP], None, 0),
-        ([WARM, TOP, Own()], None, 0),
+        ([], True, Sampling(), 0),
+        ([WARM], True, Sampling(0.5), 0),
+        ([WARM, NUCLEUS, LOW], True, Sampling(0.5, 0.9, 0.1), 0),
+        ([LOW], True, Sampling(min_p=0.1), 0),
+        ([LOW, NUCLEUS], True, None, 0),
+        ([NUCLEUS, NUCLEUS], True, None, 0),
+        ([transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2)], True, None, 0),
+        ([transformers.MinPLogitsWarper(0.1, filter_value=-9.0)], True, None, 0),
+        ([WARM, transformers.TypicalLogitsWarper(0.9)], True, None, 0),
+        ([WARM, TOP, NUCLEUS], True, None, 20),
+        ([NUCLEUS, TOP], True, None, 0),
+        ([WARM, TOP, Own()], True, None, 0),
+        ([], False, None, 1),
+        ([Own()], False, None, 0),
     ],
 )
-def test_processors_by_which_tokens_are_drawn(processors, sampling, shortlist):
+def test_processors_by_which_tokens_are_chosen(processors, draws, sampling, shortlist):
     """What is not known leaves nothing out."""
-    select = TokenSelector(transformers.LogitsProcessorList(processors), True, ROWS)
+    select = TokenSelector(transformers.LogitsProcessorList(processors), draws, ROWS)
     assert sampling_of(select) == sampling
     assert shortlist_of(select) == shortlist
-
-
-def test_greedy_tokens_are_of_a_shortlist_unless_a_processor_is_not_known():
-    for processors, shortlist in (([], 1), ([Own()], 0), ([WARM], None)):
-        select = TokenSelector(transformers.LogitsProcessorList(processors), False, ROWS)
-        assert sampling_of(select) is None
-        assert shortlist is None or shortlist_of(select) == shortlist
 
 
 @pytest.mark.parametrize("change", ["a weight", "the model's logits"])

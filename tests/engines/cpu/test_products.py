@@ -92,19 +92,16 @@ def test_empty_sizes(path, dtype, kernel, shape):
 @everywhere
 @pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
 def test_infinities_and_nans_reach_exactly_the_outputs_they_belong_to(path, dtype, special):
+    """Overflow rounds to infinity, which less itself is NaN."""
     x, weight = random(7, 50, dtype=dtype), random(21, 50, dtype=dtype, seed=1).abs() + 1
     x[3, 49] = special
     y = skinny_linear(x, weight, path=path)
     assert torch.equal(y[3], torch.full_like(y[3], special)) or y[3].isnan().all()
     assert y[3].isnan().all() == torch.tensor(special).isnan()
     assert y[[0, 1, 2, 4, 5, 6]].isfinite().all()
-
-
-@everywhere
-def test_overflow_rounds_to_infinity_which_less_itself_is_nan(path, dtype):
-    most, weight = torch.finfo(dtype).max, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
-    for value, difference in ((most, 0.0), (torch.inf, torch.nan)):
-        y = skinny_linear(torch.full((1, 2), value, dtype=dtype), weight, path=path)
+    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
+    for value, difference in ((torch.finfo(dtype).max, 0.0), (torch.inf, torch.nan)):
+        y = skinny_linear(torch.full((1, 2), value, dtype=dtype), signs, path=path)
         expected = torch.tensor([[torch.inf, difference]], dtype=dtype)
         torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -160,17 +157,10 @@ X, W = torch.ones(2, 3), torch.ones(4, 3)
         (TypeError, "weight: expected float32", {"weight": W.double()}),
         (TypeError, "weight: expected float32", {"weight": None}),
         (TypeError, "x: expected torch.float32", {"x": X.half()}),
-        (TypeError, "x: expected torch.float16", {"weight": W.half()}),
-        (
-            TypeError,
-            "bias: expected torch.float32",
-            {"weight": W.bfloat16(), "bias": W[:, 0].half()},
-        ),
         (TypeError, "x: expected a tensor", {"x": [[1.0, 2.0, 3.0]]}),
         (TypeError, "bias: expected torch.float32", {"bias": torch.ones(4).half()}),
         (ValueError, "x: expected shape", {"x": torch.ones(2, 4)}),
         (ValueError, "x: expected shape", {"x": torch.tensor(1.0)}),
-        (ValueError, "weight: expected a matrix", {"weight": torch.ones(3)}),
         (ValueError, "weight: expected a matrix", {"weight": torch.ones(3, 4).T}),
         (ValueError, "weight: expected a dense", {"weight": W.to_sparse()}),
         (ValueError, "weight: expected a dense", {"weight": W.to("meta")}),

@@ -90,46 +90,25 @@ PARTS = dict(zip(("values", "scales"), pack_int8(W)[:2], strict=True))
     ("error", "match", "arguments"),
     [
         (TypeError, "x: expected float32", {"x": X.double()}),
-        (TypeError, "x: expected float32", {"x": [[1.0]]}),
         (ValueError, "x: expected shape", {"x": torch.ones(2, 65)}),
         (ValueError, "x: expected shape", {"x": torch.ones(2, 0)}),
-        (ValueError, "x: expected shape", {"x": torch.tensor(1.0)}),
-        (ValueError, "x: requires grad", {"x": X.clone().requires_grad_()}),
-        (TypeError, "bias: expected torch.float32", {"bias": torch.ones(4).half()}),
-        (ValueError, "bias: expected shape", {"bias": torch.ones(3)}),
         (TypeError, "values: expected torch.int8", {"values": W}),
         (ValueError, "values: expected adjacent", {"values": PARTS["values"][:, :40]}),
         (ValueError, "values: expected adjacent", {"values": PARTS["values"][::2]}),
         (ValueError, "values: expected rows of", {"values": PARTS["values"][:, :40].clone()}),
         (TypeError, "scales: expected", {"scales": PARTS["scales"].half()}),
         (ValueError, "scales: expected shape", {"scales": PARTS["scales"][1:]}),
-        (ValueError, "path: expected one of", {"path": "vax"}),
-        (ValueError, "threads: expected a positive", {"threads": 0}),
     ],
 )
 def test_bad_arguments_are_named(error, match, arguments):
     with pytest.raises(error, match=match):
         int8_linear(**{"x": X, **PARTS, **arguments})
-
-
-def test_what_cannot_be_packed_is_named():
-    for error, match, weight in (
-        (TypeError, "weight: expected float32", W.double()),
-        (ValueError, "weight: expected a matrix", torch.ones(3)),
-        (ValueError, "weight: expected a matrix", W.T),
-        (ValueError, "weight: expected a dense", W.to("meta")),
-    ):
-        with pytest.raises(error, match=match):
-            QuantizedWeight.pack(weight)
+    with pytest.raises(ValueError, match="weight: expected a matrix"):
+        QuantizedWeight.pack(W.T)
 
 
 def test_a_packed_parameter_multiplies():
-    layer = torch.nn.Linear(40, 7)
-    weight = QuantizedWeight.pack(layer.weight)
-    assert weight.shape == (7, 40)
-    assert weight.nbytes == 7 * 64 + 3 * 4 * 7
-    with torch.no_grad():
-        y = weight(X, layer.bias)
-        torch.testing.assert_close(y, layer(X), rtol=0.02, atol=0.02)
-        with pytest.raises(ValueError, match=r"x: expected shape \[..., 40\]"):
-            weight(torch.ones(2, 64))
+    weight = QuantizedWeight.pack(torch.nn.Linear(40, 7).weight)
+    assert (weight.shape, weight.nbytes) == ((7, 40), 7 * 64 + 3 * 4 * 7)
+    with pytest.raises(ValueError, match=r"x: expected shape \[..., 40\]"):
+        weight(torch.ones(2, 64))

@@ -36,11 +36,6 @@ def test_wrapped_models(model_class, wrap, kernels):
     assert max(kernels) > 1
 
 
-def test_eager_attention_is_left_alone(kernels):
-    equal(build(LlamaForCausalLM, attn_implementation="eager"))
-    assert not kernels
-
-
 @pytest.mark.parametrize("rows", [1, 64, 65])
 def test_rows_of_one_step_round_alike(rows, kernels):
     """Up to a root and the 64 draft tokens of the largest default budget."""

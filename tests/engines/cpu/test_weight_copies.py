@@ -35,22 +35,15 @@ def test_values_that_are_not_bfloat16s_have_no_copy(place):
         assert CompactWeight.pack(weight).values is None
 
 
-def test_a_weight_is_packed_once_for_all_who_share_it():
-    weights, weight = copies(), weight_of()
+def test_a_weight_is_packed_once_for_all_who_share_it_and_goes_with_them():
+    weights, layer = copies(), nn.Linear(32, 20)
+    weight, kept = weight_of(), weights.of(layer.weight).copy.nbytes
     other = nn.Parameter(weight.detach(), requires_grad=False)
     first = weights.of(weight)
     assert weights.of(weight) is first
     assert weights.of(other) is first
-    assert weights.nbytes() == first.copy.nbytes
-
-
-def test_copies_go_with_their_model():
-    weights, layers = copies(), [nn.Linear(32, 50), nn.Linear(32, 20)]
-    for layer in layers:
-        weights.of(layer.weight)
-    kept = weights.of(layers[1].weight).copy.nbytes
-    assert weights.nbytes() > kept
-    del layers[0], layer
+    assert weights.nbytes() == first.copy.nbytes + kept
+    del weight, other, first
     gc.collect()
     assert weights.nbytes() == kept
 
@@ -132,17 +125,14 @@ def test_columns_show_where_there_are_more_than_rows(kind):
 
 
 def test_values_that_are_not_finite_are_what_was_packed():
+    """As inference tensors are, whose writes PyTorch does not count."""
     weights, weight = copies(), weight_of()
     weight.data[5, 5], weight.data[6, 6] = torch.nan, torch.inf
     first = weights.of(weight)
     for _ in range(EVERY * BANDS):
         assert weights.find(weight) is first
-
-
-def test_inference_tensors_are_packed():
     with torch.inference_mode():
         weight = torch.randn(SHAPE)
-        weights = copies()
         assert weights.of(weight).copy.shape == SHAPE
-        weight[9] = 0  # which PyTorch does not count
+        weight[9] = 0
         assert weights.find(weight) is None

@@ -136,16 +136,6 @@ def test_forwards_that_differ_each_time_are_served_as_they_are(told, monkeypatch
     assert not WORKSPACES.report(model).idle
 
 
-def test_its_memory_goes_with_the_model():
-    model = build(LlamaForCausalLM)
-    agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
-    memory, alive = weakref.ref(idle(model).arena), weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-    assert memory() is None
-
-
 def test_hidden_states_come_from_what_was_recorded():
     model = build(LlamaForCausalLM)
     found = [hidden_states_told(model, graphs, 40) for graphs in (True, False)]
@@ -216,37 +206,32 @@ def forwards(monkeypatch):
     return results_of(monkeypatch, FixedVerifier, "_feed", told)
 
 
-def test_every_forward_of_a_settled_call_is_repeated(monkeypatch):
-    model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
-    for _ in range(4):
-        seen.clear()
-        _, _, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
-    assert len(seen) > 5
-    assert {(ran, typical) for _, ran, typical in seen} == {(False, True)}
-    last = assistant.stats.last
-    assert last.attention == "sdpa"
-    assert last.repeated == last.forwards > 0 == last.recordings
-
-
-def test_forwards_that_belong_to_a_call_are_timed_though_they_are_not_repeated(monkeypatch):
+@pytest.mark.parametrize("repeated", [True, False])
+def test_forwards_of_a_settled_call_are_repeated_or_at_least_timed(repeated, monkeypatch):
+    """Those that are not repeated belong to a model that makes an input of its own for each."""
     model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
     prepare = type(model).prepare_inputs_for_generation
 
     @wraps(prepare)
     def own(model, *arguments, **options):
-        # As of a model that makes an input of its own for each forward.
         return prepare(model, *arguments, **options) | {"output_attentions": False}
 
-    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", a_librarys(own))
-    for _ in range(3):
+    if not repeated:
+        monkeypatch.setattr(type(model), "prepare_inputs_for_generation", a_librarys(own))
+    for _ in range(4):
         seen.clear()
-        agreeing(model, INPUTS["one row"], **OPTIONS)
-    assert {ran for _, ran, _ in seen} == {True}
+        _, _, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
+    last = assistant.stats.last
+    assert {ran for _, ran, _ in seen} == {not repeated}
+    assert len(seen) > 5
+    assert all(typical for width, _, typical in (seen if repeated else seen[-3:]))
     assert [typical for width, _, typical in seen if width == 1][1:]
-    assert all(typical for width, _, typical in seen[-3:])
+    assert last.attention == "sdpa"
+    assert last.repeated == (last.forwards if repeated else 0)
+    assert last.recordings == 0 or not repeated
 
 
-def test_a_recording_keeps_nothing_of_its_call():
+def test_a_recording_keeps_nothing_of_its_call_and_goes_with_the_model():
     """Neither the call's cache nor logits of every width for themselves."""
     model, caches = build(LlamaForCausalLM), []
     for _ in range(3):
@@ -259,6 +244,10 @@ def test_a_recording_keeps_nothing_of_its_call():
     places = {one.logits.untyped_storage().data_ptr() for one in shown}
     assert len(places) < len(shown)
     assert {one.outputs for one in shown} == {None}
+    ends = [weakref.ref(idle(model).arena), weakref.ref(model)]
+    del model, shown
+    gc.collect()
+    assert [end() for end in ends] == [None, None]
 
 
 def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):

@@ -100,19 +100,14 @@ def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
         torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)
 
 
-def test_where_no_memory_stays_in_place_it_is_refused():
+def test_widths_that_were_not_tested_are_refused_and_calls_do_not_rest(monkeypatch):
+    """Nor is one served where no memory stays in place."""
     with pytest.raises(ValueError, match="fixed_width: expected None where no memory stays"):
         run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=16))
-
-
-@pytest.mark.usefixtures("in_place")
-def test_widths_that_were_not_tested_are_refused():
+    serve_in_place(monkeypatch)
     with pytest.raises(ValueError, match=r"fixed_width: expected one of \[1, 2, .*, got 5"):
         run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=5))
     with pytest.raises(ValueError, match="fixed_width: expected at least 1, got 0"):
         SamAssistant(fixed_width=0)
-
-
-def test_calls_do_not_rest():
-    assert not SamAssistant(fixed_width=16).policy.may_rest()
-    assert SamAssistant().policy.may_rest()
+    for width in (16, None):
+        assert SamAssistant(fixed_width=width).policy.may_rest() is (width is None)

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.engines.cuda import fused, replay
 from hf_retrieval_assist.engines.cuda.fused import fusing
 from hf_retrieval_assist.host.transformers_private import compilations
@@ -61,8 +61,9 @@ def test_what_is_compiled(name, compiled):
     assert {one: compiled.count(one) for one in set(compiled)} == FUNCTIONS[name]
 
 
-def test_a_scope_leaves_nothing_behind_and_concerns_one_thread(compiled):
-    model = build(transformers.LlamaForCausalLM)
+def test_a_scope_leaves_nothing_behind_and_concerns_one_thread(compiled, monkeypatch):
+    """What a caller put there stays."""
+    model, seen = build(transformers.LlamaForCausalLM), []
     forward, rotate = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
     scope = fusing(model)
     for _ in range(2):
@@ -75,16 +76,10 @@ def test_a_scope_leaves_nothing_behind_and_concerns_one_thread(compiled):
         assert modeling_llama.LlamaRMSNorm.forward is forward
         assert modeling_llama.apply_rotary_pos_emb is rotate
 
-
-def test_what_a_caller_put_there_stays(compiled, monkeypatch):
-    model, seen = build(transformers.LlamaForCausalLM), []
-    plain = modeling_llama.apply_rotary_pos_emb
-
     def own(*args, **kwargs):
         seen.append(True)
-        return plain(*args, **kwargs)
+        return rotate(*args, **kwargs)
 
-    scope = fusing(model)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)
     with scope:
         model(PROMPT)
@@ -142,10 +137,6 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
         assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
         assert idle(model).shape.fused == (graphs == "fused")
     assert [type(scope) for scope in scopes] == [type(None), fusing]
-
-
-def test_the_option_is_checked():
-    assert SamAssistant(graphs="fused").policy.graphs == "fused"
     with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
         Assistant([], graphs="all")
 

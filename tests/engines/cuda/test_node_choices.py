@@ -81,23 +81,9 @@ def test_rows_that_end_at_unlike_places(most, llama, walked, monkeypatch):
     assert [len(processed) for _, processed, _ in walked] == [3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype, walked):
-    """The same forwards give the same tokens, whoever processes their scores."""
-    model = build(LlamaForCausalLM).to(dtype)
-    texts = []
-    for names in ((), ("return_dict_in_generate", "output_scores")):
-        walked.clear()
-        torch.manual_seed(3)
-        assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
-        options = {"do_sample": True, "max_new_tokens": 14} | dict.fromkeys(names, True)
-        result = model.generate(PROMPT, assistant=assistant, **options)
-        texts.append(sequences_of(result))
-        assert (len(walked) == 1) is not bool(names)
-    assert torch.equal(*texts)
-
-
 def test_somebody_elses_draws_come_first(llama, walked):
+    """Rows that lost their place by a drafter's go on without the seed."""
+
     def draws(input_ids, scores, **kwargs):
         """Uses the generator between some tokens."""
         if input_ids.shape[1] % 5 == 0:
@@ -106,6 +92,11 @@ def test_somebody_elses_draws_come_first(llama, walked):
 
     check(llama, 1, stopping_criteria=[draws])
     assert 1 < len(walked) < 24
+    options = padded(3) | {"do_sample": True, "max_new_tokens": 24}
+    free = llama.generate(**options)
+    assistant = oracle_assistant(free, options["attention_mask"], drafter=DrawingOracle)
+    assert llama.generate(**options, assistant=assistant).shape == free.shape
+    assert not assistant.stats.last.keeps_seed
 
 
 class DrawingOracle(OracleDrafter):
@@ -120,14 +111,6 @@ class DrawingOracle(OracleDrafter):
         return super().draft(coming, budget)
 
 
-def test_rows_that_lost_their_place_go_on_without_the_seed(llama):
-    options = padded(3) | {"do_sample": True, "max_new_tokens": 24}
-    free = llama.generate(**options)
-    assistant = oracle_assistant(free, options["attention_mask"], drafter=DrawingOracle)
-    assert llama.generate(**options, assistant=assistant).shape == free.shape
-    assert not assistant.stats.last.keeps_seed
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -140,6 +123,20 @@ def test_rows_that_lost_their_place_go_on_without_the_seed(llama):
 def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(options, llama, walked):
     check(llama, 1, **options)
     assert len(walked) == 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, walked):
+    """The same forwards give the same tokens, whoever processes their scores."""
+    model, texts = build(LlamaForCausalLM).to(dtype), []
+    for more in ({}, {"return_dict_in_generate": True, "output_scores": True}):
+        walked.clear()
+        torch.manual_seed(3)
+        assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
+        options = {"do_sample": True, "max_new_tokens": 14} | more
+        texts.append(sequences_of(model.generate(PROMPT, assistant=assistant, **options)))
+        assert (len(walked) == 1) is not bool(more)
+    assert torch.equal(*texts)
 
 
 class Spoils:

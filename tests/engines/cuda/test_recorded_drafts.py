@@ -127,28 +127,19 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
 
 @pytest.mark.parametrize("name", ["draft model", "early exit", "EAGLE", "MTP"])
 def test_calls_share_recordings_and_say_what_plain_decoding_says(name, in_place):
+    """Unless a caller does without recordings."""
     target, drafter = assisted(name)
-    plain = run(target)
+    plain, drafting = run(target), layers_of(drafter, target)
     in_place()
-    # Kernels for CPUs are no operators that a recorder sees.
-    assistant, made = Assistant([drafter], budget=8, reroute=False), []
-    for _ in range(4):
+    made = []
+    for graphs in (False, True, True, True, True):
+        # Kernels for CPUs are no operators that a recorder sees.
+        assistant = Assistant([drafter], budget=8, reroute=False, graphs=graphs)
         assert torch.equal(run(target, assistant=assistant), plain)
         assert assistant.stats.last.drafted > 0
-        made.append(WORKSPACES.report(layers_of(drafter, target)).made)
-    assert made[0] > 0
-    assert made[2:] == made[1:2] * 2
-
-
-@pytest.mark.parametrize("name", ["draft model", "EAGLE"])
-def test_a_caller_may_do_without_recordings(name, in_place):
-    target, drafter = assisted(name)
-    plain = run(target)
-    in_place()
-    assistant = Assistant([drafter], budget=8, graphs=False)
-    assert torch.equal(run(target, assistant=assistant), plain)
-    assert assistant.stats.last.drafted > 0
-    assert not WORKSPACES.report(layers_of(drafter, target)).idle
+        made.append(WORKSPACES.report(drafting).made)
+    assert made[0] == 0 < made[1]
+    assert made[3:] == made[2:3] * 2
 
 
 # The tokens of a level put in place and its masks narrowed, then the forward, at once or one kernel

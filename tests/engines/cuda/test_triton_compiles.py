@@ -92,16 +92,6 @@ def test_parts_are_merged_within_the_limits_of_a_card(dtype, depth, architecture
     assert spilled(kernel, tmp_path) == 0
 
 
-def test_what_was_compiled_is_kept_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"DEPTH": 64, "DEPTH2": 64, "SINKS": False, "SOME": parts_at_once(64)}
-    times = []
-    for _ in range(2):
-        compiled(merge_parts, "bf16", constants, 90)
-        times.append({x: x.stat().st_mtime_ns for x in tmp_path.rglob("*") if x.is_file()})
-    assert times[0] == times[1] != {}
-
-
 def test_nothing_is_compiled_anew_for_another_width_or_capacity():
     free = [{p.name for p in k.params if p.do_not_specialize} for k in (attend_parts, merge_parts)]
     assert free == [{"width", "columns", "capacity", "part_slots", "parts"}, {"width", "parts"}]

@@ -35,6 +35,8 @@ def test_the_chain_is_transformers_own(llama, window, monkeypatch):
             assert drafts[text] == chain
             compared += 1
     assert compared >= NEW // 2
+    with pytest.raises(ValueError, match="expected a DFlash model"):
+        DFlashDrafter(llama)
 
 
 def test_product_trees_hold_the_likeliest_paths():
@@ -56,8 +58,3 @@ def test_product_trees_hold_the_likeliest_paths():
         assert set(paths(tree)) == set(best)
         for path, prob in zip(paths(tree), tree.probs, strict=True):
             assert prob == pytest.approx(everything[path], rel=1e-4)
-
-
-def test_other_models_are_refused(llama):
-    with pytest.raises(ValueError, match="expected a DFlash model"):
-        DFlashDrafter(llama)

@@ -9,7 +9,7 @@ import torch
 from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
-from tests.support.eagle_fixtures import CASES, Case, load_case, tiny_target
+from tests.support.eagle_fixtures import CASES, load_case, tiny_target
 from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import eagle_head
 from tests.support.plain_layers import PlainLayers
@@ -94,13 +94,10 @@ def test_far_beyond_the_trained_positions(head):
 
 
 def test_what_a_tree_may_contain(head, text, features):
-    drafter = EagleDrafter(head)
-    tree = draft_at_once(head, text, features)
+    priors, tree = EagleDrafter(head).evidence.priors, draft_at_once(head, text, features)
     assert set(tree.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
     assert tree.depths.max() <= 4
-    priors = drafter.evidence.priors
-    assert tree.classes.min() >= 0
-    assert tree.classes.max() < len(priors)
+    assert 0 <= tree.classes.min() <= tree.classes.max() < len(priors)
     # The class is read from the probability given the parent, so its prior is close to it.
     above = np.where(tree.parents < 0, 1, tree.probs[tree.parents])
     np.testing.assert_allclose(priors[tree.classes], tree.probs / above, rtol=0, atol=0.11)
@@ -133,15 +130,10 @@ def test_sessions_of_several_threads_share_a_head(head, text, features):
         assert_same(tree, other)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"top_k": 0}, {"depth": -1}, {"total": 1}, {"min_prob": 1.0}, {"min_prob": -0.1}]
-)
-def test_sizes_out_of_range(head, sizes):
-    with pytest.raises(ValueError, match=f"{next(iter(sizes))}: expected"):
-        EagleDrafter(head, **sizes)
-
-
-def test_features_of_another_width(head, text):
+def test_sizes_out_of_range_and_features_of_another_width(head, text):
+    for name, size in (("top_k", 0), ("depth", -1), ("total", 1), ("min_prob", 1.0)):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            EagleDrafter(head, **{name: size})
     session = start(head, text[:5])
     with pytest.raises(ValueError, match=r"feedback.hidden_states: expected \[accepted, 96\]"):
         session.commit(text[5:6], seen(torch.zeros(5, 32)))
@@ -204,16 +196,15 @@ def check_tree(case, prefix, tree):
     assert (tree.ancestor_mask == recorded_mask).all()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "eagle3_target_hidden48_theta5e5, put right"])
 def test_both_rounds_agree(name, tmp_path):
-    case = load_case(name)
-    check_rounds(case, load(case, tmp_path))
-
-
-def test_a_wrong_config_is_put_right_by_the_override(tmp_path):
-    case = load_case("eagle3_target_hidden48_theta5e5")
-    lying = Case(case.name, {**case.config, "rope_theta": 1e4}, case.tree, case.weights, case.io)
-    check_rounds(case, load(lying, tmp_path, rope_theta=5e5))
+    """Also where a wrong config is put right by an override."""
+    case = load_case(name.partition(",")[0])
+    if name in CASES:
+        check_rounds(case, load(case, tmp_path))
+    else:
+        lying = replace(case, config={**case.config, "rope_theta": 1e4})
+        check_rounds(case, load(lying, tmp_path, rope_theta=5e5))
 
 
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])

@@ -33,6 +33,7 @@ def recorded(llama):
 
 
 def test_the_steps_tell_the_text_and_the_figures(recorded):
+    """Tokens are credited to the most confident source that named them."""
     text, record, assistant = recorded
     (call,) = record.calls
     stats = assistant.stats.last
@@ -43,27 +44,20 @@ def test_the_steps_tell_the_text_and_the_figures(recorded):
     assert sum(len(step.accepted) for step in call.steps) == stats.accepted > 0
     ends = np.cumsum([len(step.token_ids) for step in call.steps]).tolist()
     assert [step.position for step in call.steps] == [0, *ends[:-1]]
-
     for step in call.steps:
         spelt = step.tree.token_ids[step.accepted].tolist()
         assert spelt == step.token_ids[: len(spelt)].tolist()
         assert step.accepted.tolist() == step.tree.follow(step.token_ids)[: len(spelt)].tolist()
+        assert step.credits[len(spelt) :] == [MODEL] * (len(step.token_ids) - len(spelt))
+        for node, named in enumerate(step.witnesses):
+            assert step.tree.probs[node] == max(witness.prob for witness in named)
+            assert step.credit(node) == named[0].origin
+    assert record.by_origin()["corpus"][2] > 0
+    assert sum(tokens for *_, tokens in record.by_origin().values()) == len(text)
     for phase in ("draft", "forward", "walk", "cache"):
         added = sum(step.seconds.get(phase, 0.0) for step in call.steps)
         assert added == near(stats.seconds[phase])
     assert set(call.steps[0].seconds) == {"prefill", "draft"}
-
-
-def test_tokens_are_credited_to_the_most_confident_source_that_named_them(recorded):
-    text, record, _ = recorded
-    assert record.by_origin()["corpus"][2] > 0
-    assert sum(tokens for *_, tokens in record.by_origin().values()) == len(text)
-    for step in record.steps:
-        for node, named in enumerate(step.witnesses):
-            assert step.tree.probs[node] == max(witness.prob for witness in named)
-            assert step.credit(node) == named[0].origin
-        drafted = len(step.accepted)
-        assert step.credits[drafted:] == [MODEL] * (len(step.token_ids) - drafted)
 
 
 class Fixed(OracleDrafter):
@@ -157,7 +151,8 @@ def test_other_tiers_are_recorded_too(model_class):
     assert record._repr_html_()
 
 
-def test_calls_of_other_assistants_and_after_the_block_are_not_recorded(llama):
+def test_calls_are_recorded_by_their_own_records_alone(llama):
+    """Not those of other assistants, after the block, or of private twins."""
     assistant, other = SamAssistant(), SamAssistant()
     with assistant.record() as outer, assistant.record() as inner:
         run(llama, assistant=other)
@@ -165,41 +160,36 @@ def test_calls_of_other_assistants_and_after_the_block_are_not_recorded(llama):
     run(llama, assistant=assistant)
     assert len(outer) == len(inner) == 1
     assert outer.calls == inner.calls
-
-
-def test_private_calls_are_recorded_by_their_own_record_alone(llama):
-    assistant = SamAssistant()
-    private = assistant.private()
+    private, heard = assistant.private(), []
     with assistant.record() as record, private.expecting([1, 2]).record() as own:
         run(llama, assistant=private)
         run(llama, assistant=private.expecting([3, 4]))
         run(llama, assistant=assistant.private())
-    assert len(record) == 0
-    assert len(own) == 2
-    heard = []
+    assert (len(record), len(own)) == (0, 2)
     with assistant.record(on_step=heard.append) as record:
         run(llama, assistant=assistant.expecting([1, 2]))
     assert len(record) == 1
     assert heard == record.calls[0].steps
 
 
-def test_json_holds_everything(recorded):
+def test_json_and_print_hold_everything(recorded):
     text, record, assistant = recorded
-    known = json.loads(record.to_json())
-    (call,) = known["calls"]
+    (call,) = json.loads(record.to_json())["calls"]
     assert call["generated"] == [text]
     assert call["credits"] == [record.calls[0].credits(0)]
     assert sum(len(step["accepted"]) for step in call["steps"]) == assistant.stats.last.accepted
     for step in call["steps"]:
         assert all(node["parent"] < i for i, node in enumerate(step["tree"]))
         assert all(node["named_by"] for node in step["tree"])
-
-
-def test_print_shows_sources(recorded):
-    lines = str(recorded[1]).splitlines()
+    lines = str(record).splitlines()
     assert any(line.startswith("corpus") for line in lines)
     assert not any(line.startswith("grammar") for line in lines)  # it brought no token
-    assert lines[-1].split() == [*MODEL.split(), str(recorded[1].by_origin()[MODEL][2])]
+    assert lines[-1].split() == [*MODEL.split(), str(record.by_origin()[MODEL][2])]
+    with SamAssistant().record() as record:
+        pass
+    assert Page(record.to_html()).tags >= {"html", "table"}
+    assert json.loads(record.to_json())["calls"] == []
+    assert str(record).startswith("no call yet\n")
 
 
 class Page(HTMLParser):
@@ -232,36 +222,24 @@ class Evil:
         return "".join(f"<script>alert({token})</script>&amp;\x1b[2J\u202e" for token in ids)
 
 
-def test_pages_escape_what_models_write(recorded):
-    _, record, _ = recorded
-    record.tokenizer = Evil()
-    try:
-        page = Page(record.to_html())
-    finally:
-        record.tokenizer = None
-    assert "script" not in page.tags
-    text = "".join(page.text)
-    assert "<script>alert(" in text
-    assert "&amp;" in text
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-
-
 def test_a_page_shows_each_token_and_the_verified_trees(recorded):
+    """And escapes what models write."""
     text, record, _ = recorded
     html = record._repr_html_()
     Page(html)
     assert html.count('class="tok"') == len(text)
     assert html.count('class="panel"') == len(record.calls[0].steps)
     assert html.count('class="node hit"') > 0
-
-
-def test_empty_records_can_be_shown():
-    with SamAssistant().record() as record:
-        pass
-    assert Page(record.to_html()).tags >= {"html", "table"}
-    assert json.loads(record.to_json())["calls"] == []
-    assert str(record).startswith("no call yet\n")
+    record.tokenizer = Evil()
+    try:
+        page = Page(record.to_html())
+    finally:
+        record.tokenizer = None
+    assert "script" not in page.tags
+    shown = "".join(page.text)
+    assert "<script>alert(" in shown
+    assert "&amp;" in shown
+    assert not {"\x1b", "\u202e"} & {*shown}
 
 
 def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
@@ -288,8 +266,5 @@ def test_pieces_join_to_the_text():
     assert pieces.count("") == len(ids) - len(text)
     assert text_pieces(tokenizer, ids[:3])[-1].endswith("\ufffd")
     assert text_pieces(tokenizer, ids[4:], ids[:4])[0] == text_pieces(tokenizer, ids)[4]
-
-
-def test_readable_leaves_text_alone_and_shows_control_characters():
     assert readable("a\tb\n é日") == "a\tb\n é日"
     assert readable("\x1b[0m\x00\x7f\r") == "␛[0m␀␡␍"

@@ -124,17 +124,29 @@ def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
     assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
 
 
+@server_with([{"cluster": True}])
 def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
+    """By a node of a cluster."""
+    server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
+    memories = [OutputMemory(url=server.url) for _ in range(2)]
+    for i, memory in enumerate(memories):
+        memory.add(output(i), "m")
+    sync(*memories)
+    assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
+    memories[0].forget()
+    assert memories[1].sync(WAIT)
+    assert known(memories[1]) == Counter()
     late, other = RedisServer(server.url), RedisServer(server.url)
-    known, send = late.exchange(None, b"0", 1, 1 << 20, []).epoch, late._exchange
+    epoch, send = late.exchange(None, b"0", 1, 1 << 20, []).epoch, late._exchange
 
     def send_late(**arguments):
         other.forget(None, [(None, "")])
         return send(**arguments)
 
     late._exchange = send_late
-    found = late.exchange(known, b"0", 1, 1 << 20, [Output(b"x" * 16, 0, "m", output(7))])
-    assert found.forgotten == {found.epoch: ""}
+    found = late.exchange(epoch, b"0", 1, 1 << 20, [Output(b"x" * 16, 0, "m", output(7))])
+    assert found.forgotten[found.epoch] == ""
     late._exchange = send
     assert late.exchange(found.epoch, b"0", 1, 1 << 20, []).entries == []
 
@@ -152,20 +164,6 @@ def test_new_outputs_show_though_the_servers_clock_was_set_back(server):
     assert known(reader) == Counter([0, 1])
 
 
-@server_with([{"cluster": True}])
-def test_a_node_of_a_cluster(server):
-    server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-    wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
-    memories = [OutputMemory(url=server.url) for _ in range(2)]
-    for i, memory in enumerate(memories):
-        memory.add(output(i), "m")
-    sync(*memories)
-    assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
-    memories[0].forget()
-    assert memories[1].sync(WAIT)
-    assert known(memories[1]) == Counter()
-
-
 def test_the_documented_permissions_suffice(server):
     page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     (rule,) = re.findall(r"ACL SETUSER replica (.*)", page)
@@ -179,7 +177,9 @@ def test_the_documented_permissions_suffice(server):
     assert memory.sync(WAIT)
 
 
+@server_with([{"password": PASSWORD}])
 def test_the_servers_stream_is_bounded_in_bytes(server):
+    """Of a server that wants a password."""
     memory = OutputMemory(max_bytes=240_000, url=server.url)
     for i in range(100):
         memory.add(output(i, 100), "m")
@@ -187,6 +187,7 @@ def test_the_servers_stream_is_bounded_in_bytes(server):
     kept = server.entries()
     assert 15_000 < int(server.client.hget("{hf-retrieval-assist}:2:state", "bytes")) <= 20_000
     assert np.frombuffer(kept[-1][b"ids"], "<u4").tolist() == output(99, 100).tolist()
+    assert not OutputMemory(url=f"redis://127.0.0.1:{server.port}").sync(0.2)
 
 
 def test_what_others_put_into_the_stream_is_skipped(server):
@@ -229,12 +230,6 @@ def test_a_key_of_another_kind_stops_sharing_and_nothing_else(server, key):
     assert len(other.namespace("a")) <= (key == "forgotten")
 
 
-@server_with([{"password": PASSWORD}])
-def test_passwords(server):
-    assert OutputMemory(url=server.url).sync(WAIT)
-    assert not OutputMemory(url=f"redis://127.0.0.1:{server.port}").sync(0.2)
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -249,9 +244,11 @@ def test_passwords(server):
         ("redis://example%2Eorg", "expected a password .* got example.org"),
     ],
 )
-def test_urls_that_are_refused(url, message):
+def test_urls_that_are_refused(url, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         OutputMemory(url=url)
+    with pytest.raises(ValueError, match="path: expected none beside url"):
+        OutputMemory(path=tmp_path / "log", url="redis://localhost")
 
 
 def test_urls_that_are_taken():
@@ -263,8 +260,3 @@ def test_urls_that_are_taken():
         "unix://user:secret@/run/redis.sock": "/run/redis.sock",
     }
     assert {url: RedisServer(url).place for url in places} == places
-
-
-def test_a_file_and_a_server_exclude_each_other(tmp_path):
-    with pytest.raises(ValueError, match="path: expected none beside url"):
-        OutputMemory(path=tmp_path / "log", url="redis://localhost")

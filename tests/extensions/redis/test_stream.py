@@ -225,22 +225,17 @@ def test_a_server_that_refuses_is_asked_ever_less_often(monkeypatch):
     server.close()
 
 
-def test_epochs_that_never_stay_are_a_fault(caplog):
-    keeper = Keeper()
-    keeper.exchange = lambda *_: Answer(time.monotonic_ns(), 0.0, {})
-    view = OutputStream(keeper, 1 << 20)
-    wait_until(lambda: view._failures > 2)
-    assert "got another one in every answer" in caplog.text
-
-
-def test_the_processs_own_random_numbers_are_left_to_its_caller():
-    keeper = Keeper()
+def test_faults_are_told_and_the_processs_own_random_numbers_are_left_to_its_caller(caplog):
+    """Such as epochs that never stay."""
+    keeper, before = Keeper(), random.getstate()
     keeper.lose_answers = 3
-    before = random.getstate()
     view = OutputStream(keeper, 1 << 20)
     view.append("m", output(0))
-    wait_until(lambda: not keeper.lose_answers)
+    assert view.sync(WAIT)
     assert random.getstate() == before
+    keeper.exchange = lambda *_: Answer(time.monotonic_ns(), 0.0, {})
+    wait_until(lambda: view._failures > 2)
+    assert "got another one in every answer" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

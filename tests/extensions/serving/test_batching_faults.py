@@ -82,16 +82,6 @@ def test_a_request_that_cannot_be_served_fails_alone(llama, case):
     assert assistant.stats.total.accepted > 0
 
 
-def test_an_error_shows_no_other_requests_tokens(llama):
-    with manager_of(llama, SamAssistant()) as manager:
-        manager.add_request(LONE, request_id="a", max_new_tokens=60)
-        manager.add_request([9, 10], request_id="a")
-        failed, served = sorted(finished(manager, 2), key=lambda out: len(out.generated_tokens))
-    assert "request_id" in failed.error
-    assert failed.generated_tokens == []
-    assert len(served.generated_tokens) == 60
-
-
 def test_requests_behind_a_cancelled_one_go_on(llama):
     """The cancelled one had all of the cache, and no other request was to begin meanwhile."""
     with manager_of(llama, SamAssistant(), **SMALL) as manager:
@@ -106,7 +96,8 @@ def test_requests_behind_a_cancelled_one_go_on(llama):
 
 
 def test_an_id_may_be_used_again(llama):
-    """Each time it is another text, and a private one teaches nobody."""
+    """Each time it is another text, and a private one teaches nobody. An error of one that is
+    running shows no other request's tokens."""
     inputs = prompts(4)
     plain = run(llama, inputs)
     memory = OutputMemory()
@@ -117,10 +108,16 @@ def test_an_id_may_be_used_again(llama):
             manager.add_request(prompt, request_id="again", assistant=twin)
             assert [out.generated_tokens for out in finished(manager, 1)] == [plain[number]]
         settled(manager)
-    tree = memory.tree(next(iter(memory._outputs)).fingerprint)
-    kept = [tree.tokens(output.sequence).tolist() for output in memory._outputs]
-    assert sorted(kept) == sorted(plain[::2])
-    assert assistant.stats.total.calls == 4
+        tree = memory.tree(next(iter(memory._outputs)).fingerprint)
+        kept = [tree.tokens(output.sequence).tolist() for output in memory._outputs]
+        assert sorted(kept) == sorted(plain[::2])
+        assert assistant.stats.total.calls == 4
+        manager.add_request(LONE, request_id="a", max_new_tokens=60)
+        manager.add_request([9, 10], request_id="a")
+        failed, served = sorted(finished(manager, 2), key=lambda out: len(out.generated_tokens))
+    assert "request_id" in failed.error
+    assert failed.generated_tokens == []
+    assert len(served.generated_tokens) == 60
 
 
 def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
@@ -275,14 +272,8 @@ def decoding(model):
     return drafts, states
 
 
-def test_drafts_of_all_requests_share_the_room_of_a_step(llama):
-    drafts, states = decoding(llama)
-    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
-    assert (found[64], sum(found[5]), found[0]) == ([8, 2, 0], 5, [0, 0, 0])
-
-
 def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
-    """Nothing of a prompt is read or copied by a step."""
+    """Nothing of a prompt is read or copied by a step, whose room the drafts of all share."""
 
     class Prompt(list):
         """Tells of everything that goes over all of it."""
@@ -300,6 +291,8 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
             return super().__getitem__(place)
 
     drafts, states = decoding(llama)
+    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
+    assert (found[64], sum(found[5]), found[0]) == ([8, 2, 0], 5, [0, 0, 0])
     for state in states:
         state.initial_tokens = Prompt(state.initial_tokens)
     for step in range(12):

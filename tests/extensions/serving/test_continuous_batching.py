@@ -86,24 +86,8 @@ def test_windows_that_go_round(name, attention, budget, changes):
     assert 0 < total.accepted < total.drafted
 
 
-def test_requests_end_where_they_would(llama):
-    inputs = prompts()
-    tokens = Counter(token for text in run(llama, inputs) for token in text)
-    ends = [token for token, _ in tokens.most_common(3)]
-    config = greedy(eos_token_id=ends, max_new_tokens=30)
-    plain = run(llama, inputs, config)
-    assert len({*map(len, plain)}) > 1
-    assistant = half_knowing(inputs, run(llama, inputs, greedy(max_new_tokens=30)))
-    assert run(llama, inputs, config, assistant=assistant) == plain
-
-
-def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
-    inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
-    config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
-    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
-
-
 def test_what_requests_wrote_is_drafted_to_later_ones(llama):
+    """To those whose texts end early as well, and while the assistant is attached."""
     inputs = prompts()
     assistant = SuffixAssistant(memory=OutputMemory(), budget=8)
     plain = run(llama, inputs)
@@ -111,33 +95,18 @@ def test_what_requests_wrote_is_drafted_to_later_ones(llama):
     before = assistant.stats.total.steps
     assert run(llama, inputs, assistant=assistant) == plain
     assert assistant.stats.total.steps - before < 0.7 * before
-
-
-def test_attached_assistants_serve(llama):
-    inputs, plain, assistant = half_known(llama, 3)
+    tokens = Counter(token for text in plain for token in text)
+    ends = [token for token, _ in tokens.most_common(3)]
+    config = greedy(eos_token_id=ends, max_new_tokens=30)
+    plain = run(llama, inputs, config)
+    assert len({*map(len, plain)}) > 1
+    calls = assistant.stats.total.calls
     with assistant.attached(llama):
-        assert run(llama, inputs) == plain
-        assert assistant.stats.total.accepted > 0
-        assert run(llama, inputs, assistant=None) == plain
-        assert assistant.stats.total.calls == 3
+        assert run(llama, inputs, config) == plain
+        assert run(llama, inputs, config, assistant=None) == plain
+    assert assistant.stats.total.calls == calls + len(inputs)
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
         run(llama, inputs, assistant="sam")
-
-
-def streamed(model, inputs, assistant):
-    """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
-    seen = {}
-    with manager_of(model, assistant) as manager:
-        add(manager, inputs, max_new_tokens=12, streaming=True)
-        for output in outputs(manager, len(inputs)):
-            seen.setdefault(output.request_id, []).append([*output.generated_tokens])
-    return seen
-
-
-def test_streams_get_every_token(llama):
-    inputs, _, assistant = half_known(llama, 4)
-    assert streamed(llama, inputs, assistant) == streamed(llama, inputs, None)
-    assert assistant.stats.total.accepted > 0
 
 
 def test_cancelled_requests_leave_no_block_behind(llama):
@@ -178,8 +147,20 @@ def test_warpers_are_each_requests_own(llama):
     assert assistant.stats.total.accepted > 0
 
 
-def test_log_probabilities_are_those_of_each_token(llama):
-    inputs, _, assistant = half_known(llama, 3)
+def streamed(model, inputs, assistant):
+    """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
+    seen = {}
+    with manager_of(model, assistant) as manager:
+        add(manager, inputs, max_new_tokens=12, streaming=True)
+        for output in outputs(manager, len(inputs)):
+            seen.setdefault(output.request_id, []).append([*output.generated_tokens])
+    return seen
+
+
+def test_streams_get_every_token_and_log_probabilities_are_those_of_each(llama):
+    inputs, _, assistant = half_known(llama, 4)
+    assert streamed(llama, inputs, assistant) == streamed(llama, inputs, None)
+    assert assistant.stats.total.accepted > 0
     plain, found = (
         results(llama, inputs, return_logprobs=True, **named)
         for named in ({}, {"assistant": assistant})
@@ -187,7 +168,6 @@ def test_log_probabilities_are_those_of_each_token(llama):
     for one, other in zip(plain, found, strict=True):
         assert one.generated_tokens == other.generated_tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert assistant.stats.total.accepted > 0
 
 
 LACKING = PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
@@ -210,21 +190,24 @@ def test_where_nothing_can_be_drafted_requests_are_decoded_plainly(
     assert shown in told.text
 
 
-def why_not(asynchronous=False, padded=False, ranks=1, processors=()):
-    """Why a manager's configuration leaves no room for drafts."""
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("use_async_batching", True, "use_async_batching=False"),
+        ("model_runner.pad_inputs", True, "use_cuda_graph=False"),
+        ("distributed_helper.tp_size", 2, "ranks"),
+        ("logit_processor.logits_processor", [transformers.LogitsProcessor()], "LogitsProcessor"),
+    ],
+)
+def test_why_a_configuration_leaves_no_room_for_drafts(path, value, why):
     some = SimpleNamespace
-    processor = some(use_async_batching=asynchronous, model_runner=some(pad_inputs=padded))
-    processor.distributed_helper = some(tp_size=ranks)
-    processor.logit_processor = some(logits_processor=processors)
-    return hosted._why_not(processor)
-
-
-def test_why_a_configuration_leaves_no_room_for_drafts():
-    assert why_not() is None
-    assert "use_async_batching=False" in why_not(asynchronous=True)
-    assert "use_cuda_graph=False" in why_not(padded=True)
-    assert "ranks" in why_not(ranks=2)
-    assert "LogitsProcessor" in why_not(processors=[transformers.LogitsProcessor()])
+    processor = some(use_async_batching=False, model_runner=some(pad_inputs=False))
+    processor.distributed_helper = some(tp_size=1)
+    processor.logit_processor = some(logits_processor=())
+    assert hosted._why_not(processor) is None
+    owner, _, name = path.rpartition(".")
+    setattr(getattr(processor, owner) if owner else processor, name, value)
+    assert why in hosted._why_not(processor)
 
 
 def test_a_request_may_have_a_twin_of_the_assistant(llama):
@@ -262,6 +245,10 @@ def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch)
         assert len([*outputs(manager, 3)]) == 3
     assert bool(begun_anew) == (num_blocks == 3)
     assert len(memory) == 0
+    # Of prompts that begin alike.
+    inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
+    config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
+    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
 
 
 def never(commit=lambda *_: None, **attributes):

@@ -75,6 +75,7 @@ def theirs(folder):
 
 @pytest.mark.parametrize("asked", ["list", "hello", "something that it was never asked"])
 def test_chats_are_answered_as_by_the_server_without_an_assistant(served, theirs, asked):
+    """And texts completed; a client that goes away costs the others nothing."""
     plain, ours = theirs.ask(asked), served.ask(asked)
     assert ours.choices == plain.choices
     assert ours.usage == plain.usage
@@ -82,23 +83,31 @@ def test_chats_are_answered_as_by_the_server_without_an_assistant(served, theirs
     assert text == plain.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason
     assert chunks[-1].usage == plain.usage
+    stream = served.ask(asked, stream=True)
+    next(iter(stream))
+    stream.close()
+    assert served.ask(asked).choices == plain.choices
+    options = {"prompt": f"<|im_start|>assistant\n1. {asked}", "max_tokens": 40, "temperature": 0}
+    completed, found = (
+        which.client.completions.create(model=served.model, **options) for which in (theirs, served)
+    )
+    assert found.choices == completed.choices
 
 
 def test_tools_are_called(served, theirs):
+    """And a predicted call counts as written."""
     plain, ours = (which.ask("rain?", tools=[TOOL]) for which in (theirs, served))
     assert [choice.finish_reason for choice in ours.choices] == ["tool_calls"]
     (call,) = ours.choices[0].message.tool_calls
     assert call.function == plain.choices[0].message.tool_calls[0].function
     assert json.loads(call.function.arguments) == {"city": "Ghent"}
-    _, chunks = served.stream("rain?", tools=[TOOL])
+    options = {"tools": [TOOL], "prediction": {"type": "content", "content": CALL}}
+    _, chunks = served.stream("rain?", **options)
     streamed = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
     assert [call[0].function.name for call in streamed] == ["weather"]
-
-
-def test_completions(served, theirs):
-    options = {"model": served.model, "prompt": "<|im_start|>assistant\n1. it", "max_tokens": 40}
-    plain = theirs.client.completions.create(temperature=0, **options)
-    assert served.client.completions.create(temperature=0, **options).choices == plain.choices
+    for answer in (served.ask("rain?", **options), chunks[-1]):
+        told = answer.usage.completion_tokens_details
+        assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (len(CALL), 0)
 
 
 @pytest.mark.parametrize("parts", [False, True])
@@ -393,31 +402,12 @@ def test_what_is_no_call_is_text(folder, text):
         assert re.sub("</?tool_call>", "", text).strip() == "".join(items).strip() or "more" in text
 
 
-def test_a_predicted_call_counts_as_written(served):
-    prediction = {"type": "content", "content": CALL}
-    options = {"tools": [TOOL], "prediction": prediction}
-    whole, streamed = served.ask("rain?", **options), served.stream("rain?", **options)[1][-1]
-    for answer in (whole, streamed):
-        told = answer.usage.completion_tokens_details
-        assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (len(CALL), 0)
-
-
 @pytest.mark.parametrize("setting", ['"num_beams": 2', '"prompt_lookup_num_tokens": 3'])
 def test_predictions_beside_other_ways_of_decoding(alone, theirs, setting):
     config = {"generation_config": f'{{{setting}, "max_new_tokens": 8}}'}
     ours = answered(alone, **config, prediction={"type": "content", "content": "hello"})
     assert ours["choices"] == answered(theirs, **config)["choices"]
     assert ours["usage"]["completion_tokens_details"]
-
-
-def test_a_client_that_goes_away_costs_the_others_nothing(served, theirs):
-    plain = theirs.ask("list").choices
-    for _ in range(3):
-        stream = served.ask("list", stream=True)
-        for _ in zip(range(5), stream, strict=False):
-            pass
-        stream.close()
-        assert served.ask("list").choices == plain
 
 
 @pytest.mark.parametrize("batching", [False, True])

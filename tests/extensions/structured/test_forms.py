@@ -71,6 +71,7 @@ def drafts_behind(forms, text, budget=64, vocab_size=256):
 
 
 def test_a_schema_is_printed_in_the_usual_layouts():
+    """Also one of pydantic's."""
     plain, compact, indented, more = schema_forms(SCHEMA)
     assert plain.parts == (
         '{"name": "',
@@ -84,9 +85,6 @@ def test_a_schema_is_printed_in_the_usual_layouts():
     assert compact.parts[1] == '","address":{"street":"'
     assert indented.parts[1] == '",\n  "address": {\n    "street": "'
     assert more.parts[0] == '{\n    "name": "'
-
-
-def test_a_model_of_pydantic_is_its_schema():
     pydantic = pytest.importorskip("pydantic")
     inner = pydantic.create_model("Inner", street=(str, ...))
     model = pydantic.create_model("Outer", inner=(inner, ...), size=(int | None, None))
@@ -233,8 +231,5 @@ def test_what_is_refused(tokenizer, given, error, message):
     with_it = {} if "got None" in message else {"tokenizer": tokenizer}
     with pytest.raises(error, match=message):
         SamAssistant().expecting(**given, **with_it)
-
-
-def test_no_schema_beside_a_papers_rule(tokenizer):
     with pytest.raises(ValueError, match=r"SamDecoding\(\) drafts from no schema or tools"):
         SamDecoding().expecting(schema=SCHEMA, tokenizer=tokenizer)

@@ -116,24 +116,10 @@ def check(model, assistant, **options):
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_keys_are_drafted_and_outputs_are_plains(llama, known, options, rows):
-    check(llama, Assistant([], budget=8), ids=PROMPT.repeat(rows, 1), **options)
-
-
-def test_no_node_is_spent_on_what_cannot_be_chosen(llama, known):
-    # It drafts the records of texts that went on otherwise.
-    check(llama, SamAssistant([[*PROMPT[0].tolist(), 1, 2, 3, 4] * 3], budget=8))
-
-
-def test_pruning_keeps_what_the_grammar_allows():
-    tree = TokenTree.build(
-        [50, 51, 12, 9, 52, 51], [-1, 0, -1, 0, 1, 2], [0.9, 0.8, 0.5, 0.4, 0.3, 0.2]
-    )
-    constraint = RecordConstraint()
-    kept = constraint.prune(tree)
-    assert kept.token_ids.tolist() == [50, 51, 52]
-    assert kept.parents.tolist() == [-1, 0, 1]
-    assert constraint.record.states == [(0, 0, 0)]
-    assert constraint.prune(kept) is kept
+    """No node is spent on what cannot be chosen: drafts are of texts that went on otherwise."""
+    others = [[*PROMPT[0].tolist(), 1, 2, 3, 4] * 3]
+    for assistant in (Assistant([], budget=8), SamAssistant(others, budget=8)):
+        check(llama, assistant, ids=PROMPT.repeat(rows, 1), **options)
 
 
 CONSTRAINED = Target(vocab_size=67, processors=(RecordProcessor(),))
@@ -141,10 +127,6 @@ CONSTRAINED = Target(vocab_size=67, processors=(RecordProcessor(),))
 
 def started():
     return grammar.GrammarDrafter().start(np.array([1], np.int32), CONSTRAINED)
-
-
-def test_processors_of_no_library_are_left_alone():
-    assert not len(started().propose(9))
 
 
 def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
@@ -156,6 +138,10 @@ def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
     assert not len(session.propose(9))
     tree = TokenTree.chain([1, 2], [0.5, 0.5])
     assert session.restrict(tree) is tree
+
+
+def test_processors_of_no_library_are_left_alone():
+    assert not len(started().propose(9))
 
 
 class Spelling(Constraint):

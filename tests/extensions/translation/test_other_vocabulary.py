@@ -110,24 +110,20 @@ def test_the_texts_stay_equal(byte_tokens, pieces_and_bytes, swap, data):
     assert Tokenizer(goal).decode(grown.ids) == Tokenizer(source).decode(ids)
 
 
-def test_a_text_is_not_cut_before_what_gets_a_space_of_its_own(byte_tokens, pieces_and_bytes):
-    text = "1" * 17 + "\n11äääää€x"
-    ids = byte_tokens(text, add_special_tokens=False)["input_ids"]
-    translation = DraftTranslation(Tokenizer(pieces_and_bytes), Tokenizer(byte_tokens), 0)
-    grown = TranslatedText(translation, ids[:6])
-    for first in range(6, len(ids), 9):
-        grown.append(ids[first : first + 9])
-    assert Tokenizer(pieces_and_bytes).decode(grown.ids) == text
-
-
-def test_only_the_end_is_encoded_again(byte_tokens, pieces):
+def test_only_the_end_is_encoded_again(byte_tokens, pieces, pieces_and_bytes):
+    """And a text is not cut before what gets a space of its own."""
     ids = byte_tokens(TEXT * 4)["input_ids"]
-    translation = DraftTranslation(Tokenizer(pieces), Tokenizer(byte_tokens), 0)
-    grown = TranslatedText(translation, ids[:5])
+    grown = TranslatedText(DraftTranslation(Tokenizer(pieces), Tokenizer(byte_tokens), 0), ids[:5])
     for token in ids[5:]:
         grown.append([token])
         assert len(grown._tail) <= 40
     assert Tokenizer(pieces).decode(grown.ids) == TEXT * 4
+    text, goal = "1" * 17 + "\n11äääää€x", Tokenizer(pieces_and_bytes)
+    ids = byte_tokens(text, add_special_tokens=False)["input_ids"]
+    grown = TranslatedText(DraftTranslation(goal, Tokenizer(byte_tokens), 0), ids[:6])
+    for first in range(6, len(ids), 9):
+        grown.append(ids[first : first + 9])
+    assert goal.decode(grown.ids) == text
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -214,9 +210,7 @@ def test_tokenizers_are_found_in_the_folders(target, draft_model, byte_tokens, p
     assistant = SamAssistant(fallback=small, budget=6)
     same(loaded, prompt(byte_tokens), assistant, max_new_tokens=8)
     assert assistant.stats.last.drafted > 0
-
-
-def test_drawn_children_want_the_targets_vocabulary(target, draft_model):
+    # Drawn children want the target's vocabulary.
     with pytest.raises(ValueError, match="target's vocabulary of"):
         DraftModelDrafter(draft_model, temperature=1.0).start(
             np.array([3], np.int32), Target(target.config.vocab_size, model=target)

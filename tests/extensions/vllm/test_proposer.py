@@ -107,7 +107,8 @@ def texts(count, seed=0, length=40):
 
 
 def test_a_text_that_was_written_before_is_drafted():
-    prompt, output = texts(2)
+    """Equal requests side by side are two."""
+    prompt, output, other = texts(3)
     proposer = make_proposer()
     runner = Runner(proposer)
     requests = [Request(prompt, output) for _ in range(2)]
@@ -119,6 +120,8 @@ def test_a_text_that_was_written_before_is_drafted():
     total = proposer.policy.stats.total
     assert (total.calls, total.tokens) == (2, 80)
     assert total.accepted == 80 - 2 - total.steps
+    runner.run([Request(prompt, text) for text in (output, other, output)])
+    assert known(proposer) == sorted([*[output] * 4, other])
 
 
 def test_rows_change_places_and_vanish_and_come_back():
@@ -146,13 +149,6 @@ def test_rows_change_places_and_vanish_and_come_back():
     pieces = Counter(token for piece in known(proposer) for token in piece)
     assert pieces == Counter(token for output in outputs for token in output)
     assert len(known(proposer)) == 6 + preempted
-
-
-def test_equal_requests_side_by_side_are_two():
-    prompt, first, second = texts(3)
-    proposer = make_proposer()
-    Runner(proposer).run([Request(prompt, first), Request(prompt, second), Request(prompt, first)])
-    assert known(proposer) == sorted([first, second, first])
 
 
 def test_only_the_ends_of_long_texts_are_compared(monkeypatch):
@@ -283,10 +279,12 @@ def test_outputs_outlive_the_engine(tmp_path):
 
 
 def test_unknown_options_are_refused():
+    """And the import takes neither transformers nor vLLM."""
     with pytest.raises(ValueError, match=r"expected options .* got 'budgte'"):
         make_proposer(budgte=3)
     with pytest.raises(ValueError, match="redis://, rediss:// or unix://, got http"):
         make_proposer(memory="http://localhost")
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
 
 
 IMPORT = """
@@ -294,7 +292,3 @@ import sys
 import hf_retrieval_assist.extensions.vllm
 assert not [name for name in sys.modules if name.split(".")[0] in ("transformers", "vllm")]
 """
-
-
-def test_the_import_takes_neither_transformers_nor_vllm():
-    subprocess.run([sys.executable, "-c", IMPORT], check=True)
