@@ -84,7 +84,7 @@ def told(caplog):
 @pytest.fixture(scope="module")
 def llama():
     """A tiny decoder of the commonest kind."""
-    return build(transformers.LlamaForCausalLM)
+    return build()
 
 
 @pytest.fixture(scope="module")

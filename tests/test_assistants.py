@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import (
     Assistant,
@@ -239,7 +238,7 @@ def test_reliability_and_figures(model, plain):
 
 
 def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):
-    other = build(LlamaForCausalLM, num_hidden_layers=2)
+    other = build(num_hidden_layers=2)
     assistant = SamAssistant(corpus=[plain[0].tolist()])
     run(model, assistant=assistant)
     rates = [counts._counts.copy() for counts in assistant.policy.calibrators(fingerprint(model))]

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM, pipeline
+from transformers import BertConfig, BertModel, GenerationConfig, pipeline
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
@@ -18,7 +18,7 @@ from .support.lossless import build, knowing, outcome, run
 @pytest.fixture
 def model():
     """A model of its own for every test, since attaching lasts."""
-    return build(LlamaForCausalLM)
+    return build()
 
 
 def calls(assistant):
@@ -80,13 +80,13 @@ def test_nothing_is_stored_on_the_model(model, tmp_path):
         assert attached_to(copy.deepcopy(model)) is None
         assert attached_to(pickle.loads(pickle.dumps(model))) is None
         model.save_pretrained(tmp_path)
-    assert torch.equal(run(LlamaForCausalLM.from_pretrained(tmp_path)), run(model))
+    assert torch.equal(run(type(model).from_pretrained(tmp_path)), run(model))
 
 
 def test_models_are_not_kept_alive():
     gc.collect()
     known = len(_attachments)
-    model = build(LlamaForCausalLM)
+    model = build()
     assistant = SamAssistant()
     attach(model, assistant)
     run(model)
@@ -116,7 +116,7 @@ def test_models_are_found_in_their_wrappers(model, wrap):
 
 def test_peft_models():
     peft = pytest.importorskip("peft")
-    base = build(LlamaForCausalLM)
+    base = build()
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False))
     plain = run(model)
     for holder in (model, base):
@@ -177,7 +177,7 @@ def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, tol
 
 
 def test_texts_expected_row_by_row_are_refused_for_batches_of_others():
-    model = build(LlamaForCausalLM)
+    model = build()
     with pytest.raises(ValueError, match=r"^assistant: expected texts for all rows .* got 2 rows"):
         attach(model, SamAssistant().expecting(rows=[[[1]], [[2]]]))
     assert attached_to(model) is None
@@ -193,7 +193,7 @@ def test_refuses_what_does_not_generate(other):
     with pytest.raises(TypeError, match=r"^model: expected a transformers model that can generate"):
         attach(other, SamAssistant())
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
-        attach(build(LlamaForCausalLM), None)
+        attach(build(), None)
 
 
 def test_copies_of_arguments_hold_the_same_assistant():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM
 
 from hf_retrieval_assist import (
     Datastore,
@@ -75,8 +75,8 @@ def test_defaults_draft_a_text_that_repeats_itself(llama, tmp_path, preset):
 
 def test_the_default_draws_trees_of_a_draft_model_that_costs_little():
     """A draft model of one layer; the target's others add nothing."""
-    draft = build(LlamaForCausalLM, num_hidden_layers=1)
-    target = build(LlamaForCausalLM, num_hidden_layers=24)
+    draft = build(num_hidden_layers=1)
+    target = build(num_hidden_layers=24)
     target.load_state_dict(draft.state_dict(), strict=False)
     for layer in target.model.layers[1:]:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -128,7 +128,7 @@ PAPERS = {
 KNOWING = ("sam with a corpus", "sam with a datastore", "rest")
 
 
-@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def made(request, tmp_path_factory):
     model = build(request.param)
     texts = [run(model)[0].tolist(), run(model, PROMPT.flip(1))[0].tolist()]
@@ -199,7 +199,7 @@ def test_a_perfect_draft_model_is_accepted_to_the_end(llama, temperature):
 
 
 def test_a_vocabulary_smaller_than_the_fallbacks_table():
-    check_lossless(build(LlamaForCausalLM, vocab_size=5), SamAssistant(budget=6), ids=PROMPT % 5)
+    check_lossless(build(vocab_size=5), SamAssistant(budget=6), ids=PROMPT % 5)
 
 
 BAD_SIZES = [
@@ -318,8 +318,8 @@ SMALL = 12
 @pytest.fixture(scope="module")
 def small_models():
     """A target and a draft model that is no copy of it."""
-    target = build(LlamaForCausalLM, vocab_size=SMALL, num_hidden_layers=1)
-    draft = build(GPT2LMHeadModel, vocab_size=SMALL, n_layer=1)
+    target = build(vocab_size=SMALL, num_hidden_layers=1)
+    draft = build("GPT2LMHeadModel", vocab_size=SMALL, n_layer=1)
     for model in (target, draft):
         # Flat enough that all tokens count.
         model.get_output_embeddings().weight.data *= 0.4

@@ -6,12 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import (
-    BartForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    Qwen3NextForCausalLM,
-)
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -48,7 +42,7 @@ class Streamed(BaseStreamer):
 
 
 def test_processors_criteria_and_streamers_that_read_what_hooks_note():
-    model = build(LlamaForCausalLM)
+    model = build()
     noted, head = Noted(model), model.lm_head.weight.roll(1, 0).T
 
     def stops(ids, scores, **kwargs):
@@ -72,7 +66,7 @@ def test_processors_criteria_and_streamers_that_read_what_hooks_note():
 
 
 def test_hooks_that_only_look_do_not_see_the_models_test():
-    model = build(LlamaForCausalLM)
+    model = build()
     plain = run(model)
     noted = Noted(model)
     assistant = knowing(plain)
@@ -105,11 +99,11 @@ def steer_input(module, args):
 
 
 @pytest.mark.parametrize(
-    "model_class", [LlamaForCausalLM, BartForCausalLM, Lfm2ForCausalLM, Qwen3NextForCausalLM]
+    "name", ["LlamaForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
 )
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, rows, told):
-    model = build(model_class)
+def test_a_forward_that_raises_over_a_draft_is_repeated_without(name, rows, told):
+    model = build(name)
     ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3, 1)])[:rows]
     plain = run(model, ids)
     run(model, ids, assistant=knowing(plain))
@@ -134,7 +128,7 @@ def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, row
 
 
 def test_hooks_stand_as_they_stood_after_a_watch():
-    model = build(LlamaForCausalLM)
+    model = build()
     hooks = [lambda *_: None, lambda *_: None]
     layer = model.model.layers[0]
     handles = [layer.register_forward_hook(hook) for hook in hooks]
@@ -148,7 +142,7 @@ def test_hooks_stand_as_they_stood_after_a_watch():
 
 def test_what_is_known_of_hooks_is_bounded(monkeypatch):
     monkeypatch.setattr(callers_hooks, "_MOST_KNOWN", 4)
-    model = build(LlamaForCausalLM)
+    model = build()
     for _ in range(9):
         handle = model.register_forward_hook(lambda *_: None)
         with HookWatch(model) as watch:
@@ -216,7 +210,7 @@ HOOKS = LOOKING | STEERING | STEERING_AT_TIMES
 def test_hooks_that_look_leave_calls_assisted_and_hooks_that_steer_belong_to_the_model(
     name, inference
 ):
-    model = build(LlamaForCausalLM)
+    model = build()
     unhooked, handle = run(model), HOOKS[name](model, Looking())
     try:
         with torch.inference_mode(inference):
@@ -289,7 +283,7 @@ class Late:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", [name for name in vars(Late) if name[0] != "_"])
 def test_hooks_that_steer_late_or_by_what_they_keep(name, sampled):
-    model, late = build(LlamaForCausalLM), Late()
+    model, late = build(), Late()
     options = {"do_sample": sampled}
     unhooked = run(model, **options)
     layer = model.model.layers[1].mlp
@@ -305,7 +299,7 @@ def test_hooks_that_steer_late_or_by_what_they_keep(name, sampled):
 
 def test_a_hook_that_begins_to_write_is_noticed_in_a_drafted_forward():
     """Not foreseen from its code, which another function's is."""
-    model, lengths = build(LlamaForCausalLM), []
+    model, lengths = build(), []
 
     def write(out):
         if lengths[-1] >= TENTH:
@@ -391,7 +385,7 @@ def cast_weights(model):
     ],
 )
 def test_hooks_without_which_a_model_fails_are_part_of_it(change):
-    model = build(LlamaForCausalLM)
+    model = build()
     change(model)
     noted = Noted(model)
     for _ in range(4):

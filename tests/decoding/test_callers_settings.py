@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
-    LlamaForCausalLM,
     MaxLengthCriteria,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -45,7 +44,7 @@ def test_settings_of_warpers_are_read_at_each_token(llama, make, name, values, i
 
 def test_settings_of_warpers_are_read_where_the_device_chooses(monkeypatch):
     serve_in_place(monkeypatch)
-    model = build(LlamaForCausalLM)
+    model = build()
 
     def options():
         warper = TemperatureLogitsWarper(1.0)

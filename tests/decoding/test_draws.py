@@ -92,7 +92,7 @@ def test_the_state_goes_back_to_the_end_of_the_text():
 def test_another_way_of_drawing_is_left_alone(monkeypatch):
     """Nothing is foreseen, single rows keep their seed, batches say that they do not."""
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: False)
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     _, _, assistant = same(model, do_sample=True)
     assert assistant.stats.last.keeps_seed
     inputs = padded(3) | {"do_sample": True, "max_new_tokens": 24}
@@ -136,7 +136,7 @@ Stops.__module__ = "transformers.generation.stopping_criteria"
     ids=["plain", "top_k", "top_p", "stops"],
 )
 def test_sampled_batches_keep_the_seed(name, options):
-    model, inputs = build(getattr(transformers, name)), padded(3)
+    model, inputs = build(name), padded(3)
     options = {"do_sample": True, "max_new_tokens": 24} | options
     torch.manual_seed(4)
     free = model.generate(**inputs, **options)

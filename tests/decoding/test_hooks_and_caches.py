@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import PROMPT, build, equal, knowing, run, same
@@ -106,7 +106,7 @@ SHOWN = {
 @pytest.mark.parametrize(("spoil", "known"), [(evict, False), (blank, True)])
 @pytest.mark.parametrize("place", SHOWN.values(), ids=SHOWN)
 def test_hooks_that_are_shown_the_cache(place, spoil, known):
-    model = build(LlamaForCausalLM)
+    model = build()
     if known:  # there is no test in the first call with the hook then
         equal(model)
     unhooked, handle = run(model), place(model, Press(spoil))
@@ -122,7 +122,7 @@ def test_hooks_that_are_shown_the_cache(place, spoil, known):
 
 
 def test_hooks_that_hold_the_cache_of_the_call():
-    model, texts = build(LlamaForCausalLM), []
+    model, texts = build(), []
     held = DynamicCache(config=model.config)
     model.model.layers[0].mlp.register_forward_hook(lambda *_: evict(held))
     for options in ({}, {"assistant": knowing(run(model))}):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from tests.support.lossless import build
@@ -62,7 +61,7 @@ def later(pieces, name):
 
 @pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_work_and_memory_stay_level(count):
-    model = build(LlamaForCausalLM, num_hidden_layers=1)
+    model = build(num_hidden_layers=1)
     assistant = SamAssistant(memory=OutputMemory(SMALL), budget=8)
     per_piece = count // PIECES
     numbers = [range(i * per_piece, (i + 1) * per_piece) for i in range(PIECES)]

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist.verification import service
 from tests.support.lossless import build, equal, same
@@ -45,7 +44,7 @@ BOUND = {
 @pytest.mark.parametrize("bind", BOUND.values(), ids=BOUND)
 def test_hooks_are_told_by_what_they_call_and_keep(bind):
     """What was found out of a hook that changes nothing is not believed of another in its place."""
-    model = build(LlamaForCausalLM)
+    model = build()
     mlp = model.model.layers[1].mlp
     for scale in (0, 1, 0, 1):
         for _ in range(3):
@@ -55,7 +54,7 @@ def test_hooks_are_told_by_what_they_call_and_keep(bind):
 
 
 def test_what_a_hook_reads_changes_between_calls():
-    model, scale, bound = build(LlamaForCausalLM), torch.zeros(4), Bound(0)
+    model, scale, bound = build(), torch.zeros(4), Bound(0)
     mlp = model.model.layers[1].mlp
     mlp.register_forward_hook(lambda _, args, out: out + scale[2] * args[0].flip(1))
     mlp.register_forward_hook(bound)
@@ -69,7 +68,7 @@ def test_what_a_hook_reads_changes_between_calls():
 
 
 def test_another_function_at_the_address_of_one():
-    model = build(LlamaForCausalLM)
+    model = build()
     mlp, others = model.model.layers[1].mlp, []
     once = lambda scale, module, args, out: out * 1.0  # noqa: E731
     address, handle = id(once), mlp.register_forward_hook(partial(once, 3))
@@ -85,7 +84,7 @@ def test_another_function_at_the_address_of_one():
 
 
 def test_a_hook_that_is_registered_for_every_call_is_tested_once(monkeypatch):
-    model, tests = build(LlamaForCausalLM), results_of(monkeypatch, service, "examined")
+    model, tests = build(), results_of(monkeypatch, service, "examined")
     equal(model)
     for number in range(6):
         handle = model.model.layers[1].mlp.register_forward_hook(

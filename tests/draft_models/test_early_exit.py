@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from hf_retrieval_assist import Assistant, EarlyExit
@@ -18,7 +17,7 @@ FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LM
 @pytest.mark.parametrize("layer", [1, 2])
 def test_logits_are_those_of_the_first_layers(name, layer):
     """Against the hidden states that the whole model has there."""
-    model = build(getattr(transformers, name))
+    model = build(name)
     with torch.no_grad():
         states = model(PROMPT, output_hidden_states=True).hidden_states
         decoder = model.get_decoder()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from hf_retrieval_assist.extensions.heads.eagle_format import default_boundaries
@@ -41,7 +40,7 @@ def hooks_of(model):
 @pytest.mark.parametrize("name", [*(f"{name}ForCausalLM" for name in MODELS), "GPT2LMHeadModel"])
 @torch.no_grad()
 def test_boundaries_are_those_of_output_hidden_states(name, token_ids):
-    model = build(getattr(transformers, name))
+    model = build(name)
     assert_captured(model, token_ids, (0, 1, 2, -1), logits_to_keep=1)
 
 

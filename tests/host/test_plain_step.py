@@ -3,10 +3,7 @@
 import gc
 from pathlib import Path
 
-from transformers import (
-    GenerationMixin,
-    LlamaForCausalLM,
-)
+from transformers import GenerationMixin
 
 from hf_retrieval_assist.host import plain_step
 from hf_retrieval_assist.host.transformers_private import loop
@@ -37,7 +34,7 @@ ONCE = {"_valid_auto_compile_criteria", "get_compiled_call"}
 
 
 def test_verdicts_hold_no_model():
-    model = build(LlamaForCausalLM)
+    model = build()
     agree(model, dict)
     before = len(service._services)
     del model

@@ -1,6 +1,7 @@
 """Calls to `generate` whose results are compared with and without an assistant."""
 
 import torch
+import transformers
 from transformers import CompileConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
@@ -43,8 +44,9 @@ def late_token(text, earliest):
     return new[0] if new else 66
 
 
-def build(model_class, **overrides):
-    """A tiny model, its configuration changed by `overrides`."""
+def build(kind=LlamaForCausalLM, **overrides):
+    """A tiny model of a class or of the name of one, its configuration changed by `overrides`."""
+    model_class = getattr(transformers, kind) if isinstance(kind, str) else kind
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 

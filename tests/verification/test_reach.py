@@ -21,12 +21,12 @@ ORIGINAL = 32
 
 
 def phi3():
-    return rope_model("longrope", ORIGINAL, transformers.Phi3ForCausalLM)
+    return rope_model("longrope", ORIGINAL, "Phi3ForCausalLM")
 
 
 def prepares(longest=None, **lengths):
     """A model that prepares its inputs itself, and drops its cache behind a length, if any."""
-    model = build(LlamaForCausalLM, **lengths)
+    model = build(**lengths)
 
     class Prepares(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, ids, **options):
@@ -117,12 +117,12 @@ def test_embeddings_in_place_of_ids_count(kind):
 @pytest.mark.parametrize(
     ("model_class", "end"),
     [
-        (transformers.GPT2LMHeadModel, 128),
-        (transformers.OPTForCausalLM, 128),
-        (transformers.RobertaForCausalLM, 127),
-        (transformers.BartForCausalLM, 128),
-        (transformers.GPTJForCausalLM, 128),
-        (transformers.CTRLLMHeadModel, 128),
+        ("GPT2LMHeadModel", 128),
+        ("OPTForCausalLM", 128),
+        ("RobertaForCausalLM", 127),
+        ("BartForCausalLM", 128),
+        ("GPTJForCausalLM", 128),
+        ("CTRLLMHeadModel", 128),
     ],
 )
 def test_drafts_end_at_a_table_of_positions(model_class, end):

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.ao.quantization as quantization
 from torch import nn
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification import service, traces
@@ -48,7 +47,7 @@ class Part(nn.Module):
 
 
 def with_part(forward, **held):
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers[:2]:
         layer.mlp = Part(layer.mlp, forward, **copy.deepcopy(held)).eval()
     return model
@@ -118,13 +117,13 @@ REMEMBERING = {
 
 
 def with_max_norm(tied):
-    model = build(LlamaForCausalLM, tie_word_embeddings=tied)
+    model = build(tie_word_embeddings=tied)
     model.get_input_embeddings().max_norm = 1.0
     return model
 
 
 def with_observer():
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers:
         fake = quantization.FakeQuantize(quantization.MinMaxObserver, quant_min=0, quant_max=15)
         layer.mlp.down_proj = nn.Sequential(fake, layer.mlp.down_proj)
@@ -133,7 +132,7 @@ def with_observer():
 
 
 def with_spectral_norm(wrap):
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers:
         wrap(layer.mlp.down_proj)
     return model.train()
@@ -148,7 +147,7 @@ class Batched(nn.BatchNorm1d):
 
 def with_batch_norm(part_in_train_mode):
     """Whose statistics are read in another part than that in which they are written."""
-    model = build(LlamaForCausalLM)
+    model = build()
     layer = model.model.layers[0]
     written = Batched(1).train(part_in_train_mode)
     layer.mlp = nn.Sequential(written, layer.mlp)
@@ -219,7 +218,7 @@ BENIGN = {
     "what is made anew": partial(with_part, cached, frequencies=ZEROS),
     "weight norm": lambda: with_spectral_norm(nn.utils.weight_norm).eval(),
     "spectral norm": lambda: with_spectral_norm(nn.utils.spectral_norm).eval(),
-    "train mode": lambda: build(LlamaForCausalLM).train(),
+    "train mode": lambda: build().train(),
     "batch norm": partial(with_batch_norm, False),
 }
 
@@ -287,14 +286,14 @@ def test_the_test_leaves_nothing_behind(kind):
 
 
 def with_train_part(part):
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers:
         layer.mlp = nn.Sequential(layer.mlp, part.train())
     return model
 
 
 def with_attention_in_train_mode():
-    model = build(LlamaForCausalLM, attention_dropout=0.2)
+    model = build(attention_dropout=0.2)
     model.model.layers[1].self_attn.train()
     return model
 
@@ -360,7 +359,7 @@ def test_the_test_draws_nothing(kind):
 )
 def test_numbers_of_a_models_own(forward, make):
     def fresh():
-        model = build(LlamaForCausalLM)
+        model = build()
         layer = model.model.layers[0]
         layer.mlp = Part(layer.mlp, forward, generator=make()).eval()
         return model
@@ -373,7 +372,7 @@ def test_numbers_of_a_models_own(forward, make):
 
 def test_a_hook_that_draws():
     """It is known to change something once it has been seen to."""
-    model = build(LlamaForCausalLM)
+    model = build()
     model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: out + torch.rand_like(out))
     plain = run(model)
     for _ in range(3):
@@ -392,7 +391,7 @@ def test_a_model_that_is_told_to_observe_later():
 
 def test_a_model_that_was_made_in_inference_mode():
     with torch.inference_mode():
-        model = build(LlamaForCausalLM)
+        model = build()
         plain = run(model)
     for inside in (False, True, False):
         with torch.inference_mode(inside):
@@ -408,7 +407,7 @@ def test_numbers_that_other_threads_draw_are_not_the_models(monkeypatch):
     draw_once = lambda *_, **__: others or others.append(random.random())  # noqa: E731
     results_of(monkeypatch, traces.Traces, "judge", draw_once)
     random.seed(3)
-    assert choose_service(build(LlamaForCausalLM), {}).tier is Tier.TREE
+    assert choose_service(build(), {}).tier is Tier.TREE
     assert not asked
     seeded = random.Random(3)
     assert [*others, random.random()] == [seeded.random(), seeded.random()]
@@ -436,7 +435,7 @@ def another_drawing(draw):
 def test_numbers_that_another_thread_draws_all_the_time(draw):
     """A library's model does not draw them; of a caller's own nobody knows until that thread is
     done, and then it is asked again."""
-    model, strange = build(LlamaForCausalLM), with_part(lambda own, x: x * 0.9)
+    model, strange = build(), with_part(lambda own, x: x * 0.9)
     with another_drawing(draw):
         assert choose_service(model, {}).tier is Tier.TREE
         assert choose_service(strange, {}).reason == traces.MAY_DRAW

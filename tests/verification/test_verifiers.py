@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.cache.kv_cache import SlotCache
@@ -62,7 +62,7 @@ def run(model, ids, mask, assistant=None, **options):
     )
 
 
-@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def model(request):
     return build(request.param)
 
@@ -144,7 +144,7 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
 @pytest.mark.parametrize("scope", [attending, reroute])
 def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkeypatch):
     """Python may raise KeyboardInterrupt before `__exit__` has begun."""
-    model = build(LlamaForCausalLM)
+    model = build()
     ids, mask, options = ending(model)
     plain = run(model, ids, mask, **options)
     if tested:
@@ -180,7 +180,7 @@ def test_what_is_packed(model):
 
 
 def test_models_that_are_compiled_or_compute_attention_themselves_are_padded():
-    model = build(LlamaForCausalLM)
+    model = build()
     model.forward = torch.compile(model.forward, backend="eager")
     assert not served(model).packed
     del model.forward
@@ -229,7 +229,7 @@ def many(budget):
 )
 def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, limited):
     """Beyond, a token would not round as in plain decoding by the same kernels."""
-    model = build(LlamaForCausalLM).to(dtype)
+    model = build().to(dtype)
     ids = arguments(False)[0][:1].repeat(rows, 1)
     assistant = Assistant([Scripted(many)], budget=100, reroute=rerouted)
     options = {"do_sample": False, "assistant": assistant}
@@ -244,7 +244,7 @@ def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, lim
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_limits_are_those_of_one_forward(packed):
-    verifier, rows = started(build(LlamaForCausalLM), packed, False)
+    verifier, rows = started(build(), packed, False)
     limits = verifier.limits(rows, rows, [None] * ROWS)
     assert (limits.nodes, limits.total, limits.packed) == (verifier.most_fed - 1, None, packed)
     verifier.most_tokens = 65
@@ -258,7 +258,7 @@ def test_limits_are_those_of_one_forward(packed):
 @pytest.mark.parametrize(("most_fed", "most_tokens"), [(8, None), (1 << 30, 8 * ROWS)])
 @torch.no_grad()
 def test_tokens_that_wait_to_be_fed_leave_less_room_for_drafts(most_fed, most_tokens):
-    verifier, rows = started(build(LlamaForCausalLM), False, False, Tier.CHAIN)
+    verifier, rows = started(build(), False, False, Tier.CHAIN)
     verifier.most_fed, verifier.most_tokens = most_fed, most_tokens
     rows[1].generated += [8, 9, 10]
     limits = verifier.limits(rows, rows, [None] * ROWS)
@@ -293,7 +293,7 @@ def test_packed_rows_are_no_recorded_forward(monkeypatch):
 
     monkeypatch.setattr(RepeatedForward, "__call__", watched)
     packed = calls_of(monkeypatch, tree_verifier, "PackedAttention")
-    model, options = build(LlamaForCausalLM), {"do_sample": False, "max_new_tokens": 24}
+    model, options = build(), {"do_sample": False, "max_new_tokens": 24}
     plain = model.generate(**padded(3), **options)
     for _ in range(2):
         assistant = SamAssistant(budget=4)
