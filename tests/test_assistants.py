@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.policy.stats import CallStats, Stats
 from tests.support.parts import needs
 from tests.support.rounding import near
-from tests.support.threads import in_threads
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
@@ -31,11 +31,8 @@ from .support.tiny_models import LAYERS, VOCAB
 
 
 class Recorder(Drafter):
-    """Proposes chains of what its text will be, if it knows, and writes down what it is told.
-
-    Args:
-        of_session: attributes of its sessions.
-    """
+    """Proposes chains of what its text will be, if it knows, and writes down what it is told;
+    `of_session`: attributes of its sessions."""
 
     name = "recorder"
 
@@ -71,13 +68,12 @@ class RecorderSession(DraftSession):
         self.drafter.closed += 1
 
 
+assert_close = partial(torch.testing.assert_close, atol=1e-3, rtol=1e-3)
+
+
 @pytest.fixture(scope="module")
 def plain(model):
     return run(model)
-
-
-def chain(length, prob):
-    return TokenTree.chain(list(range(length)), [prob**i for i in range(1, length + 1)])
 
 
 # Seconds beside which neither drafting nor a machine that stands still for a while counts.
@@ -170,18 +166,14 @@ def test_drafters_get_what_they_need_and_no_more(model, plain, needs):
         assert (feedback.hidden_states is not None) == bool(needs.hidden_layers)
         if needs.logits:
             assert feedback.logits.shape == (len(feedback.token_ids), VOCAB)
-            close(feedback.logits[feedback.accepted], expected.logits[0, rows])
+            assert_close(feedback.logits[feedback.accepted], expected.logits[0, rows])
         else:
             states = [expected.hidden_states[k][0, rows] for k in (1, LAYERS)]
-            close(feedback.hidden_states, torch.cat(states, dim=-1))
+            assert_close(feedback.hidden_states, torch.cat(states, dim=-1))
         length += len(tokens)
     assert length == len(text)
     for _, feedback in other.commits[1:]:
         assert feedback.logits is feedback.hidden_states is None
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_sessions_are_closed_when_generation_fails(model, plain):
@@ -257,27 +249,6 @@ def test_drafters_of_one_name_are_told_apart():
     assert list(assistant.stats.reliability) == ["automaton", "automaton 2", "grammar"]
 
 
-def test_calls_of_several_threads_are_all_counted():
-    assistant = Assistant([])
-    call = CallStats(calls=1, steps=2, tokens=3)
-    in_threads(lambda _: [assistant.policy.count(call) for _ in range(500)], range(4))
-    total = assistant.stats.total
-    assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
-
-
-@needs("extensions/structured")
-def test_an_assistant_says_what_it_is(model):
-    memory = OutputMemory("1GB")
-    assistant = SamAssistant(memory=memory, budget=8)
-    assert memory.max_bytes == 1 << 30
-    assert repr(memory).startswith("OutputMemory(0 outputs of 0 tokens, 0.0 of 1,024 MiB")
-    assert repr(assistant) == f"SamAssistant(memory={memory!r}, budget=8)"
-    assert repr(assistant.private()) == f"{assistant!r}.private()"
-    twin = assistant.expecting([1, 2], rows=[[[3]], [[4]]])
-    assert repr(twin) == f"{assistant!r}.expecting(<3 texts>)"
-    assert repr(Assistant([AutomatonDrafter()])) == "Assistant([automaton, grammar], budget='auto')"
-
-
 def test_what_only_the_loop_calls_is_not_among_a_users_names():
     names, of_class = dir(SamAssistant()), dir(SamAssistant)
     assert {"record", "private", "expecting", "attached"} <= {*of_class} <= {*names}
@@ -286,19 +257,6 @@ def test_what_only_the_loop_calls_is_not_among_a_users_names():
     assert loops >= {"draft", "start", "calibrators", "account"}
     assert not (loops - {"learn"}) & {*names}
     assert inspect.signature(Assistant) == inspect.signature(DraftingPolicy)
-    assert "assistant = SamAssistant(" in SamAssistant.__doc__
-    own = " ".join(SamAssistant.__doc__.split())
-    assert "The other arguments are those of :class:`Assistant`" in own
-    told = SamAssistant.__doc__ + Assistant.__doc__
-    assert all(f"\n        {name}: " in told for name in inspect.signature(SamAssistant).parameters)
-
-
-def test_a_class_in_an_objects_place_is_named(model):
-    said = "the class SamAssistant instead of an object; write SamAssistant"
-    with pytest.raises(TypeError, match=f"^assistant: expected an Assistant, got {said}"):
-        run(model, assistant=SamAssistant)
-    with pytest.raises(TypeError, match=r"^memory: expected OutputMemory, got the class Output"):
-        SamAssistant(memory=OutputMemory)
 
 
 # Private texts are drafted from what was learnt, and leave no trace in it.

@@ -70,20 +70,13 @@ def test_outputs_without_a_step(prompt, output):
     assert report.draft_us == report.update_us_per_token == 0
 
 
-def test_speedup_at_a_cost():
-    report = simulate(sam(budget=4), [COPY], cost=lambda n: 3 + 0.3 * (n - 1))
-    # Two forwards, over 5 and 4 tokens, in units of one over 1.
-    assert report.cost == near((4.2 + 3.9) / 3)
-    assert report.speedup == near(9 / 2.7)
-    assert f"{9 / 2.7:.2f}x" in str(report)
-
-
 def test_the_planner_follows_the_cost():
     steep, flat = (simulate(sam(), [COPY], cost=cost) for cost in (lambda n: n**2, lambda n: 1.0))
     assert counts(steep) == (9, 9, 0)
     assert steep.speedup == near(1)
     assert counts(flat) == (1, 9, 8)
     assert flat.speedup == near(9)
+    assert "9.00x" in str(flat)
 
 
 def test_figures_of_a_report():

@@ -7,11 +7,10 @@ import torch
 import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding import call
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, late_token, padded
-from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
+from tests.support.oracle_drafter import agreeing, oracle_assistant, sequences_of
 from tests.support.rounding import OF_MODEL, within
 from tests.support.watching import Spectator, a_librarys
 
@@ -160,14 +159,3 @@ def test_streamers_are_sent_the_next_tokens_of_all_rows(model, rows, sample):
     half = len(spectator.sent) // 2
     assert spectator.sent[half:] == spectator.sent[:half]
     assert spectator.sent[1 : half - 1] == plain[:, 18:].T.tolist()
-
-
-def test_nothing_is_fed_beyond_the_shortest_draft(llama):
-    inputs = padded(2)
-    options = {"do_sample": False, "max_new_tokens": 20}
-    plain = llama.generate(**inputs, **options, logits_processor=[Witness()])
-    oracle = OracleDrafter([plain[0].tolist(), []])  # of the second row it knows nothing
-    assistant = Assistant([oracle], budget=64, reroute=False)
-    result = llama.generate(**inputs, **options, logits_processor=[Witness()], assistant=assistant)
-    assert torch.equal(plain, result)
-    assert assistant.stats.last.drafted == 0

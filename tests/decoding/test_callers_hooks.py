@@ -53,8 +53,7 @@ def test_processors_criteria_and_streamers_that_read_what_hooks_note():
         {"stopping_criteria": [stops]},
         {"prefix_allowed_tokens_fn": lambda row, ids: [int(noted.last.argmax()) + 3, 5, 7]},
     ):
-        _, _, assistant = same(model, **options)
-        assert assistant.stats.last.tier == "plain"
+        same(model, tier="plain", **options)
     streams = [Streamed(noted), Streamed(noted)]
     noted.last = None
     plain = run(model, streamer=streams[0])

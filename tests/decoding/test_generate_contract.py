@@ -181,19 +181,6 @@ def test_encoder_decoder(model_class, rows):
     equal(model, inputs, tier="chain", max_new_tokens=20, **options)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
-    """Dropout draws in every forward, so nothing may be drawn besides, and no forward left out."""
-    model = build(attention_dropout=0.3).train()
-    states = []
-    for assistant in (None, SamAssistant(budget=8), SamAssistant(budget=8)):
-        torch.manual_seed(0)
-        ids = model.generate(PROMPT, do_sample=do_sample, max_new_tokens=8, assistant=assistant)
-        states.append((ids.tolist(), torch.get_rng_state().tolist()))
-    assert states[0] == states[1] == states[2]
-    assert model.training
-
-
 @pytest.mark.parametrize("shortage", [MemoryError, torch.OutOfMemoryError])
 def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
     model = build()

@@ -15,7 +15,7 @@ from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
 from tests.support.parts import needs
-from tests.support.watching import Spectator, calls_of
+from tests.support.watching import calls_of
 from tests.support.wrapped_models import RUNTIMES
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
@@ -115,13 +115,6 @@ def test_plain_calls_are_recorded_up_to_their_rows_ends(model, texts):
     call = record.calls[0]
     assert call.stats.tier == "plain"
     assert [call.generated(row).tolist() for row in range(len(ended))] == ended
-
-
-def test_a_streamer_is_told_every_token(model, resting):
-    streamer = Spectator()
-    (text,) = run(model, PROMPTS[1:], MASK[1:], assistant=SamAssistant(), streamer=streamer)
-    new = text[PROMPTS.shape[1] :].tolist()
-    assert streamer.sent == [PROMPTS[1:].tolist(), *([token] for token in new), "end"]
 
 
 ASKING = {

@@ -58,8 +58,7 @@ def test_what_a_hook_reads_changes_between_calls():
     mlp = model.model.layers[1].mlp
     mlp.register_forward_hook(lambda _, args, out: out + scale[2] * args[0].flip(1))
     mlp.register_forward_hook(bound)
-    for _ in range(3):
-        _, _, assistant = same(model)
+    _, _, assistant = same(model, calls=3)
     assert assistant.stats.last.accepted > 0
     scale[2] = 1
     same(model)
@@ -72,15 +71,13 @@ def test_another_function_at_the_address_of_one():
     mlp, others = model.model.layers[1].mlp, []
     once = lambda scale, module, args, out: out * 1.0  # noqa: E731
     address, handle = id(once), mlp.register_forward_hook(partial(once, 3))
-    for _ in range(2):
-        same(model)
+    same(model, calls=2)
     handle.remove()
     del once, handle
     while not others or (id(others[-1]) != address and len(others) < 1 << 12):
         others.append(lambda scale, module, args, out: out + args[0].flip(1))
     mlp.register_forward_hook(partial(others[-1], 3))
-    for _ in range(2):
-        same(model)
+    same(model, calls=2)
 
 
 def test_a_hook_that_is_registered_for_every_call_is_tested_once(monkeypatch):

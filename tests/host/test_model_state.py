@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 import hf_retrieval_assist.verification.service as services
 from hf_retrieval_assist.host.model_state import model_settings
-from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import build, knowing, run, same
 from tests.support.watching import results_of
 
 
@@ -100,11 +100,7 @@ def test_objects_that_nobody_can_describe(kind, place):
         pytest.skip("nobody could write such a configuration down")
     model = build(num_hidden_layers=1)
     PLACES[place](model, OBJECTS[kind]())
-    plain = run(model)
-    for _ in range(3):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "tree"
+    same(model, calls=3, tier="tree")
     end = weakref.ref(model)
     del model
     gc.collect()
@@ -151,11 +147,7 @@ def test_tensors_of_kinds_that_cannot_be_read(kind, place):
         TENSOR_PLACES[place](model, TENSORS[kind]())
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         pytest.skip(f"PyTorch has none there: {error}")
-    plain = run(model)
-    for _ in range(3):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "tree"
+    same(model, calls=3, tier="tree")
 
 
 class Holder:
@@ -262,11 +254,7 @@ def replaced_by_hook(model):
 def test_what_hooks_note_on_a_module_is_no_other_model(grow, tests):
     model = build()
     grow(model)
-    plain = run(model)
-    for _ in range(12):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, PROMPT, assistant=assistant), plain)
-    assert assistant.stats.last.tier == "tree"
+    same(model, calls=12, tier="tree")
     assert len(tests) < 5
 
 

@@ -41,9 +41,7 @@ def test_calls_of_a_model_that_was_changed_and_changed_back_are_plain(name, memo
     assistant = knowing(run(model), budget=2)
 
     def text():
-        for _ in range(4):
-            plain, _, _ = same(model, assistant=assistant, max_new_tokens=14)
-        return plain
+        return same(model, assistant=assistant, calls=4, max_new_tokens=14)[0]
 
     before = text()
     assert assistant.stats.last.repeated > 0
@@ -142,8 +140,7 @@ def test_another_object_in_the_same_memory_is_another(kind):
     model = build()
     model.model.norm.shift = torch.zeros(32)
     assistant = SamAssistant(budget=3)
-    for _ in range(10):
-        same(model, assistant=assistant)
+    same(model, assistant=assistant, calls=10)
     assert assistant.stats.last.repeated > 0
     before = recorded_state(model, {}, CPU)
     owner, name = held(kind, model)
@@ -151,8 +148,7 @@ def test_another_object_in_the_same_memory_is_another(kind):
     setattr(owner, name, type(old)(old.data) if kind == "parameter" else old.detach())
     assert recorded_state(model, {}, CPU) != before
     old.data = torch.zeros_like(old)
-    for _ in range(2):
-        same(model, assistant=assistant)
+    same(model, assistant=assistant, calls=2)
 
 
 def test_nothing_is_kept_alive():

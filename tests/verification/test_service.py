@@ -36,8 +36,7 @@ def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
     for seed in range(2):
         ids = torch.randint(3, 67, (1, 9), generator=torch.Generator().manual_seed(seed))
         make = partial(knowing, budget=budget)
-        _, _, assistant = same(model, ids, make, max_new_tokens=new)
-        assert assistant.stats.last.tier == "chain"
+        _, _, assistant = same(model, ids, make, tier="chain", max_new_tokens=new)
         assert assistant.stats.last.accepted > 0
 
 
@@ -63,9 +62,7 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
     run(base, assistant=SamAssistant())
     model = peft.get_peft_model(base, config).eval()
     tests.clear()
-    for _ in range(2):
-        _, _, assistant = same(model, torch.tensor([prompt]), max_new_tokens=40)
-        assert assistant.stats.last.tier == tier
+    same(model, torch.tensor([prompt]), calls=2, tier=tier, max_new_tokens=40)
     if width is not None:
         # Its hooks are others in every call, and say the same.
         assert [found.width for found in tests] == [width]
@@ -77,8 +74,7 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
 @pytest.mark.parametrize("rounded", ROUNDINGS.values(), ids=ROUNDINGS)
 def test_activations_of_fewer_bits_leave_float32_to_plain_decoding(rounded, names, told):
     model = rounding_activations(build(), rounded, names)
-    _, _, assistant = same(model)
-    assert assistant.stats.last.tier == "plain"
+    same(model, tier="plain")
     assert any("its logits move in steps" in text for text in told.messages)
 
 
@@ -121,8 +117,7 @@ def test_hooks_of_trainers_and_of_our_own_taps_mean_nothing():
     for _ in range(12):
         # As a trainer does that turns gradient checkpointing off while it generates.
         model.enable_input_require_grads()
-        _, _, assistant = same(model)
-        assert assistant.stats.last.tier == "tree"
+        same(model, tier="tree")
     assert len(model.model.embed_tokens._forward_hooks) == 12
     assert known() == before
     # Another thread's, or in the middle of a forward in which memory grows.
@@ -225,8 +220,7 @@ def test_masks_follow_the_configuration_from_call_to_call(kind):
     config = model.config.get_text_config(decoder=True)
     for value in (before, after, before, after):
         setattr(config, name, value)
-        for _ in range(2):
-            same(model, assistant=SamAssistant())
+        same(model, assistant=SamAssistant(), calls=2)
         same(model)
 
 
@@ -236,16 +230,4 @@ def test_modules_that_drop_out_in_another_call():
         layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.1).eval())
     for mode, tier in ((False, "tree"), (True, "plain"), (False, "tree")):
         model.model.layers[1].mlp.train(mode)
-        assert same(model)[2].stats.last.tier == tier
-
-
-def test_a_forward_in_the_place_of_an_earlier_one():
-    """A function may get the address of one that is gone."""
-    model, norm = build(), None
-    norm = model.model.norm
-    for factor in (1.0, 2.0, 1.0, 3.0):
-        # What comes of a token depends on how many are fed with it, but for a factor of 1.
-        norm.forward = lambda x, factor=factor: (
-            type(norm).forward(norm, x) * factor ** (x.shape[1] > 1)
-        )
-        same(model)
+        same(model, tier=tier)

@@ -18,7 +18,7 @@ from hf_retrieval_assist.verification import service, traces
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import WRITES
-from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import PROMPT, build, knowing, run, same
 from tests.support.watching import calls_of, results_of
 
 WIDTH = 32
@@ -171,9 +171,7 @@ def test_models_whose_forwards_remember_are_plain(kind):
     model = REMEMBERING[kind]()
     before = copy.deepcopy(model)
     plain = run(copy.deepcopy(before))
-    assistant = knowing(plain)
-    assert torch.equal(run(model, assistant=assistant), plain)
-    assert assistant.stats.last.tier == "plain"
+    same(model, plain=plain, tier="plain")
     again = copy.deepcopy(before)
     assert "later forwards" in choose_service(again, {}).reason
     assert torch.equal(run(again), plain)
@@ -226,11 +224,7 @@ BENIGN = {
 @pytest.mark.parametrize("kind", BENIGN)
 def test_models_that_count_or_make_the_same_anew_are_assisted(kind, monkeypatch):
     model, tests = BENIGN[kind](), results_of(monkeypatch, service, "examined")
-    plain = run(model)
-    for _ in range(12):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "tree"
+    same(model, calls=12, tier="tree")
     assert len(tests) <= 2
 
 
@@ -364,21 +358,14 @@ def test_numbers_of_a_models_own(forward, make):
         layer.mlp = Part(layer.mlp, forward, generator=make()).eval()
         return model
 
-    plain = run(fresh())
-    assistant = knowing(plain)
-    assert torch.equal(run(fresh(), assistant=assistant), plain)
-    assert assistant.stats.last.tier == "plain"
+    same(fresh(), plain=run(fresh()), tier="plain")
 
 
 def test_a_hook_that_draws():
     """It is known to change something once it has been seen to."""
     model = build()
     model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: out + torch.rand_like(out))
-    plain = run(model)
-    for _ in range(3):
-        assistant = SamAssistant(budget=4)
-        assert torch.equal(run(model, assistant=assistant), plain)
-    assert assistant.stats.last.tier == "plain"
+    same(model, assistant=lambda plain: SamAssistant(budget=4), calls=3, tier="plain")
 
 
 def test_a_model_that_is_told_to_observe_later():
@@ -395,9 +382,7 @@ def test_a_model_that_was_made_in_inference_mode():
         plain = run(model)
     for inside in (False, True, False):
         with torch.inference_mode(inside):
-            assistant = knowing(plain)
-            assert torch.equal(run(model, PROMPT.clone(), assistant=assistant), plain)
-            assert assistant.stats.last.tier == "tree"
+            _, _, assistant = same(model, PROMPT.clone(), plain=plain, tier="tree")
             assert assistant.stats.last.accepted > 0
 
 
