@@ -202,6 +202,7 @@ BAD_SIZES = [
     (SamAssistant, {"max_nodes": 0}),
     *((SamAssistant, {"budget": bad}) for bad in (-1, "papers")),
     *((SamAssistant, {"corpus": bad}) for bad in ([], [[], []], [[1, -2]])),
+    (StaticAutomatonDrafter, {"corpus": [[]]}),
     *((SuffixAssistant, {name: 0.0}) for name in ("alpha", "min_prob")),
     *((SuffixAssistant, {"max_depth": bad}) for bad in (0, 1 << 17)),
     (SuffixDecoding, {"threshold": -1.0}),

@@ -4,16 +4,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import DynamicCache, StaticCache
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.verifiers import Verifier
-from tests.support.lossless import build, late_token, run, same
+from tests.support.lossless import build, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
-from tests.support.rounding import OF_MODEL, within
 from tests.support.watching import results_of
 
 PROMPTS = torch.tensor(
@@ -116,42 +113,6 @@ def test_a_cache_of_another_model_is_refused(layers):
     first = turn(other, PROMPTS[:1], cache)
     with pytest.raises(ValueError, match=f"a cache of {count} layers .* got {layers}"):
         turn(model, first, cache, oracle_assistant(first))
-
-
-@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(model_class):
-    model = build(model_class)
-    first = turn(model, PROMPTS[:2], None)
-    changes = {
-        "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-        "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-        "reset": (lambda cache: cache.reset(), [0, 1]),
-    }
-    if Version(transformers.__version__) < Version("5.23"):
-        del changes["reset"]  # it leaves the lengths of layers
-    for change, rows in changes.values():
-        for again in (None, "assisted"):
-            cache = DynamicCache(config=model.config)
-            turn(model, PROMPTS[:2], cache, oracle_assistant(first))
-            change(cache)
-            expected = turn(model, first[rows], None)
-            helped = oracle_assistant(expected) if again else None
-            assert torch.equal(turn(model, first[rows], cache, helped), expected)
-
-
-def test_rows_that_end_in_one_step_leave_what_plain_decoding_leaves():
-    model = build("Lfm2ForCausalLM")
-    first, second = run(model, PROMPTS)[:, PROMPTS.shape[1] :]
-    ends = [late_token(first, 3), late_token(second, 8)]
-    options = {"eos_token_id": ends, "pad_token_id": 0, "return_dict_in_generate": True}
-    knows = SamAssistant(run(model, PROMPTS).tolist(), budget=16)
-    plain, ours, _ = same(model, PROMPTS, knows, **options)
-    assert knows.stats.last.accepted > 0
-    for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
-        for name in ("keys", "values", "conv_states", "recurrent_states"):
-            expected, found = (getattr(layer, name, None) for layer in (one, other))
-            torch.testing.assert_close(found, expected, **within(expected, OF_MODEL))
 
 
 def test_windows_hold_what_they_show_and_little_more(monkeypatch):

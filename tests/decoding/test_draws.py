@@ -1,4 +1,5 @@
-"""Random draws that are known beforehand, and batches that draw what plain decoding draws."""
+"""Random draws that are known beforehand, batches that draw what plain decoding draws, and the
+exponentially distributed numbers behind them."""
 
 import pytest
 import torch
@@ -6,7 +7,9 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteria
 
 from hf_retrieval_assist.decoding import draws as module
+from hf_retrieval_assist.decoding import exponential as exponentials
 from hf_retrieval_assist.decoding.draws import KnownDraws
+from hf_retrieval_assist.decoding.exponential import exponential
 from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
@@ -184,3 +187,23 @@ def test_a_preview_is_the_choice_of_the_walk(do_sample, batch_size):
         for row, token in zip(rows, select.choose(rows, step), strict=True):
             row.generated.append(token)
     assert [row.generated for row in rows] == foreseen
+
+
+@pytest.mark.parametrize("shape", [(1, 262_144), (3, 50), (7,), (0,)])
+@pytest.mark.parametrize("fault", [None, "uncertain", "slow"])
+def test_torch_draws_the_same(shape, fault, monkeypatch):
+    exponentials.is_fast()  # asked once in a process
+    if fault == "uncertain":  # every number could be rounded to either side
+        monkeypatch.setattr(exponentials, "_ERROR", 0.5)
+    if fault == "slow":
+        monkeypatch.setattr(exponentials, "is_fast", lambda: False)
+    own, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        expected = torch.empty(shape).exponential_(generator=own)
+        assert torch.equal(exponential(shape, other), expected)
+        assert torch.equal(other.get_state(), own.get_state())
+
+
+def test_a_torch_that_draws_otherwise_is_noticed(monkeypatch):
+    monkeypatch.setattr(exponentials, "_by_many", lambda shape, generator: torch.zeros(shape))
+    assert not exponentials.is_fast.__wrapped__()

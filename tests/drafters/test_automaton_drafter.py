@@ -1,7 +1,6 @@
 """The automaton drafters through the drafter protocol."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,17 +62,3 @@ def test_what_occurred_once_is_told_from_what_always_went_on_alike():
     session.commit([3], None)
     twice = session.propose(1)
     assert (once.probs[0], twice.probs[0]) == (np.float32(0.133), np.float32(0.355))
-
-
-def test_bad_corpora_are_refused():
-    for corpus in ([], [[]], [[], []]):
-        with pytest.raises(ValueError, match="corpus: expected at least one token"):
-            StaticAutomatonDrafter(corpus)
-    with pytest.raises(ValueError, match="corpus: document 1: expected ids"):
-        StaticAutomatonDrafter([[1], [-1]])
-    with pytest.raises(TypeError, match="corpus: document 0: expected integer ids"):
-        StaticAutomatonDrafter([[0.5]])
-    with pytest.raises(
-        ValueError, match="corpus: expected ids below the vocabulary size 10, got 10"
-    ):
-        start(StaticAutomatonDrafter([[3, 10]]), [1], Target(vocab_size=10))

@@ -85,12 +85,6 @@ def test_rows_get_the_hidden_states_of_their_own_tokens():
             assert torch.equal(seen[boundaries], of_all[torch.tensor(places, dtype=torch.long)])
 
 
-@pytest.mark.parametrize("boundary", [-2, 3, 4])
-def test_a_boundary_that_does_not_exist(boundary):
-    with pytest.raises(ValueError, match="boundaries: expected"):
-        FeatureTaps(tiny_target(num_layers=3), [(boundary,)])
-
-
 def test_a_module_that_is_no_decoder():
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
         FeatureTaps(nn.Linear(2, 2), [(0,)])

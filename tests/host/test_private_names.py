@@ -2,6 +2,7 @@
 names are spelt in the core's module for them, or listed beside their use."""
 
 import ast
+import gc
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from transformers import GenerationMixin
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_retrieval_assist
-from hf_retrieval_assist.host import private_names, transformers_private
+from hf_retrieval_assist.host import plain_step, private_names, transformers_private
+from hf_retrieval_assist.host.transformers_private import loop
+from hf_retrieval_assist.verification import service
+from tests.support.callers import agree
 from tests.support.lossless import build, equal, knowing, run, same
 
 PACKAGE = Path(hf_retrieval_assist.__file__).parent
@@ -162,3 +166,34 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
             read |= dict.fromkeys(() if path == HOST else names, path)
     foreign = (read.keys() - defined - PYTORCH - OTHERS) | (read.keys() & spelt)
     assert not foreign, {name: read[name] for name in foreign}
+
+
+WATCHED = Path(__file__).parents[2] / "docs" / "concepts" / "watched.md"
+
+
+def test_the_page_shows_the_table_of_what_is_watched():
+    assert plain_step.table() in WATCHED.read_text(encoding="utf-8")
+
+
+def test_every_name_of_the_loop_is_known():
+    """A release whose loop asks something else is met here first."""
+    assert not isinstance(plain_step._of_loop(), str)
+    assert not isinstance(plain_step._of_caches(), str)
+    asked = {*plain_step.names_in(loop().__code__)}
+    known = {*plain_step.LOOP_METHODS, *(name for _, name in plain_step._CHOOSERS)}
+    rows = " ".join(row.what for row in plain_step.TABLE)
+    for name in asked & vars(GenerationMixin).keys():
+        assert name in known or f"`{name}`" in rows or name in ONCE, name
+
+
+# What the loop asks once, before the first token.
+ONCE = {"_valid_auto_compile_criteria", "get_compiled_call"}
+
+
+def test_verdicts_hold_no_model():
+    model = build()
+    agree(model, dict)
+    before = len(service._services)
+    del model
+    gc.collect()
+    assert len(service._services) < before
