@@ -28,7 +28,6 @@ def reinstalled():
 
 
 def test_uninstall_and_install(model, reinstalled):
-    """As often as one likes; the wrapper looks like `generate`."""
     for _ in range(2):
         hf_retrieval_assist.install()
         wrapper = GenerationMixin.generate

@@ -200,7 +200,7 @@ BAD_SIZES = [
     (RolloutAssistant, {"half_life": 16.0, "memory": OutputMemory()}),
     (RolloutAssistant, {"max_bytes": 1 << 20, "memory": OutputMemory()}),
     (SamAssistant, {"max_nodes": 0}),
-    *((SamAssistant, {"budget": bad}) for bad in (-1, "papers")),
+    *((SamAssistant, {"budget": bad}) for bad in (-1, "papers", "paper")),
     *((SamAssistant, {"corpus": bad}) for bad in ([], [[], []], [[1, -2]])),
     (StaticAutomatonDrafter, {"corpus": [[]]}),
     *((SuffixAssistant, {name: 0.0}) for name in ("alpha", "min_prob")),
@@ -244,13 +244,6 @@ def test_refuses_bad_values_and_other_kinds(error, preset, options):
     start = "^" if error is TypeError else ""
     with pytest.raises(error, match=rf"{start}\b{next(iter(options))}\b"):
         preset(**options)
-
-
-@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant, RolloutAssistant])
-def test_the_former_spelling_of_a_papers_rule_tells_the_new_one(preset):
-    said = r"^budget: .*, got 'paper'; .*papers\.SamDecoding\(\) or papers\.SuffixDecoding\(\)"
-    with pytest.raises(ValueError, match=said):
-        preset(budget="paper")
 
 
 PRESETS = [SamAssistant, SuffixAssistant, RolloutAssistant, RestAssistant, SequoiaAssistant]

@@ -17,7 +17,6 @@ from tests.support.tiny_models import VOCAB
 
 
 def fixed(tree):
-    """Drafts the same arrays at every step."""
     return Scripted(lambda budget: tree, name="outsider", evidence=EvidenceClasses())
 
 
@@ -123,7 +122,6 @@ MISFITS = {
 @pytest.mark.parametrize("name", MISFITS)
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(llama, name):
-    """By itself and beside one that fits."""
     make, message = MISFITS[name]
     for fallback in (make(), ["token_recycling", make()]):
         with pytest.raises(ValueError, match=message):

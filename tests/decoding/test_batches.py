@@ -49,7 +49,6 @@ class StopsRowWise(transformers.StoppingCriteria):
 
 
 def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model, monkeypatch):
-    """Convolutions are left with the states of plain decoding."""
     # It is taken for one of transformers' own, so that rows need not go in step.
     monkeypatch.setattr(StopsRowWise, "__call__", a_librarys(StopsRowWise.__call__))
     monkeypatch.setattr(call, "ROWWISE", call.ROWWISE | {StopsRowWise})
@@ -120,7 +119,6 @@ def compare(model, inputs, make, **options):
 def test_what_follows_all_rows_couples_them_and_is_shown_what_plain_decoding_shows(
     model, rows, sample
 ):
-    """Rows that end are padded, and count up to their ends."""
     inputs = padded(rows)
     free = model.generate(**inputs, do_sample=False, max_new_tokens=24)[:, 18:]
     eos = [late_token(free[0], 7), late_token(free[-1], 13), late_token(free[rows // 2], 4)]

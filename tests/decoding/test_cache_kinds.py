@@ -41,7 +41,6 @@ CASES = [("LlamaForCausalLM", 1), *((model_class, 2) for model_class in TIERS)]
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def case(request):
-    """A model, and prompts for it."""
     model_class, rows = request.param
     return build(model_class), PROMPTS[:rows]
 
@@ -116,7 +115,6 @@ def test_a_cache_of_another_model_is_refused(layers):
 
 
 def test_windows_hold_what_they_show_and_little_more(monkeypatch):
-    """Whatever the prompt's length and the texts behind it."""
     kinds = ["sliding_attention"] * 2 + ["full_attention"]
     options = {"sliding_window": 32, "layer_types": kinds, "max_position_embeddings": 4096}
     model = build("Gemma3ForCausalLM", **options)

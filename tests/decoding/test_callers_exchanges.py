@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.host.lookups import lookups_of
 from hf_retrieval_assist.host.transformers_private import loop
 from tests.support.callers import START, TEXT, Each, agree, both
 from tests.support.lossless import INPUTS, build, knowing
@@ -187,11 +186,3 @@ def test_a_callers_function_is_tested_with_the_model(llama, monkeypatch):
     assert agree(llama, dict).tier == "plain"
     monkeypatch.undo()
     assert agree(llama, dict).tier == "tree"
-
-
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"])
-def test_the_names_of_a_forward_are_found(name):
-    found = {looked for looked, _ in lookups_of(build(name)).items()}
-    assert {"forward", "__call__", "sdpa"} <= found
-    own = {"LlamaForCausalLM": "apply_rotary_pos_emb", "Gemma3ForCausalLM": "create_causal_mask"}
-    assert own.get(name, "forward") in found

@@ -74,10 +74,6 @@ def test_hooks_that_only_look_do_not_see_the_models_test():
     # The prompt, a step without a draft that shows what the hook does, and the call's own forwards.
     assert noted.shapes[:2] == [PROMPT.shape[1], 1]
     assert len(noted.shapes) == 1 + assistant.stats.last.forwards
-    for _ in range(12):  # others in every call are no other model
-        noted.handle.remove()
-        noted.handle = model.model.norm.register_forward_hook(lambda *_: None)
-        equal(model)
 
 
 def steer_all(module, args, out):
@@ -322,13 +318,6 @@ def half(model, name, part):
     setattr(model.model if hasattr(model.model, name) else model, name, part.float())
 
 
-def cast_inputs(model):
-    half(model, "lm_head", model.lm_head)
-    model.lm_head.register_forward_pre_hook(
-        lambda module, args: (args[0].to(module.weight.dtype), *args[1:])
-    )
-
-
 def cast_inputs_and_keywords(model):
     half(model, "lm_head", model.lm_head)
 
@@ -358,10 +347,6 @@ def repair(model):
     model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: out.nan_to_num())
 
 
-def scale(model):
-    model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: out * 0.5)
-
-
 def cast_weights(model):
     """It changes nothing that it is shown, and is needed in every forward."""
 
@@ -379,8 +364,8 @@ def cast_weights(model):
 @pytest.mark.parametrize(
     "change",
     [
-        *(cast_inputs, cast_inputs_and_keywords, cast_there_and_back, cast_embeddings),
-        *(repair, scale, cast_weights),
+        *(cast_inputs_and_keywords, cast_there_and_back, cast_embeddings),
+        *(repair, cast_weights),
     ],
 )
 def test_hooks_without_which_a_model_fails_are_part_of_it(change):

@@ -14,14 +14,6 @@ from tests.support.lossless import INPUTS, build, knowing, run
 from tests.support.op_recorder import serve_in_place
 
 
-def test_a_method_of_an_instance_that_the_loop_asks():
-    model = build()
-    with CHANGES["what the loop asks"](model):
-        last = agree(model, dict)
-        assert "nobody knows what its prepare_inputs_for_generation" in last.reason
-    assert agree(model, dict).tier == "tree"
-
-
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "GPT2LMHeadModel"])
 def test_an_instances_forward_that_takes_anything(model_class, inputs):

@@ -308,7 +308,6 @@ class Conversation(RuleBasedStateMachine):
         first = self.ids.shape[1] + 2
 
         def rows_end(ids, scores, **kwargs):
-            """Ends rows one after another."""
             return ids.shape[1] >= first + torch.arange(len(ids))
 
         def called(who, **options):
@@ -375,7 +374,6 @@ class Conversation(RuleBasedStateMachine):
         self.ids, self.mask = self.ids[:, :-tokens], self.mask[:, :-tokens]
 
     def ask_another_model(self):
-        """One call of the same assistant to a model of the other kind."""
         model = model_of("windows" if self.name == "trees" else "trees")
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         plain = model.generate(self.ids[:1], **options)

@@ -64,7 +64,6 @@ def tokenizer():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_stop_strings(model, tokenizer, do_sample):
-    """Of the call, and of its configuration."""
     free = run(model, do_sample=do_sample)[0].tolist()
     stop = tokenizer.decode(free[-9:-6])
     config = GenerationConfig(stop_strings=stop, max_new_tokens=NEW_TOKENS)

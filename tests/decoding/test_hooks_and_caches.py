@@ -9,9 +9,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import service
 from tests.support.lossless import PROMPT, build, equal, knowing, run, same
-from tests.support.watching import results_of
 
 TENTH = PROMPT.shape[1] + 10
 
@@ -204,8 +202,8 @@ def test_another_function_at_the_address_of_one():
     same(model, calls=2)
 
 
-def test_a_hook_that_is_registered_for_every_call_is_tested_once(monkeypatch):
-    model, tests = build(), results_of(monkeypatch, service, "examined")
+def test_a_hook_that_is_registered_for_every_call_is_tested_once(tests):
+    model = build()
     equal(model)
     for number in range(6):
         handle = model.model.layers[1].mlp.register_forward_hook(

@@ -57,7 +57,6 @@ CASES = [
 def test_another_call_goes_on_from_what_is_left(
     model_class, kind, stays, loop, place, filled, monkeypatch
 ):
-    """In the caller's own layers."""
     if loop == "in place":
         serve_in_place(monkeypatch)
     elif loop == "at rest":

@@ -125,8 +125,6 @@ def narrower(cache):
 
 
 class Counted(DynamicCache):
-    """Knows how many states it was given."""
-
     count = 0
 
     def update(self, key_states, *arguments, **options):
@@ -215,7 +213,6 @@ def test_caches_of_another_precision(name, kind, rows):
     ],
 )
 def test_precisions_that_are_not_promoted(own, held, make, tier):
-    """Plain decoding raises, and so does an assisted call."""
     model, assistant = build().to(own), SamAssistant(budget=8)
     plain = precise_turn(model, PROMPTS[:1], of_type(held), None, make)
     assert isinstance(plain[0], tuple) == (tier == "")
@@ -245,12 +242,7 @@ def test_caches_whose_layers_or_rows_are_others_than_the_calls_are_left_to_plain
 
 
 class Looks(StoppingCriteria, BaseStreamer):
-    """Notes what a cache shows wherever it is asked, and crops it if it is told to.
-
-    Args:
-        cache: the call's.
-        crops: tokens that are cropped once.
-    """
+    """Notes what a call's cache shows wherever it is asked, and crops so many tokens of it once."""
 
     def __init__(self, cache, crops=0):
         self.cache, self.crops, self.seen = cache, crops, []

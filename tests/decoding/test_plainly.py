@@ -71,8 +71,6 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, texts, learnt, pa
 def test_padding_behind_another_criterions_end_is_not_learnt(
     model, resting, texts, learnt, by_its_end
 ):
-    """Also where a row's last token is what pads it."""
-
     def first_row_ends(ids, scores, **kwargs):
         return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 

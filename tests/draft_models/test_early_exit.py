@@ -16,7 +16,6 @@ FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LM
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_logits_are_those_of_the_first_layers(name, layer):
-    """Against the hidden states that the whole model has there."""
     model = build(name)
     with torch.no_grad():
         states = model(PROMPT, output_hidden_states=True).hidden_states
@@ -37,7 +36,6 @@ def test_no_weight_is_copied(llama):
 
 
 def test_the_chain_is_transformers_own(llama, monkeypatch):
-    """Behind every text that both drafted for."""
     candidates, drafts = chains_of(monkeypatch, EarlyExitCandidateGenerator, EarlyExit)
     # Otherwise transformers' stops where it is not sure.
     monkeypatch.setattr(llama.generation_config, "assistant_confidence_threshold", 0.0)

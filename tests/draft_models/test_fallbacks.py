@@ -5,8 +5,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
 from hf_retrieval_assist.draft_models import draft_model
@@ -38,23 +36,6 @@ def texts_of(name):
 
 
 NAMES = ["DFlash", "EAGLE", "MTP", "MTP of Gemma 3"]
-
-
-# The last two have several layers, or ones that read tokens in a row.
-@pytest.mark.parametrize("name", [*NAMES, "Glm4MoeForCausalLM", "InklingForCausalLM"])
-@settings(max_examples=12, deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
-def test_drafts_do_not_depend_on_the_steps(name, steps):
-    """Steps of any length, with or without a draft in between, and the same draft twice."""
-    texts = texts_of(name)
-    texts.start(0)
-    for length, ask in steps:
-        if ask:
-            texts.propose([0])
-        texts.grow(0, length)
-    expected = texts.fresh(0).propose(12)
-    for tree in (*texts.propose([0]), *texts.propose([0])):
-        assert_same(tree, expected)
 
 
 @pytest.mark.parametrize("name", ["DFlash", "EAGLE"])

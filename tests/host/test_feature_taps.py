@@ -86,6 +86,8 @@ def test_rows_get_the_hidden_states_of_their_own_tokens():
 
 
 def test_a_module_that_is_no_decoder():
+    with pytest.raises(ValueError, match="boundaries: expected"):
+        FeatureTaps(tiny_target(num_layers=3), [(-2,)])
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
         FeatureTaps(nn.Linear(2, 2), [(0,)])
     model = tiny_target(num_layers=3)

@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-import hf_retrieval_assist.verification.service as services
 from hf_retrieval_assist.host.model_state import model_settings
 from tests.support.lossless import build, knowing, run, same
-from tests.support.watching import results_of
 
 
 def refuse(*arguments, **options):
@@ -221,11 +219,6 @@ def test_configurations_are_told_by_value(kind, change):
         settings_of(text)[change](number)
         found.append(model_settings(model))
     assert found[0] != found[1]
-
-
-@pytest.fixture
-def tests(monkeypatch):
-    return results_of(monkeypatch, services, "examined")
 
 
 def grown_by_hook(model):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import transformers
 from transformers import GenerationMixin
-from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_retrieval_assist
 from hf_retrieval_assist.host import plain_step, private_names, transformers_private
@@ -66,17 +65,6 @@ def test_a_renamed_method_a_parameter_and_an_attribute_are_named(monkeypatch):
     assert made.lacking() == "GenerationMixin._renamed_state is gone; used for a test"
     gone = private_names.PrivateName("transformers.no_module:Thing", "attribute", "a test")
     assert "No module named 'transformers.no_module'" in gone.lacking()
-
-
-@pytest.mark.skipif(not (HAS_BATCHING and BATCHING), reason="another continuous batching")
-def test_a_renamed_attribute_of_the_scheduler_is_named(monkeypatch):
-    for kind in Scheduler.__mro__[:-1]:
-        for name, member in [*vars(kind).items()]:
-            code = getattr(member, "__code__", None)
-            if code is not None and "waiting_requests_order" in code.co_names:
-                monkeypatch.setattr(kind, name, lambda self: None)
-    lacking = private_names.absent(BATCHING)
-    assert any("Scheduler.waiting_requests_order" in line for line in lacking)
 
 
 def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, told, fresh):

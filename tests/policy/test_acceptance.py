@@ -12,8 +12,6 @@ from tests.support.trees import paths, trees
 
 
 class Session:
-    """A text, and what was proposed for it."""
-
     def __init__(self, calibrator):
         self.calibrator, self.open = calibrator, [evidence.OpenDrafts()]
 
@@ -26,7 +24,6 @@ class Session:
 
 
 def observe(calibrator, evidence_class, hit):
-    """A text of one token, proposed on this evidence."""
     session = Session(calibrator)
     session.calibrate(TokenTree.chain([1], [0.5], [evidence_class]))
     session.commit([1 if hit else 2])
@@ -60,7 +57,6 @@ def arrays_of(tree):
 
 @given(trees(12), st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
 def test_tried_nodes_are_those_below_the_texts_path(tree, pieces):
-    """However the text comes in pieces."""
     assert tree.fault(1 << 30, 1 << 30) is None
     tokens = [token for piece in pieces for token in piece]
     # A class for each node tells which were tried and hit; its rate is its number.

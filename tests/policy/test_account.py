@@ -48,7 +48,6 @@ def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, mis
 @pytest.mark.parametrize("spent", [0.01, 0.05, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("costly", [False, True])
 def test_fruitless_drafting_loses_a_small_share(spent, costly, steps):
-    """Of a first, short text as well."""
     asked, lost = ask(make(costly), steps, spent)
     assert asked[0]
     # The first credit, one draft beyond it, and what is lent from then on.

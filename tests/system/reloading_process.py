@@ -58,8 +58,6 @@ def imported_again(*names):
 
 
 class Calls:
-    """The calls that have to go on, and what they were before."""
-
     def __init__(self):
         self.model, self.attached = (build() for _ in range(2))
         self.old, beside = SamAssistant(), SamAssistant()

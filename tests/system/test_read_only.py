@@ -64,11 +64,6 @@ def warned_once(match):
     assert len(found) == 1
 
 
-@pytest.fixture(scope="module")
-def plain(model):
-    return run(model)
-
-
 def test_saved_costs(model, plain, folder):
     run(model, assistant=SamAssistant(costs=CostModels(folder)))
     saved = contents(folder)

@@ -22,12 +22,6 @@ from tests.support.wrapped_models import ROUNDINGS, rounding_activations
 WINDOWS = ["sliding_attention", "full_attention", "full_attention"]
 
 
-@pytest.fixture
-def tests(monkeypatch):
-    """What the tests of models have found."""
-    return results_of(monkeypatch, service, "examined")
-
-
 @pytest.mark.parametrize(("capacity", "budget", "new"), [(8, 16, 40), (64, 16, 40), (64, 128, 110)])
 def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
     model = build(

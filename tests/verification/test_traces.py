@@ -14,7 +14,7 @@ import torch.ao.quantization as quantization
 from torch import nn
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.verification import service, traces
+from hf_retrieval_assist.verification import traces
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import WRITES
@@ -25,13 +25,8 @@ WIDTH = 32
 
 
 class Part(nn.Module):
-    """A part of a model that keeps things beside its forward.
-
-    Args:
-        part: of the model.
-        forward: given this module and x; what comes of x.
-        held: attributes; tensors become buffers.
-    """
+    """A part of a model that keeps things beside its forward, which is given this module and x;
+    of what is held tensors become buffers."""
 
     def __init__(self, part, forward, **held):
         super().__init__()
@@ -222,9 +217,8 @@ BENIGN = {
 
 
 @pytest.mark.parametrize("kind", BENIGN)
-def test_models_that_count_or_make_the_same_anew_are_assisted(kind, monkeypatch):
-    model, tests = BENIGN[kind](), results_of(monkeypatch, service, "examined")
-    same(model, calls=12, tier="tree")
+def test_models_that_count_or_make_the_same_anew_are_assisted(kind, tests):
+    same(BENIGN[kind](), calls=12, tier="tree")
     assert len(tests) <= 2
 
 
