@@ -211,27 +211,6 @@ def test_weights_on_disk(tmp_path):
     equal(accelerate.disk_offload(build(), **places))
 
 
-SYNTHID = transformers.SynthIDTextWatermarkingConfig(
-    keys=[654, 400, 836, 123], ngram_len=3, context_history_size=32, sampling_table_size=256
-)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
-        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
-        SYNTHID,
-    ],
-    ids=["lefthash", "selfhash", "SynthID"],
-)
-def test_watermarks(llama, config, rows):
-    inputs, options = padded(rows), {"do_sample": config is SYNTHID, "seed": 1}
-    marked, _, _ = equal(llama, inputs, watermarking_config=config, **options)
-    assert not torch.equal(marked, equal(llama, inputs, **options)[0])
-
-
 def tokenizer():
     """One token per letter, and the words that "th" may have been cut from."""
     tokens = ["<pad>", "<s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz ", "th", "the", "thi", "tha"]

@@ -94,22 +94,13 @@ def test_what_does_not_fit_is_refused_and_opens_nothing():
         evidence.calibrated([text], *arrays_of(tree), None, np.ones((2, 2)))
     assert len(text) == 0
     evidence.calibrated([text], *arrays_of(tree), None, np.ones((4, 2)))
+    with pytest.raises(ValueError, match="offsets: expected"):
+        evidence.calibrated([text], *arrays_of(tree)[:4], np.array([0, 2]), None, np.ones((4, 2)))
     with pytest.raises(ValueError, match="counts: expected 4 classes, got 2"):
         evidence.judge(
             *([text], np.array([1], np.int32), np.array([0, 1]), np.zeros((10, 3))),
             *(np.ones((2, 2)), np.ones((2, 2)), 9.0),
         )
-
-
-@pytest.mark.parametrize("offsets", [[0], [0, 2], [0, 1, 1], [1, 1], [0, -1]])
-def test_offsets_that_do_not_fit_are_refused(offsets):
-    text, counts = evidence.OpenDrafts(), np.ones((1, 2))
-    arrays = arrays_of(TokenTree.chain([1], [0.5], [0]))
-    with pytest.raises(ValueError, match="offsets: expected"):
-        evidence.calibrated([text], *arrays[:4], np.array(offsets), None, counts)
-    tokens, bins = np.array([1], np.int32), np.zeros((10, 3))
-    with pytest.raises(ValueError, match="offsets: expected"):
-        evidence.judge([text], tokens, np.array(offsets), bins, counts, counts, 9.0)
 
 
 def test_the_oldest_of_many_open_proposals_gives_way():
