@@ -20,10 +20,7 @@ def fixed(tree):
     return Scripted(lambda budget: tree, name="outsider", evidence=EvidenceClasses())
 
 
-def tree(token_ids, parents, probs, classes=None):
-    return TokenTree.build(token_ids, parents, probs, classes)
-
-
+tree = TokenTree.build
 BOTH = np.array([5, 6], np.int32)
 WRONG = {
     "log-probabilities": (tree([5, 9], [-1, 0], [-0.7, -1.9]), "probabilities"),

@@ -34,7 +34,7 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.engines.cpu import weight_copies
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.policy.account import Account
-from tests.support.lossless import build, rope_model, run
+from tests.support.lossless import build, rope_model
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.watching import Interrupt, interrupted_forward
 
@@ -408,12 +408,3 @@ def test_conversations_are_plain_decoding(conversations, turns):
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-def test_turns_go_on_from_returned_caches_with_drafts():
-    """The machine would find nothing if its later turns were those of plain decoding."""
-    model = model_of("trees")
-    first = run(model, return_dict_in_generate=True, assistant=SamAssistant())
-    assistant = oracle_assistant(run(model, first.sequences))
-    run(model, first.sequences, **{CACHE: first[CACHE]}, assistant=assistant)
-    assert assistant.stats.last.accepted > 0

@@ -2,7 +2,6 @@
 names are spelt in the core's module for them, or listed beside their use."""
 
 import ast
-import gc
 from importlib import import_module
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from transformers import GenerationMixin
 import hf_retrieval_assist
 from hf_retrieval_assist.host import plain_step, private_names, transformers_private
 from hf_retrieval_assist.host.transformers_private import loop
-from hf_retrieval_assist.verification import service
-from tests.support.callers import agree
 from tests.support.lossless import build, equal, knowing, run, same
 
 PACKAGE = Path(hf_retrieval_assist.__file__).parent
@@ -176,12 +173,3 @@ def test_every_name_of_the_loop_is_known():
 
 # What the loop asks once, before the first token.
 ONCE = {"_valid_auto_compile_criteria", "get_compiled_call"}
-
-
-def test_verdicts_hold_no_model():
-    model = build()
-    agree(model, dict)
-    before = len(service._services)
-    del model
-    gc.collect()
-    assert len(service._services) < before

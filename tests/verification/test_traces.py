@@ -355,13 +355,6 @@ def test_numbers_of_a_models_own(forward, make):
     same(fresh(), plain=run(fresh()), tier="plain")
 
 
-def test_a_hook_that_draws():
-    """It is known to change something once it has been seen to."""
-    model = build()
-    model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: out + torch.rand_like(out))
-    same(model, assistant=lambda plain: SamAssistant(budget=4), calls=3, tier="plain")
-
-
 def test_a_model_that_is_told_to_observe_later():
     model = with_observer()
     model.apply(quantization.disable_observer)
