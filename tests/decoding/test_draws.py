@@ -19,11 +19,8 @@ from tests.support.tiny_models import VOCAB
 WIDTHS = [7, 16, 17, 1000, 70_001]
 
 
-def rows_of(count, *progress):
-    rows = [RowText(i, torch.tensor([1, 2]), 4) for i in range(count)]
-    for row, tokens in zip(rows, progress, strict=False):
-        row.generated += [3] * tokens
-    return rows
+def rows_of(count):
+    return [RowText(i, torch.tensor([1, 2]), 4) for i in range(count)]
 
 
 def laws(rows, width, count):
