@@ -26,7 +26,6 @@ from tests.support.rounding import near
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
-from .support.oracle_drafter import OracleDrafter
 from .support.tiny_models import LAYERS, VOCAB
 
 
@@ -316,29 +315,3 @@ def test_figures_of_calls_add_up():
     assert (total.saved_seconds, total.plain_seconds, total.saved_forwards) == (0.5, 6.5, 96)
     assert total.tokens_per_forward == 3.0
     assert total.summary.endswith("1 of 3 calls rested")
-
-
-def test_sources_count_what_was_accepted_and_no_token_besides(llama):
-    """A drafter that knows the token behind an accepted one too has drafted no more of the step."""
-    texts = run(llama, max_new_tokens=12).tolist()
-
-    class Knowing(OracleDrafter):
-        """Drafts so many tokens of the text, the first `right` of them rightly."""
-
-        def __init__(self, name, depth, right):
-            super().__init__(texts, depth=depth)
-            self.name, self.right = name, right
-
-        def draft(self, coming, budget):
-            wrong = [(token + 1) % 67 for token in coming[self.right : self.depth]]
-            tokens = [*coming[: self.right], *wrong]
-            return TokenTree.chain(tokens, [0.9] * len(tokens))
-
-    drafters = {"two": (2, 2), "one of two": (2, 1), "nothing": (2, 0), "silent": (0, 0)}
-    assistant = Assistant([Knowing(name, *sizes) for name, sizes in drafters.items()], budget=16)
-    same(llama, assistant=assistant, max_new_tokens=12)
-    # The prefill's token, and three a step, of which the last is the model's own; then two.
-    assert assistant.stats.last.forwards == 4
-    assert assistant.stats.last.accepted == 7
-    counted = {name: assistant.stats.sources[name] for name in drafters}
-    assert counted == {"two": 7, "one of two": 4, "nothing": 0, "silent": 0}

@@ -1,6 +1,7 @@
 """The automaton drafters through the drafter protocol."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,8 @@ def test_ids_outside_the_output_layer_are_never_proposed():
     assert not len(session.propose(4))
     session = start(AutomatonDrafter(), [1, 2, 8, 9, 1, 2], Target(vocab_size=9))
     assert session.propose(4).token_ids.tolist() == [8]
+    with pytest.raises(ValueError, match="corpus: expected ids below the vocabulary size 9, got 9"):
+        start(StaticAutomatonDrafter([[3, 9]]), [1], Target(vocab_size=9))
 
 
 def test_what_occurred_once_is_told_from_what_always_went_on_alike():
