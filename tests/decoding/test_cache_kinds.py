@@ -4,6 +4,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, StaticCache
 
 from hf_retrieval_assist import SamAssistant
@@ -112,6 +114,28 @@ def test_a_cache_of_another_model_is_refused(layers):
     first = turn(other, PROMPTS[:1], cache)
     with pytest.raises(ValueError, match=f"a cache of {count} layers .* got {layers}"):
         turn(model, first, cache, oracle_assistant(first))
+
+
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(model_class):
+    model = build(model_class)
+    first = turn(model, PROMPTS[:2], None)
+    changes = {
+        "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        "reset": (lambda cache: cache.reset(), [0, 1]),
+    }
+    if Version(transformers.__version__) < Version("5.23"):
+        del changes["reset"]  # it leaves the lengths of layers
+    for change, rows in changes.values():
+        for again in (None, "assisted"):
+            cache = DynamicCache(config=model.config)
+            turn(model, PROMPTS[:2], cache, oracle_assistant(first))
+            change(cache)
+            expected = turn(model, first[rows], None)
+            helped = oracle_assistant(expected) if again else None
+            assert torch.equal(turn(model, first[rows], cache, helped), expected)
 
 
 def test_windows_hold_what_they_show_and_little_more(monkeypatch):

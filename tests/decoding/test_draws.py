@@ -74,6 +74,21 @@ def test_rows_that_get_on_unequally_draw_what_the_batch_draws(most, at_once, few
     assert draws.plain
 
 
+def test_the_state_goes_back_to_the_end_of_the_text():
+    torch.manual_seed(2)
+    rows = rows_of(2)
+    for law in laws(2, 50, 2):
+        torch.multinomial(law, 1)
+    left = torch.rand(3)
+    torch.manual_seed(2)
+    draws = KnownDraws(rows)
+    for law in laws(2, 50, 4):
+        # The first row goes on alone, past the end that the other one sets.
+        rows[0].generated += draws.draw(law[:1], rows[:1])
+    draws.end(2)
+    assert torch.equal(torch.rand(3), left)
+
+
 def test_another_way_of_drawing_is_left_alone(monkeypatch):
     """Nothing is foreseen, single rows keep their seed, batches say that they do not."""
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: False)
