@@ -1,5 +1,7 @@
 """Classes, loops and functions that a caller exchanges for the whole process."""
 
+from functools import wraps
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,8 +123,8 @@ def test_methods_that_the_loop_asks(name, inputs):
     """Nobody knows what those of a caller's class say next."""
     model = build()
     before = getattr(type(model), name)
-    own = {name: lambda self, *arguments, **options: before(self, *arguments, **options)}
-    model.__class__ = type("Own", (LlamaForCausalLM,), own)
+    own = wraps(before)(lambda self, *arguments, **options: before(self, *arguments, **options))
+    model.__class__ = type("Own", (LlamaForCausalLM,), {name: own})
     last = agree(model, dict, inputs=inputs)
     assert last.tier == "plain"
     assert f"nobody knows what its {name}" in last.reason
