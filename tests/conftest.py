@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
-from tests.support.lossless import build
+from hf_retrieval_assist.verification import service
+from tests.support.lossless import build, run
 from tests.support.parts import missing
+from tests.support.watching import results_of
 
 try:
     from hf_retrieval_assist.engines.cpu import repeated_forward, skinny
@@ -84,10 +86,22 @@ def told(caplog):
 @pytest.fixture(scope="module")
 def llama():
     """A tiny decoder of the commonest kind."""
-    return build(transformers.LlamaForCausalLM)
+    return build()
 
 
 @pytest.fixture(scope="module")
 def model(llama):
     """The same, where a module has no other."""
     return llama
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """What it generates."""
+    return run(model)
+
+
+@pytest.fixture
+def tests(monkeypatch):
+    """What the tests of models have found."""
+    return results_of(monkeypatch, service, "examined")

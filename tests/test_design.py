@@ -5,8 +5,6 @@ import ast
 import re
 from pathlib import Path
 
-from transformers import LlamaForCausalLM
-
 from tests.support.lossless import build, knowing, run
 from tests.support.watching import profiled
 
@@ -79,7 +77,7 @@ def entered(work):
 
 def test_a_token_goes_the_way_that_is_told():
     """Every file of the picture is entered, and the stages of a step follow one another in it."""
-    model = build(LlamaForCausalLM)
+    model = build()
     assistant = knowing(run(model), budget=3)
     for _ in range(8):  # until all of its forwards are repeated
         run(model, assistant=assistant)

@@ -70,20 +70,13 @@ def test_outputs_without_a_step(prompt, output):
     assert report.draft_us == report.update_us_per_token == 0
 
 
-def test_speedup_at_a_cost():
-    report = simulate(sam(budget=4), [COPY], cost=lambda n: 3 + 0.3 * (n - 1))
-    # Two forwards, over 5 and 4 tokens, in units of one over 1.
-    assert report.cost == near((4.2 + 3.9) / 3)
-    assert report.speedup == near(9 / 2.7)
-    assert f"{9 / 2.7:.2f}x" in str(report)
-
-
 def test_the_planner_follows_the_cost():
     steep, flat = (simulate(sam(), [COPY], cost=cost) for cost in (lambda n: n**2, lambda n: 1.0))
     assert counts(steep) == (9, 9, 0)
     assert steep.speedup == near(1)
     assert counts(flat) == (1, 9, 8)
     assert flat.speedup == near(9)
+    assert "9.00x" in str(flat)
 
 
 def test_figures_of_a_report():
@@ -101,7 +94,6 @@ def test_figures_of_a_report():
 
 @pytest.mark.parametrize("make", [lambda: SuffixAssistant(fallback=None), RolloutAssistant])
 def test_later_requests_profit_from_earlier_ones(make):
-    """A later epoch too, which has the same prompts."""
     requests, assistant = [([1, 2, 3], list(range(20, 60)))], make()
     first, second = (simulate(assistant, requests) for _ in range(2))
     assert counts(first) == (39, 39, 0)
@@ -112,15 +104,11 @@ def test_later_requests_profit_from_earlier_ones(make):
 
 def test_what_it_learns_is_kept_from_real_models():
     memory = OutputMemory()
-    simulate(SuffixAssistant(memory), [(TEXT, TEXT)])
+    assistant = SuffixAssistant(memory)
+    simulate(assistant, [(TEXT, TEXT)])
+    assert assistant.stats.total.calls == assistant.stats.total.tokens == 0
     assert memory.tree("simulation").token_count == len(TEXT)
     assert memory.tree("model") is None
-
-
-def test_statistics_are_not_touched():
-    assistant = sam()
-    simulate(assistant, [COPY])
-    assert assistant.stats.total.calls == assistant.stats.total.tokens == 0
 
 
 OUTSIDE = [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1])]
@@ -138,6 +126,8 @@ OUTSIDE = [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1])]
 def test_refuses_what_is_no_id_of_the_vocabulary(request_, options, error, said):
     with pytest.raises(error, match=f"^{said}"):
         simulate(sam(**options), [request_], vocab_size=5)
+    with pytest.raises(ValueError, match=r"^batch_size: expected at least 1"):
+        simulate(sam(), [COPY], batch_size=0)
 
 
 # Of the paper's rule: a corpus of consecutive ids, and texts that match it in part.
@@ -153,12 +143,16 @@ def first_draft(prompt, first, **options):
     return dynamic, static, tree.token_ids.tolist()
 
 
-@pytest.mark.parametrize(("matched", "drafts"), [(9, False), (10, True), (11, True)])
-def test_a_corpus_match_counts_less_by_its_bias(matched, drafts):
-    text = CORPUS[:matched]
-    dynamic, static, draft = first_draft(text[:-1], text[-1])
-    assert (dynamic, static) == (0, matched)
-    assert draft == (CORPUS[matched:] if drafts else [])
+@pytest.mark.parametrize(
+    ("matched", "options", "length"),
+    [
+        *((9, {}, 0), (10, {}, 30), (11, {}, 29)),
+        *((6, {"corpus_bias": 0}, 34), (6, {"corpus_bias": 0, "max_draft": 3}, 3)),
+    ],
+)
+def test_a_corpus_match_counts_less_by_its_bias(matched, options, length):
+    found = first_draft(CORPUS[: matched - 1], CORPUS[matched - 1], **options)
+    assert found == (0, matched, CORPUS[matched : matched + length])
 
 
 @pytest.mark.parametrize(("skipped", "static_wins"), [(1, False), (0, True)])
@@ -168,13 +162,6 @@ def test_the_corpus_drafts_where_its_match_is_longer_by_more_than_the_bias(skipp
     dynamic, static, draft = first_draft(prompt, CORPUS[11])
     assert (dynamic, static) == (6, 12 - skipped)
     assert draft[0] == (CORPUS[12] if static_wins else 7)
-
-
-def test_the_bias_may_be_none():
-    _, _, draft = first_draft(CORPUS[:5], CORPUS[5], corpus_bias=0)
-    assert draft == CORPUS[6:]
-    _, _, draft = first_draft(CORPUS[:5], CORPUS[5], corpus_bias=0, max_draft=3)
-    assert draft == CORPUS[6:9]
 
 
 @pytest.mark.parametrize(
@@ -225,9 +212,3 @@ def test_rows_of_a_batch_draft_from_one_another():
     apart = [requests[0], ([1, 2, 4], output)]
     assert simulate(RolloutAssistant(), apart, batch_size=2).forwards == 40
     assert simulate(RolloutAssistant(), apart).forwards == 40 + 39
-
-
-@pytest.mark.parametrize("batch_size", [0, -1])
-def test_refuses_batches_without_rows(batch_size):
-    with pytest.raises(ValueError, match=r"^batch_size: expected at least 1"):
-        simulate(sam(), [COPY], batch_size=batch_size)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from hf_retrieval_assist import Assistant, EarlyExit, SamAssistant, TokenTree
 from hf_retrieval_assist.host import transformers_private as private
@@ -18,14 +17,10 @@ from tests.support.tiny_models import VOCAB
 
 
 def fixed(tree):
-    """Drafts the same arrays at every step."""
     return Scripted(lambda budget: tree, name="outsider", evidence=EvidenceClasses())
 
 
-def tree(token_ids, parents, probs, classes=None):
-    return TokenTree.build(token_ids, parents, probs, classes)
-
-
+tree = TokenTree.build
 BOTH = np.array([5, 6], np.int32)
 WRONG = {
     "log-probabilities": (tree([5, 9], [-1, 0], [-0.7, -1.9]), "probabilities"),
@@ -110,11 +105,11 @@ MISFITS = {
         "boundaries: expected -1 or 0 to 2",
     ),
     "draft model of another tokenizer": (
-        lambda: build(transformers.LlamaForCausalLM, vocab_size=VOCAB + 1),
+        lambda: build(vocab_size=VOCAB + 1),
         "assistant_tokenizer: expected a tokenizer",
     ),
     "draft model without a cache": (
-        lambda: build(transformers.RwkvForCausalLM),
+        lambda: build("RwkvForCausalLM"),
         "token trees, got RwkvForCausalLM",
     ),
     "more layers than there are": (lambda: EarlyExit(3), "layer: expected 1 to 2"),
@@ -124,7 +119,6 @@ MISFITS = {
 @pytest.mark.parametrize("name", MISFITS)
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(llama, name):
-    """By itself and beside one that fits."""
     make, message = MISFITS[name]
     for fallback in (make(), ["token_recycling", make()]):
         with pytest.raises(ValueError, match=message):
@@ -143,7 +137,7 @@ def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(ll
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_models_that_take_no_trees(name, match):
     """As targets of what drafts with them; their first layers may have another reason."""
-    model = build(getattr(transformers, name))
+    model = build(name)
     for fallback, reason in (("quantized_self", match), (EarlyExit(1), "fed token trees")):
         with pytest.raises(ValueError, match=reason):
             run(model, assistant=SamAssistant(fallback=fallback))

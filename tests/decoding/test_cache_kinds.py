@@ -6,25 +6,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import (
-    BambaForCausalLM,
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    Qwen3NextForCausalLM,
-    Starcoder2ForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, StaticCache
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.verifiers import Verifier
-from tests.support.lossless import build, late_token, run, same
+from tests.support.lossless import build, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
-from tests.support.rounding import OF_MODEL, within
 from tests.support.watching import results_of
 
 PROMPTS = torch.tensor(
@@ -32,11 +20,11 @@ PROMPTS = torch.tensor(
 )
 # Drafts are verified by trees, trees with windows, replays and chains.
 TIERS = {
-    LlamaForCausalLM: "tree",
-    Gemma3ForCausalLM: "tree",
-    BambaForCausalLM: "replay",
-    Qwen3NextForCausalLM: "replay",
-    Lfm2ForCausalLM: "chain",
+    "LlamaForCausalLM": "tree",
+    "Gemma3ForCausalLM": "tree",
+    "BambaForCausalLM": "replay",
+    "Qwen3NextForCausalLM": "replay",
+    "Lfm2ForCausalLM": "chain",
 }
 
 
@@ -50,12 +38,11 @@ def _streams(monkeypatch):
 
 
 # A batch of each, and one row of the commonest.
-CASES = [(LlamaForCausalLM, 1), *((model_class, 2) for model_class in TIERS)]
+CASES = [("LlamaForCausalLM", 1), *((model_class, 2) for model_class in TIERS)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def case(request):
-    """A model, and prompts for it."""
     model_class, rows = request.param
     return build(model_class), PROMPTS[:rows]
 
@@ -75,7 +62,7 @@ def test_caches_that_generate_makes(case, kind, drafts):
     model, prompts = case
     inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
     options = {"do_sample": False, "max_new_tokens": 10, "cache_implementation": kind}
-    agreeing(model, inputs, tier=TIERS[type(model)] if drafts else "plain", **options)
+    agreeing(model, inputs, tier=TIERS[type(model).__name__] if drafts else "plain", **options)
 
 
 CALLERS = {
@@ -107,7 +94,7 @@ def test_two_turns_with_a_cache_of_the_caller(case, kind):
         assert torch.equal(second, turn(model, question, cache, helped[1]))
 
 
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_a_turn_in_inference_mode_and_one_outside(model_class):
     model = build(model_class)
     cache = DynamicCache(config=model.config)
@@ -121,7 +108,7 @@ def test_a_turn_in_inference_mode_and_one_outside(model_class):
 
 @pytest.mark.parametrize("layers", [1, 5])
 def test_a_cache_of_another_model_is_refused(layers):
-    model, other = build(LlamaForCausalLM), build(LlamaForCausalLM, num_hidden_layers=layers)
+    model, other = build(), build(num_hidden_layers=layers)
     count = model.config.num_hidden_layers
     cache = DynamicCache(config=other.config)
     first = turn(other, PROMPTS[:1], cache)
@@ -129,7 +116,7 @@ def test_a_cache_of_another_model_is_refused(layers):
         turn(model, first, cache, oracle_assistant(first))
 
 
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(model_class):
     model = build(model_class)
     first = turn(model, PROMPTS[:2], None)
@@ -151,25 +138,10 @@ def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(mod
             assert torch.equal(turn(model, first[rows], cache, helped), expected)
 
 
-def test_rows_that_end_in_one_step_leave_what_plain_decoding_leaves():
-    model = build(Lfm2ForCausalLM)
-    first, second = run(model, PROMPTS)[:, PROMPTS.shape[1] :]
-    ends = [late_token(first, 3), late_token(second, 8)]
-    options = {"eos_token_id": ends, "pad_token_id": 0, "return_dict_in_generate": True}
-    knows = SamAssistant(run(model, PROMPTS).tolist(), budget=16)
-    plain, ours, _ = same(model, PROMPTS, knows, **options)
-    assert knows.stats.last.accepted > 0
-    for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
-        for name in ("keys", "values", "conv_states", "recurrent_states"):
-            expected, found = (getattr(layer, name, None) for layer in (one, other))
-            torch.testing.assert_close(found, expected, **within(expected, OF_MODEL))
-
-
 def test_windows_hold_what_they_show_and_little_more(monkeypatch):
-    """Whatever the prompt's length and the texts behind it."""
     kinds = ["sliding_attention"] * 2 + ["full_attention"]
     options = {"sliding_window": 32, "layer_types": kinds, "max_position_embeddings": 4096}
-    model = build(Gemma3ForCausalLM, **options)
+    model = build("Gemma3ForCausalLM", **options)
     ids = torch.randint(3, 67, (2, 700), generator=torch.Generator().manual_seed(0))
     plain = turn(model, ids, None)
     cache = DynamicCache(config=model.config)
@@ -191,7 +163,7 @@ def sizes(verifier):
 
 
 @pytest.mark.parametrize("window", [6, 20])
-@pytest.mark.parametrize("kind", [MistralForCausalLM, Phi3ForCausalLM, Starcoder2ForCausalLM])
+@pytest.mark.parametrize("kind", ["MistralForCausalLM", "Phi3ForCausalLM", "Starcoder2ForCausalLM"])
 def test_one_token_behind_the_only_window_of_a_model(kind, window):
     """It makes its own mask there, whether its window is longer than the self-test's text or not:
     steps without a draft show what it lets them see."""
@@ -203,7 +175,7 @@ def test_one_token_behind_the_only_window_of_a_model(kind, window):
     assert last.drafted < 8 * last.steps
 
 
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, MistralForCausalLM])
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "MistralForCausalLM"])
 @pytest.mark.parametrize("turns", [(True, False), (False, True)], ids=["ours first", "ours second"])
 def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
     """On MPS plain decoding asks a step late whether to stop, and takes that step back."""
@@ -218,7 +190,7 @@ def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
 
     monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(is_supported))
     monkeypatch.setattr(torch, "Event", MagicMock)  # on a CPU everything is done at once
-    window = {"sliding_window": 12} if model_class is MistralForCausalLM else {}
+    window = {"sliding_window": 12} if model_class == "MistralForCausalLM" else {}
     model = build(model_class, **window)
     options = {"eos_token_id": int(run(model, PROMPTS[:1])[0, -3]), "max_new_tokens": 30}
 

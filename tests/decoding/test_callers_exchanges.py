@@ -1,14 +1,14 @@
 """Classes, loops and functions that a caller exchanges for the whole process."""
 
+from functools import wraps
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
-    Gemma3ForCausalLM,
     GenerationMixin,
-    GPT2LMHeadModel,
     LlamaForCausalLM,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -20,10 +20,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.host.lookups import lookups_of
+from hf_retrieval_assist.host.plain_step import LOOP_METHODS
 from hf_retrieval_assist.host.transformers_private import loop
 from tests.support.callers import START, TEXT, Each, agree, both
-from tests.support.lossless import INPUTS, build, knowing
+from tests.support.lossless import INPUTS, build
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -103,7 +103,7 @@ def second_best(self, input_ids, logits_processor, stopping_criteria, generation
 
 @pytest.mark.parametrize("whose", ["all models'", "a class's", "an instance's"])
 def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
-    model = build(LlamaForCausalLM)
+    model = build()
     before = agree(model, dict)
     owner = {"all models'": GenerationMixin, "a class's": LlamaForCausalLM}.get(whose, model)
     monkeypatch.setattr(owner, loop().__name__, second_best, raising=False)
@@ -117,48 +117,17 @@ def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
         assert torch.equal(plain, model.generate(**INPUTS["one row"], **TEXT))
 
 
-class Later(LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **options):
-        made = super().prepare_inputs_for_generation(
-            input_ids, attention_mask=attention_mask, **options
-        )
-        if input_ids.shape[1] > 20:
-            made["input_ids"] = torch.full_like(made["input_ids"], 7)
-        return made
-
-
-class Forgets(LlamaForCausalLM):
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *arguments, **options):
-        made = super()._update_model_kwargs_for_generation(
-            outputs, model_kwargs, *arguments, **options
-        )
-        if made.get("attention_mask") is not None and made["attention_mask"].shape[1] == 20:
-            made["attention_mask"][:, :10] = 0
-        return made
-
-
-class Ends(LlamaForCausalLM):
-    lengths = 0
-
-    def _has_unfinished_sequences(self, *arguments, **options):
-        self.lengths += 1
-        return super()._has_unfinished_sequences(*arguments, **options) and self.lengths % 9 > 0
-
-
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("kind", [Later, Forgets, Ends])
-def test_methods_that_the_loop_asks(kind, inputs):
-    model = build(LlamaForCausalLM)
-    drafts = knowing(*model.generate(**INPUTS[inputs], **TEXT).split(1))
-    model.__class__ = kind
-    results = []
-    for assistant in (None, drafts):
-        model.lengths = 0
-        given = {name: value.clone() for name, value in INPUTS[inputs].items()}
-        results.append(model.generate(**given, **TEXT, assistant=assistant))
-    assert torch.equal(*results)
-    assert (drafts.stats.last.tier, drafts.stats.last.drafted) == ("plain", 0)
-    assert "nobody knows what its" in drafts.stats.last.reason
+@pytest.mark.parametrize("name", LOOP_METHODS)
+def test_methods_that_the_loop_asks(name, inputs):
+    """Nobody knows what those of a caller's class say next."""
+    model = build()
+    before = getattr(type(model), name)
+    own = wraps(before)(lambda self, *arguments, **options: before(self, *arguments, **options))
+    model.__class__ = type("Own", (LlamaForCausalLM,), {name: own})
+    last = agree(model, dict, inputs=inputs)
+    assert last.tier == "plain"
+    assert f"nobody knows what its {name}" in last.reason
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, DynamicCache])
@@ -189,11 +158,3 @@ def test_a_callers_function_is_tested_with_the_model(llama, monkeypatch):
     assert agree(llama, dict).tier == "plain"
     monkeypatch.undo()
     assert agree(llama, dict).tier == "tree"
-
-
-@pytest.mark.parametrize("name", [LlamaForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel])
-def test_the_names_of_a_forward_are_found(name):
-    found = {looked for looked, _ in lookups_of(build(name)).items()}
-    assert {"forward", "__call__", "sdpa"} <= found
-    own = {LlamaForCausalLM: "apply_rotary_pos_emb", Gemma3ForCausalLM: "create_causal_mask"}
-    assert own.get(name, "forward") in found

@@ -6,12 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import (
-    BartForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    Qwen3NextForCausalLM,
-)
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -48,7 +42,7 @@ class Streamed(BaseStreamer):
 
 
 def test_processors_criteria_and_streamers_that_read_what_hooks_note():
-    model = build(LlamaForCausalLM)
+    model = build()
     noted, head = Noted(model), model.lm_head.weight.roll(1, 0).T
 
     def stops(ids, scores, **kwargs):
@@ -59,8 +53,7 @@ def test_processors_criteria_and_streamers_that_read_what_hooks_note():
         {"stopping_criteria": [stops]},
         {"prefix_allowed_tokens_fn": lambda row, ids: [int(noted.last.argmax()) + 3, 5, 7]},
     ):
-        _, _, assistant = same(model, **options)
-        assert assistant.stats.last.tier == "plain"
+        same(model, tier="plain", **options)
     streams = [Streamed(noted), Streamed(noted)]
     noted.last = None
     plain = run(model, streamer=streams[0])
@@ -72,7 +65,7 @@ def test_processors_criteria_and_streamers_that_read_what_hooks_note():
 
 
 def test_hooks_that_only_look_do_not_see_the_models_test():
-    model = build(LlamaForCausalLM)
+    model = build()
     plain = run(model)
     noted = Noted(model)
     assistant = knowing(plain)
@@ -81,10 +74,6 @@ def test_hooks_that_only_look_do_not_see_the_models_test():
     # The prompt, a step without a draft that shows what the hook does, and the call's own forwards.
     assert noted.shapes[:2] == [PROMPT.shape[1], 1]
     assert len(noted.shapes) == 1 + assistant.stats.last.forwards
-    for _ in range(12):  # others in every call are no other model
-        noted.handle.remove()
-        noted.handle = model.model.norm.register_forward_hook(lambda *_: None)
-        equal(model)
 
 
 def steer_all(module, args, out):
@@ -105,11 +94,11 @@ def steer_input(module, args):
 
 
 @pytest.mark.parametrize(
-    "model_class", [LlamaForCausalLM, BartForCausalLM, Lfm2ForCausalLM, Qwen3NextForCausalLM]
+    "name", ["LlamaForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
 )
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, rows, told):
-    model = build(model_class)
+def test_a_forward_that_raises_over_a_draft_is_repeated_without(name, rows, told):
+    model = build(name)
     ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3, 1)])[:rows]
     plain = run(model, ids)
     run(model, ids, assistant=knowing(plain))
@@ -134,7 +123,7 @@ def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, row
 
 
 def test_hooks_stand_as_they_stood_after_a_watch():
-    model = build(LlamaForCausalLM)
+    model = build()
     hooks = [lambda *_: None, lambda *_: None]
     layer = model.model.layers[0]
     handles = [layer.register_forward_hook(hook) for hook in hooks]
@@ -148,7 +137,7 @@ def test_hooks_stand_as_they_stood_after_a_watch():
 
 def test_what_is_known_of_hooks_is_bounded(monkeypatch):
     monkeypatch.setattr(callers_hooks, "_MOST_KNOWN", 4)
-    model = build(LlamaForCausalLM)
+    model = build()
     for _ in range(9):
         handle = model.register_forward_hook(lambda *_: None)
         with HookWatch(model) as watch:
@@ -216,7 +205,7 @@ HOOKS = LOOKING | STEERING | STEERING_AT_TIMES
 def test_hooks_that_look_leave_calls_assisted_and_hooks_that_steer_belong_to_the_model(
     name, inference
 ):
-    model = build(LlamaForCausalLM)
+    model = build()
     unhooked, handle = run(model), HOOKS[name](model, Looking())
     try:
         with torch.inference_mode(inference):
@@ -289,7 +278,7 @@ class Late:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", [name for name in vars(Late) if name[0] != "_"])
 def test_hooks_that_steer_late_or_by_what_they_keep(name, sampled):
-    model, late = build(LlamaForCausalLM), Late()
+    model, late = build(), Late()
     options = {"do_sample": sampled}
     unhooked = run(model, **options)
     layer = model.model.layers[1].mlp
@@ -305,7 +294,7 @@ def test_hooks_that_steer_late_or_by_what_they_keep(name, sampled):
 
 def test_a_hook_that_begins_to_write_is_noticed_in_a_drafted_forward():
     """Not foreseen from its code, which another function's is."""
-    model, lengths = build(LlamaForCausalLM), []
+    model, lengths = build(), []
 
     def write(out):
         if lengths[-1] >= TENTH:
@@ -327,13 +316,6 @@ def half(model, name, part):
     """A model in bfloat16 but for one part."""
     model.bfloat16()
     setattr(model.model if hasattr(model.model, name) else model, name, part.float())
-
-
-def cast_inputs(model):
-    half(model, "lm_head", model.lm_head)
-    model.lm_head.register_forward_pre_hook(
-        lambda module, args: (args[0].to(module.weight.dtype), *args[1:])
-    )
 
 
 def cast_inputs_and_keywords(model):
@@ -365,10 +347,6 @@ def repair(model):
     model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: out.nan_to_num())
 
 
-def scale(model):
-    model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: out * 0.5)
-
-
 def cast_weights(model):
     """It changes nothing that it is shown, and is needed in every forward."""
 
@@ -386,12 +364,12 @@ def cast_weights(model):
 @pytest.mark.parametrize(
     "change",
     [
-        *(cast_inputs, cast_inputs_and_keywords, cast_there_and_back, cast_embeddings),
-        *(repair, scale, cast_weights),
+        *(cast_inputs_and_keywords, cast_there_and_back, cast_embeddings),
+        *(repair, cast_weights),
     ],
 )
 def test_hooks_without_which_a_model_fails_are_part_of_it(change):
-    model = build(LlamaForCausalLM)
+    model = build()
     change(model)
     noted = Noted(model)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""A model that a caller changes between two tokens of a call."""
+"""A model, and settings, that a caller changes between two tokens of a call."""
 
 from contextlib import ExitStack
 
@@ -6,28 +6,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
     StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
+from transformers.generation import logits_process
 
+from hf_retrieval_assist.engines.cuda import fixed_verifier
 from hf_retrieval_assist.host.model_state import ModelWatch
 from tests.support.callers import ASKED, START, TEXT, Each, agree
 from tests.support.changes import CHANGES
 from tests.support.lossless import INPUTS, build, knowing, run
 from tests.support.op_recorder import serve_in_place
-
-
-def test_a_method_of_an_instance_that_the_loop_asks():
-    model = build(LlamaForCausalLM)
-    with CHANGES["what the loop asks"](model):
-        last = agree(model, dict)
-        assert "nobody knows what its prepare_inputs_for_generation" in last.reason
-    assert agree(model, dict).tier == "tree"
+from tests.support.oracle_drafter import sequences_of
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, GPT2LMHeadModel])
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "GPT2LMHeadModel"])
 def test_an_instances_forward_that_takes_anything(model_class, inputs):
     """`generate` hands it no positions, so it computes its own."""
     model = build(model_class)
@@ -50,7 +49,7 @@ CASES = [
 def test_a_model_that_is_changed_within_a_call(change, way, memory, inputs, monkeypatch):
     if memory == "in place":
         serve_in_place(monkeypatch)
-    model, scope = build(LlamaForCausalLM), ExitStack()
+    model, scope = build(), ExitStack()
 
     def options():
         def act(length):
@@ -70,7 +69,7 @@ def test_a_model_that_is_changed_within_a_call(change, way, memory, inputs, monk
 
 
 def test_what_nothing_counts_can_be_said():
-    model = build(LlamaForCausalLM)
+    model = build()
     weight = model.model.layers[0].mlp.down_proj.weight
     assistant = knowing(run(model, **TEXT), budget=6)
 
@@ -110,3 +109,94 @@ def test_ids_that_a_callers_code_writes_into_are_the_text_from_there_on(llama):
     for inputs in INPUTS:
         for sampled in (False, True):
             agree(llama, options, inputs=inputs, do_sample=sampled, top_k=0)
+
+
+@pytest.mark.parametrize("way", ASKED)
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize(
+    ("make", "name", "values"),
+    [
+        (lambda: TemperatureLogitsWarper(1.0), "temperature", (0.2, 1.2, 2.2)),
+        (lambda: TopKLogitsWarper(5), "top_k", (2, 20, 1)),
+        (lambda: TopPLogitsWarper(0.9), "top_p", (0.2, 0.9, 0.6)),
+        (lambda: MinPLogitsWarper(0.1), "min_p", (0.9, 0.01, 0.3)),
+        (lambda: TopKLogitsWarper(5), "filter_value", (-1.0, -2.0, -float("inf"))),
+    ],
+)
+def test_settings_of_warpers_are_read_at_each_token(llama, make, name, values, inputs, way):
+    def options():
+        warper = make()
+        moved = ASKED[way](lambda length: setattr(warper, name, values[length % 3]))
+        return {**moved, "logits_processor": [*moved.get("logits_processor", []), warper]}
+
+    last = agree(llama, options, inputs=inputs, do_sample=True, top_k=0)
+    assert last.tier == "tree"
+    assert last.accepted > 0
+
+
+def test_settings_of_warpers_are_read_where_the_device_chooses(monkeypatch):
+    serve_in_place(monkeypatch)
+    model = build()
+
+    def options():
+        warper = TemperatureLogitsWarper(1.0)
+        act = Each(lambda length: setattr(warper, "temperature", 0.2 + length % 3))
+        return {"logits_processor": [warper], "stopping_criteria": [act]}
+
+    for _ in range(3):
+        last = agree(model, options, do_sample=True, top_k=0)
+    assert last.accepted > 0
+    made = fixed_verifier.FixedVerifier  # what chose ahead was there to be wrong
+    assert made.summarises
+
+
+def point_elsewhere(tokens, value):
+    tokens.data = torch.full_like(tokens, value)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.fill_, point_elsewhere])
+def test_suppressed_tokens_that_are_written_in_place_count_at_once(llama, write):
+    def options():
+        suppress = logits_process.SuppressTokensLogitsProcessor([5, 9])
+        tokens = suppress.suppress_tokens
+        return {
+            "logits_processor": [suppress],
+            "stopping_criteria": [Each(lambda length: write(tokens, 3 + length % 40))],
+        }
+
+    for sampled in (False, True):
+        agree(llama, options, do_sample=sampled, top_k=0)
+
+
+@pytest.mark.parametrize("way", ASKED)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("to", [22, 25, 34, 17])
+def test_a_limit_that_is_moved(llama, to, first, way):
+    def options():
+        limit = MaxLengthCriteria(max_length=30)
+        moved = ASKED[way](lambda length: length == 20 and setattr(limit, "max_length", to))
+        own = moved.pop("stopping_criteria", [])
+        return {**moved, "stopping_criteria": [limit, *own] if first else [*own, limit]}
+
+    agree(llama, options, max_new_tokens=40)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("place", ["another tensor", "written in place", "other memory"])
+def test_an_end_token_that_is_moved(llama, place, inputs):
+    text = sequences_of(run(llama, **TEXT))[0]
+
+    def options():
+        end = EosTokenCriteria(eos_token_id=66)
+
+        def move(length):
+            if length == 20 and place == "another tensor":
+                end.eos_token_id = text[25:26].clone()
+            elif length == 20 and place == "other memory":
+                point_elsewhere(end.eos_token_id, int(text[25]))
+            elif length == 20:
+                end.eos_token_id.fill_(int(text[25]))
+
+        return {"stopping_criteria": [Each(move), end]}
+
+    agree(llama, options, inputs=inputs)

@@ -34,7 +34,7 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.engines.cpu import weight_copies
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.policy.account import Account
-from tests.support.lossless import build, rope_model, run
+from tests.support.lossless import build, rope_model
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.watching import Interrupt, interrupted_forward
 
@@ -44,7 +44,7 @@ LONGEST = 70  # tokens, from which on no turn begins
 def adapted_model():
     """One with two adapters, neither of them active."""
     peft = pytest.importorskip("peft")
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     for name in ("first", "second"):
         torch.manual_seed(len(name))
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -55,7 +55,7 @@ def adapted_model():
 
 def model_with_poison():
     """One that a draft of token 66, which it never writes greedily, fills with NaN."""
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     model.get_output_embeddings().weight.data[66] = 0.0
     model.get_input_embeddings().weight.data[66] = float("nan")
     return model
@@ -75,21 +75,21 @@ def choose_adapter(model, name):
 
 # Each tier, and forwards that change at a length or with a setting.
 MODELS = {
-    "trees": lambda: build(transformers.LlamaForCausalLM),
-    "windows": lambda: build(transformers.Gemma3ForCausalLM),
-    "chains": lambda: build(transformers.BartForCausalLM),
-    "convolutions": lambda: build(transformers.Lfm2ForCausalLM),
-    "recurrences": lambda: build(transformers.Qwen3NextForCausalLM),
-    "one window": lambda: build(transformers.MistralForCausalLM, sliding_window=12),
+    "trees": build,
+    "windows": lambda: build("Gemma3ForCausalLM"),
+    "chains": lambda: build("BartForCausalLM"),
+    "convolutions": lambda: build("Lfm2ForCausalLM"),
+    "recurrences": lambda: build("Qwen3NextForCausalLM"),
+    "one window": lambda: build("MistralForCausalLM", sliding_window=12),
     # No longer than the longest text.
-    "position table": lambda: build(transformers.GPT2LMHeadModel, n_positions=88),
+    "position table": lambda: build("GPT2LMHeadModel", n_positions=88),
     "not finite": model_with_poison,
     "adapters": adapted_model,
     # With few heads many scores are exactly 0, and which of equal ones are kept is nobody's choice.
-    "few keys": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
+    "few keys": lambda: build("GlmMoeDsaForCausalLM", index_topk=24, index_n_heads=16),
     "dynamic rope": lambda: rope_model("dynamic", 24),
     "longrope": lambda: rope_model("longrope", 24),
-    "cache dropped": lambda: rope_model("longrope", 24, transformers.Phi3ForCausalLM),
+    "cache dropped": lambda: rope_model("longrope", 24, "Phi3ForCausalLM"),
 }
 # What they compute of a text depends on the pieces that it was fed in.
 BY_PIECES = ("dynamic rope", "longrope", "cache dropped")
@@ -308,7 +308,6 @@ class Conversation(RuleBasedStateMachine):
         first = self.ids.shape[1] + 2
 
         def rows_end(ids, scores, **kwargs):
-            """Ends rows one after another."""
             return ids.shape[1] >= first + torch.arange(len(ids))
 
         def called(who, **options):
@@ -375,7 +374,6 @@ class Conversation(RuleBasedStateMachine):
         self.ids, self.mask = self.ids[:, :-tokens], self.mask[:, :-tokens]
 
     def ask_another_model(self):
-        """One call of the same assistant to a model of the other kind."""
         model = model_of("windows" if self.name == "trees" else "trees")
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         plain = model.generate(self.ids[:1], **options)
@@ -410,12 +408,3 @@ def test_conversations_are_plain_decoding(conversations, turns):
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-def test_turns_go_on_from_returned_caches_with_drafts():
-    """The machine would find nothing if its later turns were those of plain decoding."""
-    model = model_of("trees")
-    first = run(model, return_dict_in_generate=True, assistant=SamAssistant())
-    assistant = oracle_assistant(run(model, first.sequences))
-    run(model, first.sequences, **{CACHE: first[CACHE]}, assistant=assistant)
-    assert assistant.stats.last.accepted > 0

@@ -1,4 +1,5 @@
-"""Random draws that are known beforehand, and batches that draw what plain decoding draws."""
+"""Random draws that are known beforehand, batches that draw what plain decoding draws, and the
+exponentially distributed numbers behind them."""
 
 import pytest
 import torch
@@ -6,7 +7,9 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteria
 
 from hf_retrieval_assist.decoding import draws as module
+from hf_retrieval_assist.decoding import exponential as exponentials
 from hf_retrieval_assist.decoding.draws import KnownDraws
+from hf_retrieval_assist.decoding.exponential import exponential
 from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
@@ -16,11 +19,8 @@ from tests.support.tiny_models import VOCAB
 WIDTHS = [7, 16, 17, 1000, 70_001]
 
 
-def rows_of(count, *progress):
-    rows = [RowText(i, torch.tensor([1, 2]), 4) for i in range(count)]
-    for row, tokens in zip(rows, progress, strict=False):
-        row.generated += [3] * tokens
-    return rows
+def rows_of(count):
+    return [RowText(i, torch.tensor([1, 2]), 4) for i in range(count)]
 
 
 def laws(rows, width, count):
@@ -92,7 +92,7 @@ def test_the_state_goes_back_to_the_end_of_the_text():
 def test_another_way_of_drawing_is_left_alone(monkeypatch):
     """Nothing is foreseen, single rows keep their seed, batches say that they do not."""
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: False)
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     _, _, assistant = same(model, do_sample=True)
     assert assistant.stats.last.keeps_seed
     inputs = padded(3) | {"do_sample": True, "max_new_tokens": 24}
@@ -136,7 +136,7 @@ Stops.__module__ = "transformers.generation.stopping_criteria"
     ids=["plain", "top_k", "top_p", "stops"],
 )
 def test_sampled_batches_keep_the_seed(name, options):
-    model, inputs = build(getattr(transformers, name)), padded(3)
+    model, inputs = build(name), padded(3)
     options = {"do_sample": True, "max_new_tokens": 24} | options
     torch.manual_seed(4)
     free = model.generate(**inputs, **options)
@@ -184,3 +184,23 @@ def test_a_preview_is_the_choice_of_the_walk(do_sample, batch_size):
         for row, token in zip(rows, select.choose(rows, step), strict=True):
             row.generated.append(token)
     assert [row.generated for row in rows] == foreseen
+
+
+@pytest.mark.parametrize("shape", [(1, 262_144), (3, 50), (7,), (0,)])
+@pytest.mark.parametrize("fault", [None, "uncertain", "slow"])
+def test_torch_draws_the_same(shape, fault, monkeypatch):
+    exponentials.is_fast()  # asked once in a process
+    if fault == "uncertain":  # every number could be rounded to either side
+        monkeypatch.setattr(exponentials, "_ERROR", 0.5)
+    if fault == "slow":
+        monkeypatch.setattr(exponentials, "is_fast", lambda: False)
+    own, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        expected = torch.empty(shape).exponential_(generator=own)
+        assert torch.equal(exponential(shape, other), expected)
+        assert torch.equal(other.get_state(), own.get_state())
+
+
+def test_a_torch_that_draws_otherwise_is_noticed(monkeypatch):
+    monkeypatch.setattr(exponentials, "_by_many", lambda shape, generator: torch.zeros(shape))
+    assert not exponentials.is_fast.__wrapped__()

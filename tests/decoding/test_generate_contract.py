@@ -25,7 +25,7 @@ INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def model(request):
-    return build(getattr(transformers, request.param), attn_implementation="eager")
+    return build(request.param, attn_implementation="eager")
 
 
 def equal(model, inputs=INPUTS, tier="tree", **kwargs):
@@ -70,8 +70,8 @@ def test_states_of_a_prompt_that_goes_on_from_a_cache(model):
 @pytest.mark.parametrize(
     ("model_class", "name", "dims"),
     [
-        (transformers.GPT2LMHeadModel, "attentions", 4),
-        (transformers.Gemma3nForCausalLM, "hidden_states", 4),
+        ("GPT2LMHeadModel", "attentions", 4),
+        ("Gemma3nForCausalLM", "hidden_states", 4),
     ],
 )
 def test_outputs_of_other_shapes(model_class, name, dims):
@@ -110,7 +110,7 @@ def test_synced_processes(model):
 
 @pytest.mark.parametrize(
     "model_class",
-    [transformers.LlamaForCausalLM, transformers.BloomForCausalLM, transformers.BambaForCausalLM],
+    ["LlamaForCausalLM", "BloomForCausalLM", "BambaForCausalLM"],
 )
 def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
     model = build(model_class)
@@ -142,14 +142,14 @@ def test_mask_with_holes(model):
 def test_flash_attention_is_served_by_chains():
     transformers.AttentionInterface.register("flash_toy", flash_like)
     transformers.AttentionMaskInterface.register("flash_toy", flash_attention_mask)
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     # Set past the check for its library.
     model.config._attn_implementation_internal = "flash_toy"
     equal(model, tier="chain")
 
 
 def test_flash_attention_that_is_not_there_fails_as_without_assistant():
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     model.config._attn_implementation_internal = "flash_attention_2"
     # Some versions of transformers fail in another way once they have tried to import it.
     *plain, ours = (
@@ -163,17 +163,17 @@ def test_flash_attention_that_is_not_there_fails_as_without_assistant():
 @pytest.mark.parametrize(
     ("model_class", "rows"),
     [
-        (transformers.BartForConditionalGeneration, 1),
-        (transformers.MarianMTModel, 1),
-        (transformers.T5ForConditionalGeneration, 1),
-        (transformers.T5ForConditionalGeneration, 4),
-        (transformers.WhisperForConditionalGeneration, 1),
+        ("BartForConditionalGeneration", 1),
+        ("MarianMTModel", 1),
+        ("T5ForConditionalGeneration", 1),
+        ("T5ForConditionalGeneration", 4),
+        ("WhisperForConditionalGeneration", 1),
     ],
 )
 def test_encoder_decoder(model_class, rows):
     model = build(model_class)
     inputs = padded(rows)
-    if model_class is transformers.WhisperForConditionalGeneration:
+    if model_class == "WhisperForConditionalGeneration":
         frames = 2 * model.config.max_source_positions
         inputs = {"input_features": torch.randn(rows, model.config.num_mel_bins, frames)}
     # The encoder's padding is none of the decoder's.
@@ -181,22 +181,9 @@ def test_encoder_decoder(model_class, rows):
     equal(model, inputs, tier="chain", max_new_tokens=20, **options)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
-    """Dropout draws in every forward, so nothing may be drawn besides, and no forward left out."""
-    model = build(transformers.LlamaForCausalLM, attention_dropout=0.3).train()
-    states = []
-    for assistant in (None, SamAssistant(budget=8), SamAssistant(budget=8)):
-        torch.manual_seed(0)
-        ids = model.generate(PROMPT, do_sample=do_sample, max_new_tokens=8, assistant=assistant)
-        states.append((ids.tolist(), torch.get_rng_state().tolist()))
-    assert states[0] == states[1] == states[2]
-    assert model.training
-
-
 @pytest.mark.parametrize("shortage", [MemoryError, torch.OutOfMemoryError])
 def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     plain = model.generate(**INPUTS, max_new_tokens=8)
 
     def fail(verifier, *arguments):
@@ -221,28 +208,7 @@ def test_ids_of_another_dtype_give_the_dtype_of_plain_decoding(llama):
 def test_weights_on_disk(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     places = {"offload_dir": str(tmp_path), "execution_device": torch.device("cpu")}
-    equal(accelerate.disk_offload(build(transformers.LlamaForCausalLM), **places))
-
-
-SYNTHID = transformers.SynthIDTextWatermarkingConfig(
-    keys=[654, 400, 836, 123], ngram_len=3, context_history_size=32, sampling_table_size=256
-)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
-        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
-        SYNTHID,
-    ],
-    ids=["lefthash", "selfhash", "SynthID"],
-)
-def test_watermarks(llama, config, rows):
-    inputs, options = padded(rows), {"do_sample": config is SYNTHID, "seed": 1}
-    marked, _, _ = equal(llama, inputs, watermarking_config=config, **options)
-    assert not torch.equal(marked, equal(llama, inputs, **options)[0])
+    equal(accelerate.disk_offload(build(), **places))
 
 
 def tokenizer():
@@ -276,12 +242,12 @@ class TakingPlaceholders(nn.Embedding):
 
 @pytest.mark.parametrize("placeholder", [-200, -1, 67, 2**31 - 1, 2**31 + 5, 2**40])
 def test_placeholders_among_the_ids(placeholder):
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     model.get_input_embeddings().__class__ = TakingPlaceholders
     ids = torch.tensor([[5, 9, placeholder, placeholder, 7, 44, 5, 9, placeholder]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     equal(model, inputs)
-    drafts = DraftModelDrafter(build(transformers.LlamaForCausalLM))
+    drafts = DraftModelDrafter(build())
     for other in (SamAssistant(budget=8), Assistant([drafts], budget=8)):
         equal(model, inputs, tier="", make=lambda plain, other=other: other)
 
@@ -293,3 +259,37 @@ def test_quantised_cache_of_the_caller_is_refused(llama):
         llama.generate(
             **INPUTS, max_new_tokens=4, **{CACHE: cache}, assistant=oracle_assistant(PROMPT)
         )
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
+    """Dropout draws in every forward, so nothing may be drawn besides, and no forward left out."""
+    model = build(transformers.LlamaForCausalLM, attention_dropout=0.3).train()
+    states = []
+    for assistant in (None, SamAssistant(budget=8), SamAssistant(budget=8)):
+        torch.manual_seed(0)
+        ids = model.generate(PROMPT, do_sample=do_sample, max_new_tokens=8, assistant=assistant)
+        states.append((ids.tolist(), torch.get_rng_state().tolist()))
+    assert states[0] == states[1] == states[2]
+    assert model.training
+
+
+SYNTHID = transformers.SynthIDTextWatermarkingConfig(
+    keys=[654, 400, 836, 123], ngram_len=3, context_history_size=32, sampling_table_size=256
+)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
+        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
+        SYNTHID,
+    ],
+    ids=["lefthash", "selfhash", "SynthID"],
+)
+def test_watermarks(llama, config, rows):
+    inputs, options = padded(rows), {"do_sample": config is SYNTHID, "seed": 1}
+    marked, _, _ = equal(llama, inputs, watermarking_config=config, **options)
+    assert not torch.equal(marked, equal(llama, inputs, **options)[0])

@@ -1,11 +1,12 @@
-"""Hooks of the model's caller that are shown the call's cache, or hold it."""
+"""Hooks of the model's caller that are shown the call's cache, or hold it; what was found out with
+one is not believed of another, or of new values."""
 
 from functools import partial
 
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import PROMPT, build, equal, knowing, run, same
@@ -106,14 +107,12 @@ SHOWN = {
 @pytest.mark.parametrize(("spoil", "known"), [(evict, False), (blank, True)])
 @pytest.mark.parametrize("place", SHOWN.values(), ids=SHOWN)
 def test_hooks_that_are_shown_the_cache(place, spoil, known):
-    model = build(LlamaForCausalLM)
+    model = build()
     if known:  # there is no test in the first call with the hook then
         equal(model)
     unhooked, handle = run(model), place(model, Press(spoil))
     try:
-        for _ in range(3):
-            plain, _, assistant = same(model)
-            assert assistant.stats.last.tier == "plain"
+        plain, _, _ = same(model, calls=3, tier="plain")
     finally:
         handle.remove()
     assert not torch.equal(plain, unhooked)
@@ -122,7 +121,7 @@ def test_hooks_that_are_shown_the_cache(place, spoil, known):
 
 
 def test_hooks_that_hold_the_cache_of_the_call():
-    model, texts = build(LlamaForCausalLM), []
+    model, texts = build(), []
     held = DynamicCache(config=model.config)
     model.model.layers[0].mlp.register_forward_hook(lambda *_: evict(held))
     for options in ({}, {"assistant": knowing(run(model))}):
@@ -131,3 +130,87 @@ def test_hooks_that_hold_the_cache_of_the_call():
     assert torch.equal(*texts)
     assert options["assistant"].stats.last.tier == "plain"
     assert not torch.equal(texts[0], run(model))
+
+
+class Bound:
+    """Gives a hook in another form, as what is bound to one."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __repr__(self):
+        raise RuntimeError("expected nobody to ask")
+
+    def hook(self, factor, module, args, out):
+        return out + self.scale * factor * args[0].flip(1)
+
+    def __call__(self, *shown):
+        return self.hook(1, *shown)
+
+
+def mixes(scale, module, args, out):
+    return out + float(scale["by"] if isinstance(scale, dict) else scale) * args[0].flip(1)
+
+
+BOUND = {
+    "a number": lambda scale: partial(mixes, scale),
+    "a tensor": lambda scale: partial(mixes, torch.tensor(float(scale))),
+    "a dictionary": lambda scale: partial(mixes, {"by": scale}),
+    "a method": lambda scale: partial(Bound(scale).hook, 1),
+    "an object": lambda scale: partial(Bound(scale)),
+    "nested": lambda scale: partial(partial(Bound(scale).hook), 1),
+    "a closure": lambda scale: lambda *shown: mixes(scale, *shown),
+}
+
+
+@pytest.mark.parametrize("bind", BOUND.values(), ids=BOUND)
+def test_hooks_are_told_by_what_they_call_and_keep(bind):
+    """What was found out of a hook that changes nothing is not believed of another in its place."""
+    model = build()
+    mlp = model.model.layers[1].mlp
+    for scale in (0, 1, 0, 1):
+        for _ in range(3):
+            handle = mlp.register_forward_hook(bind(scale))
+            same(model)
+            handle.remove()
+
+
+def test_what_a_hook_reads_changes_between_calls():
+    model, scale, bound = build(), torch.zeros(4), Bound(0)
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda _, args, out: out + scale[2] * args[0].flip(1))
+    mlp.register_forward_hook(bound)
+    _, _, assistant = same(model, calls=3)
+    assert assistant.stats.last.accepted > 0
+    scale[2] = 1
+    same(model)
+    scale[2], bound.scale = 0, 1
+    same(model)
+
+
+def test_another_function_at_the_address_of_one():
+    model = build()
+    mlp, others = model.model.layers[1].mlp, []
+    once = lambda scale, module, args, out: out * 1.0  # noqa: E731
+    address, handle = id(once), mlp.register_forward_hook(partial(once, 3))
+    same(model, calls=2)
+    handle.remove()
+    del once, handle
+    while not others or (id(others[-1]) != address and len(others) < 1 << 12):
+        others.append(lambda scale, module, args, out: out + args[0].flip(1))
+    mlp.register_forward_hook(partial(others[-1], 3))
+    same(model, calls=2)
+
+
+def test_a_hook_that_is_registered_for_every_call_is_tested_once(tests):
+    model = build()
+    equal(model)
+    for number in range(6):
+        handle = model.model.layers[1].mlp.register_forward_hook(
+            partial(Bound.hook, Bound(0), torch.tensor(0.5)) if number % 2 else partial(mixes, 0.0)
+        )
+        same(model)
+        handle.remove()
+    assert len(tests) == 2
+    _, _, assistant = same(model)
+    assert assistant.stats.last.accepted > 0

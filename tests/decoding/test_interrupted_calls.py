@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    BartForConditionalGeneration,
-    DynamicCache,
-    EncoderDecoderCache,
-    Gemma3ForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    Mamba2ForCausalLM,
-    Qwen3NextForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
@@ -39,14 +29,14 @@ CACHES = {
 }
 # The model, the cache that the caller gives, and whether its text stays there where the call rests.
 KINDS = [
-    (LlamaForCausalLM, "dynamic", True),
-    (LlamaForCausalLM, "of unknown layers", True),
-    (LlamaForCausalLM, "static", False),
-    (Gemma3ForCausalLM, "dynamic", False),
-    (BartForConditionalGeneration, "both", True),
-    (Qwen3NextForCausalLM, "dynamic", False),
-    (Mamba2ForCausalLM, "dynamic", False),
-    (Lfm2ForCausalLM, "dynamic", False),
+    ("LlamaForCausalLM", "dynamic", True),
+    ("LlamaForCausalLM", "of unknown layers", True),
+    ("LlamaForCausalLM", "static", False),
+    ("Gemma3ForCausalLM", "dynamic", False),
+    ("BartForConditionalGeneration", "both", True),
+    ("Qwen3NextForCausalLM", "dynamic", False),
+    ("Mamba2ForCausalLM", "dynamic", False),
+    ("Lfm2ForCausalLM", "dynamic", False),
 ]
 # Where calls are interrupted, and whether the cache held a text before.
 PROMPT, STEP = ("a prompt's forward", True), ("a step's forward", False)
@@ -67,7 +57,6 @@ CASES = [
 def test_another_call_goes_on_from_what_is_left(
     model_class, kind, stays, loop, place, filled, monkeypatch
 ):
-    """In the caller's own layers."""
     if loop == "in place":
         serve_in_place(monkeypatch)
     elif loop == "at rest":
@@ -75,7 +64,7 @@ def test_another_call_goes_on_from_what_is_left(
     model = build(model_class)
     model.generation_config.forced_eos_token_id = None
     encodes = model.config.is_encoder_decoder
-    name = "cache_params" if model_class is Mamba2ForCausalLM else CACHE
+    name = "cache_params" if model_class == "Mamba2ForCausalLM" else CACHE
     cache = CACHES[kind](model.config)
 
     def text(ids, **options):
@@ -97,9 +86,7 @@ def test_another_call_goes_on_from_what_is_left(
         text(known, assistant=assistant, **code)
     if loop != "at rest":
         # A state may have gone half a step, and cannot go back.
-        stays = (
-            model_class in (LlamaForCausalLM, Gemma3ForCausalLM) or place != "a prompt's forward"
-        )
+        stays = model_class[:5] in ("Llama", "Gemma") or place != "a prompt's forward"
         assert cache.layers[: len(layers)] == layers
         assert not filled or [(type(layer), vars(layer).keys()) for layer in layers] == kinds
     held = 0 if name == "cache_params" else int(cache.get_seq_length())

@@ -6,28 +6,12 @@ import io
 import pytest
 import torch
 import transformers
-from transformers import (
-    BartForCausalLM,
-    DynamicCache,
-    EncoderDecoderCache,
-    FalconH1ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3nForCausalLM,
-    GlmMoeDsaForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen3NextForCausalLM,
-    StaticCache,
-    StoppingCriteria,
-    T5ForConditionalGeneration,
-)
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support import architectures
-from tests.support.lossless import PROMPT, build, knowing, outcome, run
+from tests.support.lossless import PROMPT, build, knowing, late_token, outcome, run, same
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.rounding import OF_MODEL, within
 
@@ -88,16 +72,16 @@ LEFT = {
 # The model's class, and the kinds of caches that its calls leave.
 MADE = ("returned", "static", "dynamic")
 LEAVING = {
-    LlamaForCausalLM: (*MADE, "of unknown layers"),
-    Gemma3ForCausalLM: (*MADE, "of unknown layers"),
-    Gemma3nForCausalLM: (*MADE, "of unknown layers"),
-    Qwen3NextForCausalLM: MADE,
-    Lfm2ForCausalLM: MADE,
-    FalconH1ForCausalLM: MADE,
-    GlmMoeDsaForCausalLM: MADE,
-    MistralForCausalLM: ("returned",),
-    BartForCausalLM: ("returned", "dynamic"),
-    T5ForConditionalGeneration: ("returned", "static", "both"),
+    "LlamaForCausalLM": (*MADE, "of unknown layers"),
+    "Gemma3ForCausalLM": (*MADE, "of unknown layers"),
+    "Gemma3nForCausalLM": (*MADE, "of unknown layers"),
+    "Qwen3NextForCausalLM": MADE,
+    "Lfm2ForCausalLM": MADE,
+    "FalconH1ForCausalLM": MADE,
+    "GlmMoeDsaForCausalLM": MADE,
+    "MistralForCausalLM": ("returned",),
+    "BartForCausalLM": ("returned", "dynamic"),
+    "T5ForConditionalGeneration": ("returned", "static", "both"),
 }
 
 
@@ -108,7 +92,7 @@ LEAVING = {
 def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
     """Its classes, its attributes, as many entries, and nothing that names this package."""
     # With few heads and places, scores of the indexer are equal by chance.
-    indexed = model_class is GlmMoeDsaForCausalLM
+    indexed = model_class == "GlmMoeDsaForCausalLM"
     model = build(model_class, **({"index_topk": 24, "index_n_heads": 16} if indexed else {}))
     options = {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
     encodes = model.config.is_encoder_decoder
@@ -129,14 +113,16 @@ def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows)
     assert accepted > 0
 
 
+def recording(cache):
+    cache.activate_past_recording()
+
+
 def narrower(cache):
     for layer in cache.layers:
         layer.sliding_window = 4
 
 
 class Counted(DynamicCache):
-    """Knows how many states it was given."""
-
     count = 0
 
     def update(self, key_states, *arguments, **options):
@@ -145,14 +131,10 @@ class Counted(DynamicCache):
 
 
 STRANGE = {
-    "shorter windows": (MistralForCausalLM, DynamicCache, narrower),
-    "recording": (MistralForCausalLM, DynamicCache, lambda cache: cache.activate_past_recording()),
-    "convolutions that record": (
-        Lfm2ForCausalLM,
-        DynamicCache,
-        lambda cache: cache.activate_past_recording(),
-    ),
-    "subclass": (LlamaForCausalLM, Counted, lambda cache: None),
+    "shorter windows": ("MistralForCausalLM", DynamicCache, narrower),
+    "windows that record": ("MistralForCausalLM", DynamicCache, recording),
+    "convolutions that record": ("Lfm2ForCausalLM", DynamicCache, recording),
+    "subclass": ("LlamaForCausalLM", Counted, lambda cache: None),
 }
 
 
@@ -201,11 +183,11 @@ def precise_turn(model, ids, change, assistant, make=dynamic):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, BartForCausalLM])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM"])
 @pytest.mark.parametrize("kind", PRECISIONS)
-def test_caches_of_another_precision(model_class, kind, rows):
+def test_caches_of_another_precision(name, kind, rows):
     """Plain decoding's layers promote what they hold to what is written behind it, or raise."""
-    model, ids = build(model_class), PROMPTS[:rows]
+    model, ids = build(name), PROMPTS[:rows]
     plain, left = precise_turn(model, ids, PRECISIONS[kind], None)
     raises = isinstance(plain, tuple)
     assert raises == (kind == "double")
@@ -229,8 +211,7 @@ def test_caches_of_another_precision(model_class, kind, rows):
     ],
 )
 def test_precisions_that_are_not_promoted(own, held, make, tier):
-    """Plain decoding raises, and so does an assisted call."""
-    model, assistant = build(LlamaForCausalLM).to(own), SamAssistant(budget=8)
+    model, assistant = build().to(own), SamAssistant(budget=8)
     plain = precise_turn(model, PROMPTS[:1], of_type(held), None, make)
     assert isinstance(plain[0], tuple) == (tier == "")
     ours = precise_turn(model, PROMPTS[:1], of_type(held), assistant, make)
@@ -240,11 +221,11 @@ def test_precisions_that_are_not_promoted(own, held, make, tier):
 
 
 CHANGED = {
-    "one row": (LlamaForCausalLM, lambda cache: cache.batch_select_indices(torch.tensor([0]))),
-    "rows twice": (LlamaForCausalLM, lambda cache: cache.batch_repeat_interleave(2)),
-    "one layer cut": (LlamaForCausalLM, lambda cache: cache.layers[1].crop(-1)),
+    "one row": ("LlamaForCausalLM", lambda cache: cache.batch_select_indices(torch.tensor([0]))),
+    "rows twice": ("LlamaForCausalLM", lambda cache: cache.batch_repeat_interleave(2)),
+    "one layer cut": ("LlamaForCausalLM", lambda cache: cache.layers[1].crop(-1)),
     "a layer with a window longer": (
-        Gemma3ForCausalLM,
+        "Gemma3ForCausalLM",
         lambda cache: cache.layers[1].update(*2 * [torch.ones(2, 2, 1, 8)]),
     ),
 }
@@ -259,12 +240,7 @@ def test_caches_whose_layers_or_rows_are_others_than_the_calls_are_left_to_plain
 
 
 class Looks(StoppingCriteria, BaseStreamer):
-    """Notes what a cache shows wherever it is asked, and crops it if it is told to.
-
-    Args:
-        cache: the call's.
-        crops: tokens that are cropped once.
-    """
+    """Notes what a call's cache shows wherever it is asked, and crops so many tokens of it once."""
 
     def __init__(self, cache, crops=0):
         self.cache, self.crops, self.seen = cache, crops, []
@@ -303,12 +279,12 @@ PLACES = {
 }
 # The model's class, the cache that the caller gives, and how many tokens of it are cropped.
 WATCHED = [
-    (LlamaForCausalLM, dynamic, 0),
-    (LlamaForCausalLM, dynamic, 1),
-    (LlamaForCausalLM, static, 0),
-    (Gemma3ForCausalLM, dynamic, 0),
-    (Lfm2ForCausalLM, dynamic, 0),
-    (T5ForConditionalGeneration, of_both, 0),
+    ("LlamaForCausalLM", dynamic, 0),
+    ("LlamaForCausalLM", dynamic, 1),
+    ("LlamaForCausalLM", static, 0),
+    ("Gemma3ForCausalLM", dynamic, 0),
+    ("Lfm2ForCausalLM", dynamic, 0),
+    ("T5ForConditionalGeneration", of_both, 0),
 ]
 
 
@@ -331,12 +307,23 @@ def test_code_of_the_callers_sees_its_cache_as_in_plain_decoding(model_class, ma
     assert len(seen) > 6
 
 
+def test_rows_that_end_in_one_step_leave_what_plain_decoding_leaves():
+    model = build("Lfm2ForCausalLM")
+    free = run(model, PROMPTS)
+    ends = [late_token(row[PROMPT.shape[1] :], at) for row, at in zip(free, (3, 8), strict=True)]
+    options = {"eos_token_id": ends, "pad_token_id": 0, "return_dict_in_generate": True}
+    knows = SamAssistant(free.tolist(), budget=16)
+    plain, ours, _ = same(model, PROMPTS, knows, **options)
+    assert knows.stats.last.accepted > 0
+    assert_alike(plain[CACHE], ours[CACHE])
+
+
 def test_layers_that_a_model_appends():
     """One that goes over some of its layers several times keeps a copy of them for each round."""
     name = "DoryForCausalLM"
     if not hasattr(transformers, name):
         pytest.skip(f"this release of transformers has no {name}")
-    model = architectures.build(name)
+    model = build(name)
 
     def conversation(**options):
         ids, caches = PROMPT, [None]
@@ -352,6 +339,5 @@ def test_layers_that_a_model_appends():
     for left, found in zip(plain[1][1:], assisted[1][1:], strict=True):
         for layer, own in zip(left.layers, found.layers, strict=True):
             assert type(own) is type(layer)
-            for name in ("keys", "values"):
-                states = getattr(layer, name)
-                torch.testing.assert_close(getattr(own, name), states, **within(states, OF_MODEL))
+            states = [layer.keys, layer.values]
+            torch.testing.assert_close([own.keys, own.values], states, **within(states, OF_MODEL))

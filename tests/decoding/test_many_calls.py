@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.cache.kv_cache import SlotCache
@@ -64,7 +63,7 @@ def later(pieces, name):
 
 @pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_work_and_memory_stay_level(count):
-    model = build(LlamaForCausalLM, num_hidden_layers=1)
+    model = build(num_hidden_layers=1)
     assistant = SamAssistant(memory=OutputMemory(SMALL), budget=8)
     per_piece = count // PIECES
     numbers = [range(i * per_piece, (i + 1) * per_piece) for i in range(PIECES)]
@@ -82,7 +81,7 @@ def test_work_and_memory_stay_level(count):
 
 def test_the_memory_of_a_call_is_free_when_it_ends(monkeypatch):
     """Not only when Python's collector comes round."""
-    model, assistant = build(LlamaForCausalLM), SamAssistant()
+    model, assistant = build(), SamAssistant()
     generate(model, 0, assistant)  # tests the model
     caches = results_of(monkeypatch, SlotCache, "take", lambda result, own: weakref.ref(own))
     gc.disable()

@@ -15,7 +15,7 @@ from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
 from tests.support.parts import needs
-from tests.support.watching import Spectator, calls_of
+from tests.support.watching import calls_of
 from tests.support.wrapped_models import RUNTIMES
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
@@ -71,8 +71,6 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, texts, learnt, pa
 def test_padding_behind_another_criterions_end_is_not_learnt(
     model, resting, texts, learnt, by_its_end
 ):
-    """Also where a row's last token is what pads it."""
-
     def first_row_ends(ids, scores, **kwargs):
         return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
@@ -117,13 +115,6 @@ def test_plain_calls_are_recorded_up_to_their_rows_ends(model, texts):
     assert [call.generated(row).tolist() for row in range(len(ended))] == ended
 
 
-def test_a_streamer_is_told_every_token(model, resting):
-    streamer = Spectator()
-    (text,) = run(model, PROMPTS[1:], MASK[1:], assistant=SamAssistant(), streamer=streamer)
-    new = text[PROMPTS.shape[1] :].tolist()
-    assert streamer.sent == [PROMPTS[1:].tolist(), *([token] for token in new), "end"]
-
-
 ASKING = {
     "fixed": SamAssistant(budget=8),
     "paper": SamDecoding(),
@@ -159,7 +150,7 @@ def test_calls_of_both_kinds_are_timed(model):
 
 
 def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
-    model, options = build(transformers.LlamaForCausalLM), static(max_new_tokens=40)
+    model, options = build(), static(max_new_tokens=40)
     plain, compiled = run(model, **options), compilations()
     assistant = SamAssistant()
     for _ in range(2):
@@ -171,7 +162,7 @@ def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
 
 def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     torch._dynamo.reset()
-    model, options = build(transformers.LlamaForCausalLM), static(max_new_tokens=40)
+    model, options = build(), static(max_new_tokens=40)
     assistant, pace = SamAssistant(), []
     account = assistant.policy.account(replace(cost_key(model, PROMPTS), manner="compiled"))
     eager = assistant.policy.account(cost_key(model, PROMPTS))
@@ -206,7 +197,7 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     ],
 )
 def test_a_call_that_cannot_be_assisted_says_so_once(told, options, why):
-    model, assistant = build(transformers.LlamaForCausalLM), SamAssistant()
+    model, assistant = build(), SamAssistant()
     if not options:
         model.train().config.attention_dropout = 0.3
     for _ in range(2):
@@ -240,7 +231,7 @@ def test_the_log_is_as_loud_as_transformers(model, told):
 
 
 def test_the_first_call_of_a_model_says_what_takes_its_time(told):
-    fresh = build(transformers.LlamaForCausalLM)
+    fresh = build()
     assistant = SamAssistant()
     for _ in range(2):
         run(fresh, assistant=assistant)
@@ -266,7 +257,7 @@ def test_a_runtime_that_is_no_module_is_decoded_plainly(llama, told, kind, sampl
 
 def test_a_plain_model_is_not_asked_where_it_wants_its_inputs(monkeypatch):
     """One with parts in train mode that drop out, whose embeddings nobody can name."""
-    model = build(transformers.LlamaForCausalLM, attention_dropout=0.5).train()
+    model = build(attention_dropout=0.5).train()
     monkeypatch.setattr(model, "get_input_embeddings", lambda: 1 / 0)
     assistant = SamAssistant()
     outputs = []

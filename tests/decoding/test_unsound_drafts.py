@@ -4,7 +4,6 @@ it reaches what a mask hides it from."""
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
@@ -13,12 +12,12 @@ from tests.support.lossless import PROMPT, build, run, same
 from tests.support.oracle_drafter import OracleDrafter, oracle_assistant
 
 MODELS = {
-    "tree": lambda: build(transformers.LlamaForCausalLM),
-    "windows": lambda: build(transformers.Gemma3ForCausalLM),
-    "indexed": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
-    "chain": lambda: build(transformers.BartForCausalLM),
-    "convolution": lambda: build(transformers.Lfm2ForCausalLM),
-    "replay": lambda: build(transformers.Qwen3NextForCausalLM),
+    "tree": build,
+    "windows": lambda: build("Gemma3ForCausalLM"),
+    "indexed": lambda: build("GlmMoeDsaForCausalLM", index_topk=24, index_n_heads=16),
+    "chain": lambda: build("BartForCausalLM"),
+    "convolution": lambda: build("Lfm2ForCausalLM"),
+    "replay": lambda: build("Qwen3NextForCausalLM"),
 }
 ROWS = torch.cat([PROMPT, PROMPT.roll(3, 1), PROMPT.flip(1)])
 
@@ -68,7 +67,7 @@ def test_tokens_and_later_calls_are_plain(name, rows):
 
 
 def test_an_overflow_in_half_precision():
-    model = build(transformers.Gemma3ForCausalLM).half()
+    model = build("Gemma3ForCausalLM").half()
     plain = run(model)
     poison = poison_of(plain.tolist(), model.config.vocab_size)
     with torch.no_grad():
@@ -80,7 +79,7 @@ def test_an_overflow_in_half_precision():
 
 def test_a_text_that_is_not_finite_itself_is_drafted_for_no_more(told):
     """Plain decoding writes token 0 from there on."""
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     text, _, _ = same(model)
     with torch.no_grad():
         model.get_input_embeddings().weight[text[0, 20]] = torch.nan

@@ -10,6 +10,8 @@ from tests.support.feature_following import assert_same
 from tests.support.heads import assisted, layers_of
 
 NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows", "early exit"]
+# Heads of windows, of several layers, and of layers that read tokens in a row.
+HEADS = ["MTP of Gemma 3", "Glm4MoeForCausalLM", "InklingForCausalLM"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +21,6 @@ def _one_shape(monkeypatch):
 
 
 def batch_of(name):
-    """Texts of which all have begun."""
     target, drafter = assisted(name)
     batch = Texts(drafter, target)
     batch.start(*ROWS)
@@ -41,7 +42,6 @@ def proposed(batch, *rows):
 
 @contextmanager
 def counted(batch):
-    """An entry for each forward."""
     forwards, layers = [], layers_of(batch.drafter, batch.target)
     hook = layers.register_forward_hook(lambda *_: forwards.append(1))
     yield forwards
@@ -68,10 +68,11 @@ def test_a_batch_takes_the_forwards_of_one_text(name):
         assert len(forwards) >= depth
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *HEADS])
 def test_texts_come_and_go(name):
     batch = batch_of(name)
     proposed(batch, *ROWS[:5])
+    proposed(batch, *ROWS[:5])  # the same once more
     for row in ROWS[:5]:
         batch.grow(row, 2)
     # Some wait, which costs them nothing.

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.assistants import Assistant
@@ -19,7 +18,7 @@ VOCAB = 48
 
 
 def llama():
-    model = build(transformers.LlamaForCausalLM, vocab_size=VOCAB, num_hidden_layers=2)
+    model = build(vocab_size=VOCAB, num_hidden_layers=2)
     with torch.no_grad():
         model.lm_head.weight *= 20  # decided, so that rounding cannot reorder the candidates
     return model
@@ -28,7 +27,7 @@ def llama():
 def gemma():
     kinds = ["sliding_attention", "full_attention"]
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, "sliding_window": 4}
-    return build(transformers.Gemma3ForCausalLM, layer_types=kinds, **sizes)
+    return build("Gemma3ForCausalLM", layer_types=kinds, **sizes)
 
 
 @pytest.fixture(scope="module", params=[llama, gemma], ids=["llama", "gemma"])
@@ -154,7 +153,7 @@ def perturbed(model):
 )
 def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
     """More is accepted than of the most probable tokens; the text is plain's either way."""
-    steps, target = {}, build(transformers.LlamaForCausalLM)
+    steps, target = {}, build()
     options = {"do_sample": True, "max_new_tokens": 40, **options}
     for foreseen in (True, False):
         if not foreseen:
@@ -174,7 +173,7 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
 
 
 def test_rows_of_a_sampled_batch_that_have_ended_are_not_foreseen():
-    target = build(transformers.LlamaForCausalLM)
+    target = build()
     prompts = torch.tensor([[5, 6, 7], [9, 3, 1], [4, 4, 2]])
     options = {"do_sample": True, "max_new_tokens": 24}
     # The first row ends soon.
@@ -207,17 +206,17 @@ def test_only_texts_that_are_asked_are_foreseen():
 
 
 TABLES = {
-    transformers.GPT2LMHeadModel: {"n_positions": 32},
-    transformers.OPTForCausalLM: {"max_position_embeddings": 32},
-    transformers.RobertaForCausalLM: {"max_position_embeddings": 33},
-    transformers.GPTJForCausalLM: {"n_positions": 32},
+    "GPT2LMHeadModel": {"n_positions": 32},
+    "OPTForCausalLM": {"max_position_embeddings": 32},
+    "RobertaForCausalLM": {"max_position_embeddings": 33},
+    "GPTJForCausalLM": {"n_positions": 32},
 }
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("draft_class", TABLES)
 def test_drafts_end_at_the_draft_models_table_of_positions(draft_class, rows):
-    target = build(transformers.LlamaForCausalLM)
+    target = build()
     draft = build(draft_class, **TABLES[draft_class])
     drafter = DraftModelDrafter(draft, max_nodes=4, max_levels=2)
     assert drafter.positions == 32

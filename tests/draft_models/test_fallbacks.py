@@ -1,24 +1,26 @@
-"""Drafters that follow the target's hidden states, and what holds of every fallback."""
+"""Drafters that follow the target's hidden states or run its first layers, and what holds of every
+fallback."""
 
 import functools
 import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
+from hf_retrieval_assist import Assistant, EagleHead, EarlyExit, SamAssistant
 from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.extensions.heads import dflash, layers_follower
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
+from hf_retrieval_assist.host.first_layers import first_layers
 from hf_retrieval_assist.papers import SuffixDecoding
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case, outputs
-from tests.support.feature_following import assert_same
+from tests.support.feature_following import assert_same, chains_of
 from tests.support.heads import DRAFTERS, assisted
-from tests.support.lossless import PROMPT, padded, run
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, padded, run
 from tests.support.oracle_drafter import agreeing
+from tests.support.rounding import OF_MODEL, within
 from tests.support.wrapped_models import WRAPS
 
 
@@ -38,23 +40,6 @@ def texts_of(name):
 
 
 NAMES = ["DFlash", "EAGLE", "MTP", "MTP of Gemma 3"]
-
-
-# The last two have several layers, or ones that read tokens in a row.
-@pytest.mark.parametrize("name", [*NAMES, "Glm4MoeForCausalLM", "InklingForCausalLM"])
-@settings(max_examples=12, deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
-def test_drafts_do_not_depend_on_the_steps(name, steps):
-    """Steps of any length, with or without a draft in between, and the same draft twice."""
-    texts = texts_of(name)
-    texts.start(0)
-    for length, ask in steps:
-        if ask:
-            texts.propose([0])
-        texts.grow(0, length)
-    expected = texts.fresh(0).propose(12)
-    for tree in (*texts.propose([0]), *texts.propose([0])):
-        assert_same(tree, expected)
 
 
 @pytest.mark.parametrize("name", ["DFlash", "EAGLE"])
@@ -144,3 +129,41 @@ def test_output_is_plain_where_logits_are_not_finite(llama, name, rows, value, e
     if name == "draws":
         sampled = run(llama, ids, assistant=assistant, do_sample=True)
         assert sampled.shape == (rows, PROMPT.shape[1] + 20)
+
+
+FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_logits_are_those_of_the_first_layers(name, layer):
+    model = build(name)
+    with torch.no_grad():
+        states = model(PROMPT, output_hidden_states=True).hidden_states
+        decoder = model.get_decoder()
+        norm = decoder.ln_f if name.startswith("GPT2") else decoder.norm
+        expected = model.get_output_embeddings()(norm(states[layer]))
+        before = model(PROMPT).logits
+        found = first_layers(model, layer)(PROMPT).logits
+        torch.testing.assert_close(found, expected, **within(expected, OF_MODEL))
+        assert torch.equal(model(PROMPT).logits, before)
+
+
+def test_no_weight_is_copied(llama):
+    shared = {parameter.data_ptr() for parameter in llama.parameters()}
+    shallow = first_layers(llama, 1)
+    assert {parameter.data_ptr() for parameter in shallow.parameters()} < shared
+    assert llama.config.num_hidden_layers == 3
+
+
+def test_the_chain_is_transformers_own(llama, monkeypatch):
+    candidates, drafts = chains_of(monkeypatch, EarlyExitCandidateGenerator, EarlyExit)
+    # Otherwise transformers' stops where it is not sure.
+    monkeypatch.setattr(llama.generation_config, "assistant_confidence_threshold", 0.0)
+    run(llama, assistant_early_exit=2)
+    run(llama, assistant=Assistant([EarlyExit(2, width=1, max_levels=8)], budget=8))
+    shared = candidates.keys() & drafts.keys()
+    lengths = {text: min(len(candidates[text]), len(drafts[text])) for text in shared}
+    assert sum(lengths.values()) > NEW_TOKENS
+    for text, length in lengths.items():
+        assert candidates[text][:length] == drafts[text][:length]

@@ -33,7 +33,6 @@ def expected_tokens(shape, acceptance):
 
 
 def check_invariants(shape):
-    """The contract of the arrays."""
     assert (shape.parents < np.arange(len(shape))).all(), "a child before its parent"
     assert (np.diff(shape.parents) >= 0).all(), "not level by level"
     for parent in np.unique(shape.parents):
@@ -208,7 +207,6 @@ def test_worked_examples_of_verification(case):
 
 @st.composite
 def distributions(draw, size=4):
-    """Some with zeros, some very uneven."""
     kinds = st.sampled_from([0.0, 1e-30, 1e-9, 0.1, 0.5, 1.0, 3.0])
     weights = draw(st.lists(kinds, min_size=size, max_size=size).filter(any))
     return torch.tensor(weights, dtype=torch.float64) / sum(weights)

@@ -45,8 +45,9 @@ def feed(session, tokens, accepted, logits, committed):
     session.commit(committed, Feedback(ids(*tokens), ids(*accepted), top=top))
 
 
-def drafted_paths(tree):
-    return {*paths(tree)}
+def drafted(session, budget=64):
+    """What is drafted, as the tokens that lead to each node."""
+    return {*paths(session.propose(budget))}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_the_template_is_laid_over_the_table():
     session = drafter.start(ids(0, 1, 2, 9), target())
     logits = logits_preferring(10, (1, 2), (3, 4), (5, 6), (0, 7))
     feed(session, (0, 1, 2, 9), (0, 1, 2, 3), logits, [0])
-    assert drafted_paths(session.propose(64)) == {(1,), (2,), (1, 3), (1, 4), (2, 5)}
+    assert drafted(session) == {(1,), (2,), (1, 3), (1, 4), (2, 5)}
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data(), st.integers(0, 20))
@@ -99,7 +100,7 @@ def test_the_table_stays_warm_until_it_is_reset():
 
     def drafted_after(fingerprint):
         session = drafter.start(ids(0), target(fingerprint=fingerprint))
-        return drafted_paths(session.propose(8))
+        return drafted(session)
 
     assert drafted_after("a") == {(4,)}
     assert drafted_after("another model") == set()
@@ -151,7 +152,7 @@ def test_a_simulation_need_not_know_its_vocabulary():
     assert session.propose(8).token_ids.tolist() == [2, 1]
     session.commit([1_500_000, 1], None)
     assert session.propose(8).token_ids.tolist() == [1_500_000, 1]
-    assert drafted_paths(drafter.start(ids(1_500_000), unknown).propose(8)) == {
+    assert drafted(drafter.start(ids(1_500_000), unknown)) == {
         (1,),
         (1, 1_500_000),
     }
@@ -199,11 +200,10 @@ def last_logits_session(top_k=8):
 
 def test_what_the_last_logits_put_behind_the_last_token_is_drafted_below_it():
     _, session = last_logits_session(top_k=4)
-    paths = drafted_paths(session.propose(64))
-    assert paths == {(3,), (1,), (2,), (3, 5), (3, 5, 7)}
+    assert drafted(session) == {(3,), (1,), (2,), (3, 5), (3, 5, 7)}
     plain = TokenRecyclingDrafter(4, (1, 0)).start(ids(8, 4), target())
     feed(plain, (4,), (0,), logits_preferring(10, (9, 3, 1, 2)), [9])
-    assert drafted_paths(plain.propose(64)) == set()
+    assert drafted(plain) == set()
 
 
 def test_last_logits_are_classed_by_rank_and_by_what_is_known():
@@ -219,9 +219,9 @@ def test_last_logits_are_classed_by_rank_and_by_what_is_known():
     assert classes(unknown) == {3: first + 1, 1: first + 2, 2: first + 3}
     assert drafter.origins_of(unknown.classes).tolist() == [1, 1, 1, 0, 0]
     feed(session, (9, 4), (0, 1), logits_preferring(10, (4, 0), (9, 3, 1, 2)), [4, 9])
-    drafted = classes(session.propose(64))
-    assert {token: drafted[token] - first for token in (3, 1, 2)} == {3: 9, 1: 10, 2: 11}
-    assert drafted[4] < first
+    known = classes(session.propose(64))
+    assert {token: known[token] - first for token in (3, 1, 2)} == {3: 9, 1: 10, 2: 11}
+    assert known[4] < first
 
 
 @pytest.mark.parametrize("learn", [True, False])
@@ -232,7 +232,7 @@ def test_a_text_without_a_token_before_the_last_has_no_last_logits(prompt, learn
     session = TokenRecyclingDrafter(last_logits=True).start(ids(*prompt), own)
     assert len(session.propose(64)) == 0
     feed(session, (3,), (0,), logits_preferring(10, (5, 6)), [5, 3])
-    assert drafted_paths(session.propose(2)) == {(5,), (6,)}
+    assert drafted(session, 2) == {(5,), (6,)}
 
 
 @pytest.mark.parametrize(
@@ -242,16 +242,16 @@ def test_a_text_in_confidence_reads_the_table_and_teaches_it_nothing(changes):
     drafter = TokenRecyclingDrafter(top_k=2, template=(1, 1, 0))
     drafter.start(ids(1, 2), target())
     private = drafter.start(ids(0, 1), dataclasses.replace(target(), **changes))
-    assert drafted_paths(private.propose(8)) >= {(2,)}
+    assert drafted(private) >= {(2,)}
     private.commit([6, 8], None)
     private.commit([1], None)
-    assert drafted_paths(private.propose(8)) >= {(6,), (6, 8)}
+    assert drafted(private) >= {(6,), (6, 8)}
     if "expected" in changes:
         private.commit([3], None)
-        assert drafted_paths(private.propose(8)) >= {(7,), (7, 5)}
+        assert drafted(private) >= {(7,), (7, 5)}
     # Another caller sees what was there before.
     for last, expected in ((3, set()), (7, set()), (0, set()), (6, set()), (1, {(2,)})):
-        assert drafted_paths(drafter.start(ids(last), target()).propose(8)) == expected
+        assert drafted(drafter.start(ids(last), target())) == expected
 
 
 def test_texts_in_confidence_take_memory_for_what_they_hold():

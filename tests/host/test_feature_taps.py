@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from hf_retrieval_assist.extensions.heads.eagle_format import default_boundaries
@@ -41,7 +40,7 @@ def hooks_of(model):
 @pytest.mark.parametrize("name", [*(f"{name}ForCausalLM" for name in MODELS), "GPT2LMHeadModel"])
 @torch.no_grad()
 def test_boundaries_are_those_of_output_hidden_states(name, token_ids):
-    model = build(getattr(transformers, name))
+    model = build(name)
     assert_captured(model, token_ids, (0, 1, 2, -1), logits_to_keep=1)
 
 
@@ -86,13 +85,9 @@ def test_rows_get_the_hidden_states_of_their_own_tokens():
             assert torch.equal(seen[boundaries], of_all[torch.tensor(places, dtype=torch.long)])
 
 
-@pytest.mark.parametrize("boundary", [-2, 3, 4])
-def test_a_boundary_that_does_not_exist(boundary):
-    with pytest.raises(ValueError, match="boundaries: expected"):
-        FeatureTaps(tiny_target(num_layers=3), [(boundary,)])
-
-
 def test_a_module_that_is_no_decoder():
+    with pytest.raises(ValueError, match="boundaries: expected"):
+        FeatureTaps(tiny_target(num_layers=3), [(-2,)])
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
         FeatureTaps(nn.Linear(2, 2), [(0,)])
     model = tiny_target(num_layers=3)

@@ -5,7 +5,7 @@ import copy
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, config_fingerprint, fingerprint
 from tests.support.lossless import build, same
@@ -22,7 +22,7 @@ def changed(model, **settings):
 def adapted():
     """A model with adapters "a" and "b", "a" in use."""
     lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    wrapped = peft.get_peft_model(build(LlamaForCausalLM), lora, adapter_name="a")
+    wrapped = peft.get_peft_model(build(), lora, adapter_name="a")
     wrapped.add_adapter("b", lora)
     return wrapped
 
@@ -113,31 +113,9 @@ def test_adapters_of_every_part(settings):
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False, **settings
     )
-    wrapped = peft.get_peft_model(build(LlamaForCausalLM), lora).eval()
-    base, (_, _, assistant) = wrapped.get_base_model(), same(wrapped)
-    assert assistant.stats.last.tier == "tree"
+    wrapped = peft.get_peft_model(build(), lora).eval()
+    base = wrapped.get_base_model()
+    same(wrapped, tier="tree")
     with wrapped.disable_adapter():
         plain = fingerprint(base)
     assert plain != fingerprint(base)
-
-
-class Odd:
-    """Half-built."""
-
-    def __repr__(self):
-        raise RuntimeError("closed")
-
-
-def holding_itself():
-    own = {}
-    own["own"] = own
-    return own
-
-
-@pytest.mark.parametrize("held", [Odd, holding_itself, lambda: {1: Odd(), "a": {2, 3}}])
-def test_configurations_that_cannot_be_written_down(held):
-    model, other = build(LlamaForCausalLM), build(LlamaForCausalLM, hidden_size=64)
-    model.config.held, other.config.held = held(), held()
-    assert config_fingerprint(model.config) == config_fingerprint(model.config)
-    assert config_fingerprint(model.config) != config_fingerprint(other.config)
-    same(model)

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig, LlamaForCausalLM, LlavaForConditionalGeneration
+from transformers import GenerationConfig
 
-import hf_retrieval_assist.verification.service as services
 from hf_retrieval_assist.host.model_state import model_settings
-from tests.support.lossless import PROMPT, build, knowing, run
-from tests.support.watching import results_of
+from tests.support.lossless import build, knowing, run, same
 
 
 def refuse(*arguments, **options):
@@ -98,13 +96,9 @@ PLACES = {
 def test_objects_that_nobody_can_describe(kind, place):
     if (kind, place) == ("2**60 paths", "configuration"):
         pytest.skip("nobody could write such a configuration down")
-    model = build(LlamaForCausalLM, num_hidden_layers=1)
+    model = build(num_hidden_layers=1)
     PLACES[place](model, OBJECTS[kind]())
-    plain = run(model)
-    for _ in range(3):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "tree"
+    same(model, calls=3, tier="tree")
     end = weakref.ref(model)
     del model
     gc.collect()
@@ -146,16 +140,12 @@ TENSOR_PLACES = {
 @pytest.mark.parametrize("place", TENSOR_PLACES)
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_of_kinds_that_cannot_be_read(kind, place):
-    model = build(LlamaForCausalLM, num_hidden_layers=1)
+    model = build(num_hidden_layers=1)
     try:
         TENSOR_PLACES[place](model, TENSORS[kind]())
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         pytest.skip(f"PyTorch has none there: {error}")
-    plain = run(model)
-    for _ in range(3):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "tree"
+    same(model, calls=3, tier="tree")
 
 
 class Holder:
@@ -187,7 +177,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_what_changes_is_told(kind):
-    model, settings = build(LlamaForCausalLM, num_hidden_layers=1), []
+    model, settings = build(num_hidden_layers=1), []
     for number in range(2):
         CHANGES[kind](vars(model.model.norm), number)
         gc.collect()  # another object gets the address of the last one
@@ -197,7 +187,7 @@ def test_what_changes_is_told(kind):
 
 
 def test_what_is_equal_is_told_alike():
-    model, settings = build(LlamaForCausalLM, num_hidden_layers=1), set()
+    model, settings = build(num_hidden_layers=1), set()
     for _ in range(3):
         model.model.norm.held = {"a": [1, (2.0, "b")], "c": np.float64(3), "d": torch.device("cpu")}
         model.model.norm.does = MethodType(steered, model)
@@ -218,7 +208,7 @@ def settings_of(text):
     }
 
 
-@pytest.mark.parametrize("kind", [LlamaForCausalLM, LlavaForConditionalGeneration])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlavaForConditionalGeneration"])
 @pytest.mark.parametrize("change", settings_of(None))
 def test_configurations_are_told_by_value(kind, change):
     model = build(kind)
@@ -229,11 +219,6 @@ def test_configurations_are_told_by_value(kind, change):
         settings_of(text)[change](number)
         found.append(model_settings(model))
     assert found[0] != found[1]
-
-
-@pytest.fixture
-def tests(monkeypatch):
-    return results_of(monkeypatch, services, "examined")
 
 
 def grown_by_hook(model):
@@ -260,20 +245,16 @@ def replaced_by_hook(model):
 
 @pytest.mark.parametrize("grow", [grown_by_hook, noted_by_hook, replaced_by_hook])
 def test_what_hooks_note_on_a_module_is_no_other_model(grow, tests):
-    model = build(LlamaForCausalLM)
+    model = build()
     grow(model)
-    plain = run(model)
-    for _ in range(12):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, PROMPT, assistant=assistant), plain)
-    assert assistant.stats.last.tier == "tree"
+    same(model, calls=12, tier="tree")
     assert len(tests) < 5
 
 
 def test_parameters_can_be_exchanged_after_assisted_calls():
     """As `module.to` does with quantised ones; PyTorch refuses it where anything refers to them
     weakly."""
-    model = build(LlamaForCausalLM)
+    model = build()
     assistant = knowing(run(model), budget=6)
     for _ in range(6):  # until forwards are repeated
         run(model, assistant=assistant)
@@ -285,7 +266,7 @@ def test_parameters_can_be_exchanged_after_assisted_calls():
 
 @pytest.mark.parametrize("place", [slice(3), slice(3, 6)])
 def test_tensors_of_one_memory_are_told_apart(place):
-    model, steering = build(LlamaForCausalLM), torch.arange(8.0)
+    model, steering = build(), torch.arange(8.0)
     model.model.layers[0].held = [steering[:3]]
     before = model_settings(model)
     model.model.layers[0].held[0] = steering[place]

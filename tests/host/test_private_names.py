@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import transformers
-from transformers import GenerationMixin, LlamaForCausalLM
-from transformers.generation.continuous_batching.scheduler import Scheduler
+from transformers import GenerationMixin
 
 import hf_retrieval_assist
-from hf_retrieval_assist.host import private_names, transformers_private
+from hf_retrieval_assist.host import plain_step, private_names, transformers_private
+from hf_retrieval_assist.host.transformers_private import loop
 from tests.support.lossless import build, equal, knowing, run, same
 
 PACKAGE = Path(hf_retrieval_assist.__file__).parent
@@ -64,17 +64,6 @@ def test_a_renamed_method_a_parameter_and_an_attribute_are_named(monkeypatch):
     assert "No module named 'transformers.no_module'" in gone.lacking()
 
 
-@pytest.mark.skipif(not (HAS_BATCHING and BATCHING), reason="another continuous batching")
-def test_a_renamed_attribute_of_the_scheduler_is_named(monkeypatch):
-    for kind in Scheduler.__mro__[:-1]:
-        for name, member in [*vars(kind).items()]:
-            code = getattr(member, "__code__", None)
-            if code is not None and "waiting_requests_order" in code.co_names:
-                monkeypatch.setattr(kind, name, lambda self: None)
-    lacking = private_names.absent(BATCHING)
-    assert any("Scheduler.waiting_requests_order" in line for line in lacking)
-
-
 def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, told, fresh):
     assistant = knowing(run(llama))
     monkeypatch.setattr(private_names, "absent", lambda names: ["GenerationMixin._prefill is gone"])
@@ -87,7 +76,7 @@ def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, 
 
 def test_a_release_that_nobody_tried_is_served_and_said_so_once(monkeypatch, told, fresh):
     monkeypatch.setattr(private_names, "__version__", "5.99.0.dev0")
-    model = build(LlamaForCausalLM)
+    model = build()
     for _ in range(2):
         equal(model)
     assert told.text.count("transformers 5.99.0.dev0 is newer") == 1
@@ -162,3 +151,25 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
             read |= dict.fromkeys(() if path == HOST else names, path)
     foreign = (read.keys() - defined - PYTORCH - OTHERS) | (read.keys() & spelt)
     assert not foreign, {name: read[name] for name in foreign}
+
+
+WATCHED = Path(__file__).parents[2] / "docs" / "concepts" / "watched.md"
+
+
+def test_the_page_shows_the_table_of_what_is_watched():
+    assert plain_step.table() in WATCHED.read_text(encoding="utf-8")
+
+
+def test_every_name_of_the_loop_is_known():
+    """A release whose loop asks something else is met here first."""
+    assert not isinstance(plain_step._of_loop(), str)
+    assert not isinstance(plain_step._of_caches(), str)
+    asked = {*plain_step.names_in(loop().__code__)}
+    known = {*plain_step.LOOP_METHODS, *(name for _, name in plain_step._CHOOSERS)}
+    rows = " ".join(row.what for row in plain_step.TABLE)
+    for name in asked & vars(GenerationMixin).keys():
+        assert name in known or f"`{name}`" in rows or name in ONCE, name
+
+
+# What the loop asks once, before the first token.
+ONCE = {"_valid_auto_compile_criteria", "get_compiled_call"}

@@ -6,14 +6,11 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import transformers
 from packaging.version import Version
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import TokenTree
-from hf_retrieval_assist.host.ranks import _pack, _unpack
 from hf_retrieval_assist.host.transformers_private import PIPELINES_SINCE
 
 from ..support.tiny_models import tiny_config, tiny_model
@@ -87,18 +84,3 @@ def test_two_processes(case, folder, tmp_path):
     if reason := lacking(case):
         pytest.skip(reason)
     run_ranks(case, folder, tmp_path / "store")
-
-
-def test_a_plan_survives_the_journey():
-    rng = np.random.default_rng(0)
-    trees = [
-        TokenTree.build([5, 6, 7], [-1, -1, 0], [0.5, 0.25, 0.125], [3, -1, 2]),
-        TokenTree.empty(),
-        TokenTree.chain(rng.integers(0, 2**31 - 1, 40), np.linspace(1, 0.1, 40)),
-    ]
-    packed = _pack(trees)
-    assert len(packed) == 3 + 4 * 43
-    for tree, again in zip(trees, _unpack(packed, 3), strict=True):
-        assert again.fault(2**31 - 1, 1 << 30) is None
-        for name in ("token_ids", "parents", "probs", "classes"):
-            assert getattr(tree, name).tolist() == getattr(again, name).tolist()

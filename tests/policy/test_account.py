@@ -48,7 +48,6 @@ def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, mis
 @pytest.mark.parametrize("spent", [0.01, 0.05, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("costly", [False, True])
 def test_fruitless_drafting_loses_a_small_share(spent, costly, steps):
-    """Of a first, short text as well."""
     asked, lost = ask(make(costly), steps, spent)
     assert asked[0]
     # The first credit, one draft beyond it, and what is lent from then on.
@@ -304,10 +303,15 @@ def test_drafts_compete_with_the_faster_kernels():
 
 @needs("extensions/structured")
 def test_a_token_is_credited_to_the_first_drafter_that_has_it(monkeypatch):
+    """Sources count it for each; the step's last one is the model's own, whoever knew it."""
     credited = []
     monkeypatch.setattr(DraftedStep, "end", lambda step, width, brought: credited.append(brought))
-    first, second = TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 2, 3], [0.9, 0.8, 0.7])
-    for drafts, brought in (((first, second), [2.0, 1.0]), ((second, first), [3.0, 0.0])):
+    first, wrong = TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 5], [0.9, 0.8])
+    second = TokenTree.chain([1, 2, 3, 9], [0.9, 0.8, 0.7, 0.6])
+    for drafts, brought, sources in (
+        ((first, second, wrong), [2.0, 1.0, 0.0], [2, 3, 1]),
+        ((second, wrong, first), [3.0, 0.0, 0.0], [3, 1, 2]),
+    ):
         asked = Assistant([Scripted(lambda budget, d=draft: d) for draft in drafts]).policy
         session = asked.start(np.zeros(1, np.int32), Target(vocab_size=10))
         session.begin([0])
@@ -316,4 +320,4 @@ def test_a_token_is_credited_to_the_first_drafter_that_has_it(monkeypatch):
         (tree,) = step.trees
         asked.learn(step, [Outcome(session, [1, 2, 3, 9], tree)], 4)
         assert credited.pop() == [*brought, 0.0]  # of the grammar nothing
-        assert [*asked.stats.sources.values()] == [*map(len, drafts), 0]
+        assert [*asked.stats.sources.values()] == [*sources, 0]

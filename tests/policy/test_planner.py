@@ -106,10 +106,9 @@ def test_rows_in_step_are_planned_for_by_what_they_would_accept_together():
 
 
 def test_drafters_are_asked_for_no_more_than_could_pay():
-    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["flat"])) == 96
-    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["step"])) == 63
-    assert Planner(max_nodes=96).request(CostModel.fixed(lambda n: 0.02 * n**2)) == 0
-    assert Planner(budget=7).request(CostModel.fixed(CURVES["step"])) == 7
+    planner = Planner(max_nodes=96)
+    curves = (CURVES["flat"], CURVES["step"], lambda n: 0.02 * n**2)
+    assert [planner.request(CostModel.fixed(curve)) for curve in curves] == [96, 63, 0]
 
 
 class Run:

@@ -24,28 +24,6 @@ def test_depths_and_ancestors_follow_the_paths(tree):
         assert np.flatnonzero(tree.ancestor_mask[node]).tolist() == path
 
 
-@given(st.lists(trees(max_nodes=8), min_size=1, max_size=4), st.integers(0, 3))
-def test_trees_are_arranged_side_by_side(several, room):
-    counts = np.array([len(tree) for tree in several])
-    width = 1 + int(counts.max()) + room
-    token_ids, depths, sees = draft_tree.arrange(
-        np.arange(len(several)) + 100,
-        counts,
-        np.concatenate([tree.token_ids for tree in several]),
-        np.concatenate([tree.parents for tree in several]),
-        width,
-    )
-    for row, tree in enumerate(several):
-        n = len(tree)
-        filler = width - 1 - n
-        root = 100 + row
-        assert token_ids[row].tolist() == [root, *tree.token_ids.tolist(), *[root] * filler]
-        assert depths[row].tolist() == [0, *tree.depths.tolist(), *[0] * filler]
-        assert sees[row, :, 0].all()
-        assert np.array_equal(sees[row, 1 : n + 1, 1 : n + 1], tree.ancestor_mask)
-        assert sees[row].sum() == width + tree.ancestor_mask.sum()
-
-
 def test_what_is_no_tree_is_not_arranged():
     one, two = np.ones(1, np.int64), np.ones(2, np.int32)
     for counts, parents in ((2, [0, 0]), (2, [-1, 1]), (2, [-2, 0]), (3, [-1, 0]), (4, [-1, 0])):

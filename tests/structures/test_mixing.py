@@ -155,13 +155,13 @@ def logit(p):
 few = st.lists(st.integers(0, 3), min_size=2, max_size=30)
 
 
-def started(memory, text, corpus, vocab_size=VOCABULARY):
+def started(memory, text, corpus):
     """What a mixer is told of a text and its sources, and what a plain reader sees."""
     own = SuffixTree()
     sequence = own.add_sequence()
     own.extend(sequence, array(text))
     trees = grown(memory) if memory else None, grown(corpus) if corpus else None
-    state = Text(own, sequence, array(text), vocab_size)
+    state = Text(own, sequence, array(text), VOCABULARY)
     return ([state], [trees[0]], [None], trees[1]), [[text], memory, corpus]
 
 

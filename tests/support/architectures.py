@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_retrieval_assist.verification.service import Tier, choose_service
 
-from .tiny_models import tiny_config, tiny_model
+from .lossless import build
 
 TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
 KNOWN = Path(__file__).parents[1] / "fixtures" / "architectures.json"
@@ -47,12 +47,6 @@ def architectures():
 def known_tiers():
     """The tier at which each class was found right by experiments outside this package."""
     return json.loads(KNOWN.read_text())
-
-
-def build(name):
-    """A tiny model of a class."""
-    model_class = getattr(transformers, name)
-    return tiny_model(model_class, tiny_config(model_class.config_class))
 
 
 def row_of(model):

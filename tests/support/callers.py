@@ -1,9 +1,7 @@
 """Code of a caller's that acts within a call, beside plain decoding."""
 
 import torch
-from transformers import (
-    StoppingCriteria,
-)
+from transformers import StoppingCriteria
 
 from tests.support.lossless import INPUTS, PROMPT
 from tests.support.oracle_drafter import oracle_assistant, sequences_of

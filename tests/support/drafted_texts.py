@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-import transformers
 
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.drafters.base import Target
@@ -110,7 +109,7 @@ DRAFT_MODELS = ("LlamaForCausalLM", "Gemma3ForCausalLM")
 def drafting(name):
     """Texts of a draft model whose layers see everything, or windows that trees are deeper than."""
     windows = {"sliding_window": 2} if name == "Gemma3ForCausalLM" else {}
-    model = build(getattr(transformers, name), **windows)
+    model = build(name, **windows)
     return Texts(DraftModelDrafter(model, max_nodes=12, max_levels=4, width=3))
 
 

@@ -75,7 +75,7 @@ def _mtp(target):
 
 
 def _model(kind, **options):
-    return lambda target: DraftModelDrafter(build(getattr(transformers, kind)), **options)
+    return lambda target: DraftModelDrafter(build(kind), **options)
 
 
 DRAFTERS = {

@@ -1,6 +1,7 @@
 """Calls to `generate` whose results are compared with and without an assistant."""
 
 import torch
+import transformers
 from transformers import CompileConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
@@ -43,8 +44,9 @@ def late_token(text, earliest):
     return new[0] if new else 66
 
 
-def build(model_class, **overrides):
-    """A tiny model, its configuration changed by `overrides`."""
+def build(kind=LlamaForCausalLM, **overrides):
+    """A tiny model of a class or of the name of one, its configuration changed by `overrides`."""
+    model_class = getattr(transformers, kind) if isinstance(kind, str) else kind
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 
@@ -92,17 +94,22 @@ def knowing(*results, **options):
     return SamAssistant(corpus, **({"budget": 16} | options))
 
 
-def same(model, ids=PROMPT, assistant=knowing, **options):
+def same(model, ids=PROMPT, assistant=knowing, plain=None, calls=1, tier=None, **options):
     """Both results of a call, which agree, and the assistant.
 
     Args:
         assistant: or what makes it from plain decoding's result.
+        plain: that result, where it is known.
+        calls: how many calls agree with it.
+        tier: at which each of them is served, if that is told.
     """
-    plain = run(model, ids, **options)
-    assistant = assistant if isinstance(assistant, Assistant) else assistant(plain)
-    assisted = run(model, ids, **options, assistant=assistant)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    return plain, assisted, assistant
+    plain = run(model, ids, **options) if plain is None else plain
+    for _ in range(calls):
+        made = assistant if isinstance(assistant, Assistant) else assistant(plain)
+        assisted = run(model, ids, **options, assistant=made)
+        assert torch.equal(sequences_of(plain), sequences_of(assisted))
+        assert tier in (None, made.stats.last.tier), made.stats.last.reason
+    return plain, assisted, made
 
 
 def equal(model, **options):

@@ -16,9 +16,7 @@ class OracleDrafter(Drafter):
     """Drafts for texts whose continuations are known.
 
     Args:
-        texts: for each row of the next call, in order, its prompt without padding and its
-            continuation.
-        seed: of the random shapes.
+        texts: for each row of the next call its prompt without padding and its continuation.
         miss: probability that the true token is left out of a tree, which ends its true path.
         depth: tokens drafted at most along the true path.
     """
@@ -81,11 +79,7 @@ class _OracleSession(DraftSession):
 def oracle_assistant(
     result, attention_mask=None, budget=64, drafter=OracleDrafter, fixed_width=None, **options
 ):
-    """An assistant for a call whose result is known from a plain run.
-
-    Args:
-        drafter: the class of what drafts; `options` are its own.
-    """
+    """An assistant for a call whose result is known from a plain run; options are the drafter's."""
     rows = sequences_of(result).tolist()
     if attention_mask is not None:
         padding = (attention_mask == 0).sum(dim=1).tolist()
@@ -102,16 +96,11 @@ def sequences_of(result):
 def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True, **kwargs):
     """Generate plainly, and the same with an assistant that knows the outcome, under one seed.
 
-    A call that says that it keeps the seed has left the random state where plain decoding leaves
-    it.
+    A call that says that it keeps the seed has left the random state where plain decoding does.
 
     Args:
         tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
         make: makes another assistant from plain decoding's result.
-        graphs: the assistant's option: whether it may record forwards.
-
-    Returns:
-        Both results and the assistant, whose `stats` tell how the second one came about.
     """
     torch.manual_seed(seed)
     plain = model.generate(**inputs, **kwargs)

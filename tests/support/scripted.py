@@ -4,12 +4,8 @@ from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 
 
 class Scripted(Drafter, DraftSession):
-    """Drafts what a function of the budget says, for every text.
-
-    Args:
-        commit: told the tokens that came and the feedback.
-        attributes: of the drafter.
-    """
+    """Drafts what a function of the budget says, for every text; `commit` is told the tokens that
+    came and the feedback."""
 
     def __init__(self, propose, commit=lambda *_: None, **attributes):
         self.functions = propose, commit

@@ -22,13 +22,6 @@ def trees(draw, max_nodes=24, tokens=4):
     return TokenTree.build([token for _, token in nodes], parents, probs, range(len(nodes)))
 
 
-def random_tree(rng, nodes, depth):
-    """A tree of different tokens whose first nodes are a path of the given depth."""
-    parents = [i - 1 if i < depth else int(rng.integers(-1, i)) for i in range(nodes)]
-    probs = np.linspace(0.9, 0.1, max(nodes, 1))[:nodes]
-    return TokenTree.build(np.arange(nodes) + 10, parents, probs)
-
-
 def paths(tree):
     """Every node of a tree that is one, as the tokens that lead to it."""
     assert tree.fault(1 << 30, 1 << 30) is None

@@ -5,6 +5,8 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
+from .int8_weight import in_eight_bits
+
 
 def with_lora(model):
     peft = pytest.importorskip("peft")
@@ -17,32 +19,8 @@ def offloaded(model):
     return accelerate.cpu_offload(model, torch.device("cpu"))
 
 
-class Int8Linear(torch.nn.Module):
-    """A linear layer whose weights are kept as int8 with one scale a row."""
-
-    def __init__(self, layer):
-        super().__init__()
-        scale = layer.weight.abs().amax(dim=1, keepdim=True) / 127
-        self.register_buffer("scale", scale)
-        self.register_buffer("weight", (layer.weight / scale).round().to(torch.int8))
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight * self.scale)
-
-
-def quantised(model):
-    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    for name in linear:
-        model.set_submodule(name, Int8Linear(model.get_submodule(name)))
-    return model
-
-
 class Runtime(GenerationMixin):
-    """What brings `generate` and is no module, as Optimum's models for ONNX Runtime and OpenVINO.
-
-    Args:
-        model: computes.
-    """
+    """What brings `generate` and is no module, as Optimum's models for ONNX and OpenVINO."""
 
     main_input_name, name_or_path, training, _is_stateful = "input_ids", "", False, False
 
@@ -91,7 +69,7 @@ ROUNDINGS = {
 }
 
 
-WRAPS = (with_lora, offloaded, quantised)
+WRAPS = (with_lora, offloaded, in_eight_bits)
 
 
 class Held:
@@ -102,12 +80,8 @@ class Held:
 
 
 class Around(torch.nn.Module):
-    """A part of a model, whose output a function changes.
-
-    Args:
-        change: given the output and this module.
-        held: what `change` may count with; no settings, by which models are told apart.
-    """
+    """A part of a model, whose output a function changes, given it and what it may count with: no
+    settings, by which models are told apart."""
 
     def __init__(self, part, change, **held):
         super().__init__()

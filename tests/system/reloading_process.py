@@ -58,10 +58,8 @@ def imported_again(*names):
 
 
 class Calls:
-    """The calls that have to go on, and what they were before."""
-
     def __init__(self):
-        self.model, self.attached = (build(transformers.LlamaForCausalLM) for _ in range(2))
+        self.model, self.attached = (build() for _ in range(2))
         self.old, beside = SamAssistant(), SamAssistant()
         hf_retrieval_assist.attach(self.attached, beside)
         self.plain = run(self.model)

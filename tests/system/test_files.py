@@ -111,12 +111,3 @@ def test_the_demo_is_unpacked_for_a_process_without_a_home(no_home, monkeypatch)
     assert not list(no_home.iterdir())
     demo_model._of_process().cleanup()
     demo_model._of_process.cache_clear()
-
-
-def test_a_home_that_is_a_file_is_one_warning(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    (tmp_path / "file").write_text("")
-    choices = tuning.Tuning({"kernel", "pytorch"}, "linear")
-    with pytest.warns(UserWarning, match="set XDG_CACHE_HOME") as caught:
-        assert [choices.name(key, lambda: "pytorch") for key in "ab"] == ["pytorch"] * 2
-    assert len(caught) == 1

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 import hf_retrieval_assist
 from hf_retrieval_assist import SuffixAssistant
@@ -171,7 +170,7 @@ def test_nothing_but_this_module_makes_locks():
 
 @pytest.mark.parametrize("forks", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_children_of_a_generating_process_generate(forks):
-    model, assistant = build(LlamaForCausalLM), SuffixAssistant()
+    model, assistant = build(), SuffixAssistant()
 
     def generate():  # without a seed, for which torch holds a lock of its own
         model.generate(**INPUTS["one row"], do_sample=False, max_new_tokens=20, assistant=assistant)

@@ -63,11 +63,6 @@ def warned_once(match):
     assert len(found) == 1
 
 
-@pytest.fixture(scope="module")
-def plain(model):
-    return run(model)
-
-
 def test_tunings_that_may_not_be_read(folder):
     methods, path = {"kernel", "pytorch"}, folder / "tuning.json"
     Tuning(methods, "linear", path).name("a", lambda: "pytorch")

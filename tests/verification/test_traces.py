@@ -12,27 +12,21 @@ import pytest
 import torch
 import torch.ao.quantization as quantization
 from torch import nn
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.verification import service, traces
+from hf_retrieval_assist.verification import traces
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import WRITES
-from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import PROMPT, build, knowing, run, same
 from tests.support.watching import calls_of, results_of
 
 WIDTH = 32
 
 
 class Part(nn.Module):
-    """A part of a model that keeps things beside its forward.
-
-    Args:
-        part: of the model.
-        forward: given this module and x; what comes of x.
-        held: attributes; tensors become buffers.
-    """
+    """A part of a model that keeps things beside its forward, which is given this module and x;
+    of what is held tensors become buffers."""
 
     def __init__(self, part, forward, **held):
         super().__init__()
@@ -48,7 +42,7 @@ class Part(nn.Module):
 
 
 def with_part(forward, **held):
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers[:2]:
         layer.mlp = Part(layer.mlp, forward, **copy.deepcopy(held)).eval()
     return model
@@ -118,13 +112,13 @@ REMEMBERING = {
 
 
 def with_max_norm(tied):
-    model = build(LlamaForCausalLM, tie_word_embeddings=tied)
+    model = build(tie_word_embeddings=tied)
     model.get_input_embeddings().max_norm = 1.0
     return model
 
 
 def with_observer():
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers:
         fake = quantization.FakeQuantize(quantization.MinMaxObserver, quant_min=0, quant_max=15)
         layer.mlp.down_proj = nn.Sequential(fake, layer.mlp.down_proj)
@@ -133,7 +127,7 @@ def with_observer():
 
 
 def with_spectral_norm(wrap):
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers:
         wrap(layer.mlp.down_proj)
     return model.train()
@@ -148,7 +142,7 @@ class Batched(nn.BatchNorm1d):
 
 def with_batch_norm(part_in_train_mode):
     """Whose statistics are read in another part than that in which they are written."""
-    model = build(LlamaForCausalLM)
+    model = build()
     layer = model.model.layers[0]
     written = Batched(1).train(part_in_train_mode)
     layer.mlp = nn.Sequential(written, layer.mlp)
@@ -172,9 +166,7 @@ def test_models_whose_forwards_remember_are_plain(kind):
     model = REMEMBERING[kind]()
     before = copy.deepcopy(model)
     plain = run(copy.deepcopy(before))
-    assistant = knowing(plain)
-    assert torch.equal(run(model, assistant=assistant), plain)
-    assert assistant.stats.last.tier == "plain"
+    same(model, plain=plain, tier="plain")
     again = copy.deepcopy(before)
     assert "later forwards" in choose_service(again, {}).reason
     assert torch.equal(run(again), plain)
@@ -219,19 +211,14 @@ BENIGN = {
     "what is made anew": partial(with_part, cached, frequencies=ZEROS),
     "weight norm": lambda: with_spectral_norm(nn.utils.weight_norm).eval(),
     "spectral norm": lambda: with_spectral_norm(nn.utils.spectral_norm).eval(),
-    "train mode": lambda: build(LlamaForCausalLM).train(),
+    "train mode": lambda: build().train(),
     "batch norm": partial(with_batch_norm, False),
 }
 
 
 @pytest.mark.parametrize("kind", BENIGN)
-def test_models_that_count_or_make_the_same_anew_are_assisted(kind, monkeypatch):
-    model, tests = BENIGN[kind](), results_of(monkeypatch, service, "examined")
-    plain = run(model)
-    for _ in range(12):
-        assistant = knowing(plain)
-        assert torch.equal(run(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "tree"
+def test_models_that_count_or_make_the_same_anew_are_assisted(kind, tests):
+    same(BENIGN[kind](), calls=12, tier="tree")
     assert len(tests) <= 2
 
 
@@ -287,14 +274,14 @@ def test_the_test_leaves_nothing_behind(kind):
 
 
 def with_train_part(part):
-    model = build(LlamaForCausalLM)
+    model = build()
     for layer in model.model.layers:
         layer.mlp = nn.Sequential(layer.mlp, part.train())
     return model
 
 
 def with_attention_in_train_mode():
-    model = build(LlamaForCausalLM, attention_dropout=0.2)
+    model = build(attention_dropout=0.2)
     model.model.layers[1].self_attn.train()
     return model
 
@@ -360,26 +347,12 @@ def test_the_test_draws_nothing(kind):
 )
 def test_numbers_of_a_models_own(forward, make):
     def fresh():
-        model = build(LlamaForCausalLM)
+        model = build()
         layer = model.model.layers[0]
         layer.mlp = Part(layer.mlp, forward, generator=make()).eval()
         return model
 
-    plain = run(fresh())
-    assistant = knowing(plain)
-    assert torch.equal(run(fresh(), assistant=assistant), plain)
-    assert assistant.stats.last.tier == "plain"
-
-
-def test_a_hook_that_draws():
-    """It is known to change something once it has been seen to."""
-    model = build(LlamaForCausalLM)
-    model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: out + torch.rand_like(out))
-    plain = run(model)
-    for _ in range(3):
-        assistant = SamAssistant(budget=4)
-        assert torch.equal(run(model, assistant=assistant), plain)
-    assert assistant.stats.last.tier == "plain"
+    same(fresh(), plain=run(fresh()), tier="plain")
 
 
 def test_a_model_that_is_told_to_observe_later():
@@ -392,13 +365,11 @@ def test_a_model_that_is_told_to_observe_later():
 
 def test_a_model_that_was_made_in_inference_mode():
     with torch.inference_mode():
-        model = build(LlamaForCausalLM)
+        model = build()
         plain = run(model)
     for inside in (False, True, False):
         with torch.inference_mode(inside):
-            assistant = knowing(plain)
-            assert torch.equal(run(model, PROMPT.clone(), assistant=assistant), plain)
-            assert assistant.stats.last.tier == "tree"
+            _, _, assistant = same(model, PROMPT.clone(), plain=plain, tier="tree")
             assert assistant.stats.last.accepted > 0
 
 
@@ -408,7 +379,7 @@ def test_numbers_that_other_threads_draw_are_not_the_models(monkeypatch):
     draw_once = lambda *_, **__: others or others.append(random.random())  # noqa: E731
     results_of(monkeypatch, traces.Traces, "judge", draw_once)
     random.seed(3)
-    assert choose_service(build(LlamaForCausalLM), {}).tier is Tier.TREE
+    assert choose_service(build(), {}).tier is Tier.TREE
     assert not asked
     seeded = random.Random(3)
     assert [*others, random.random()] == [seeded.random(), seeded.random()]
@@ -436,7 +407,7 @@ def another_drawing(draw):
 def test_numbers_that_another_thread_draws_all_the_time(draw):
     """A library's model does not draw them; of a caller's own nobody knows until that thread is
     done, and then it is asked again."""
-    model, strange = build(LlamaForCausalLM), with_part(lambda own, x: x * 0.9)
+    model, strange = build(), with_part(lambda own, x: x * 0.9)
     with another_drawing(draw):
         assert choose_service(model, {}).tier is Tier.TREE
         assert choose_service(strange, {}).reason == traces.MAY_DRAW

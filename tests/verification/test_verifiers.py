@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.cache.kv_cache import SlotCache
@@ -14,16 +15,19 @@ from hf_retrieval_assist.engines.cpu import tree_verifier
 from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS
 from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
+from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.scopes import attending, innermost
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.types.token_tree import Forest, TokenTree
+from hf_retrieval_assist.verification import verified
 from hf_retrieval_assist.verification.engine import engine_of
 from hf_retrieval_assist.verification.options import ForwardOptions
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
+from hf_retrieval_assist.verification.verified import TopLogits, Verified
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build, padded, prompts_of
 from tests.support.oracle_drafter import oracle_assistant
@@ -62,7 +66,7 @@ def run(model, ids, mask, assistant=None, **options):
     )
 
 
-@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def model(request):
     return build(request.param)
 
@@ -144,7 +148,7 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
 @pytest.mark.parametrize("scope", [attending, reroute])
 def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkeypatch):
     """Python may raise KeyboardInterrupt before `__exit__` has begun."""
-    model = build(LlamaForCausalLM)
+    model = build()
     ids, mask, options = ending(model)
     plain = run(model, ids, mask, **options)
     if tested:
@@ -181,7 +185,7 @@ def test_what_is_packed(model):
 
 
 def test_models_that_are_compiled_or_compute_attention_themselves_are_padded():
-    model = build(LlamaForCausalLM)
+    model = build()
     model.forward = torch.compile(model.forward, backend="eager")
     assert not served(model).packed
     del model.forward
@@ -230,7 +234,7 @@ def many(budget):
 )
 def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, limited):
     """Beyond, a token would not round as in plain decoding by the same kernels."""
-    model = build(LlamaForCausalLM).to(dtype)
+    model = build().to(dtype)
     ids = arguments(False)[0][:1].repeat(rows, 1)
     assistant = Assistant([Scripted(many)], budget=100, reroute=rerouted)
     options = {"do_sample": False, "assistant": assistant}
@@ -245,7 +249,7 @@ def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, lim
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_limits_are_those_of_one_forward(packed):
-    verifier, rows = started(build(LlamaForCausalLM), packed, False)
+    verifier, rows = started(build(), packed, False)
     limits = verifier.limits(rows, rows, [None] * ROWS)
     assert (limits.nodes, limits.total, limits.packed) == (verifier.most_fed - 1, None, packed)
     verifier.most_tokens = 65
@@ -259,7 +263,7 @@ def test_limits_are_those_of_one_forward(packed):
 @pytest.mark.parametrize(("most_fed", "most_tokens"), [(8, None), (1 << 30, 8 * ROWS)])
 @torch.no_grad()
 def test_tokens_that_wait_to_be_fed_leave_less_room_for_drafts(most_fed, most_tokens):
-    verifier, rows = started(build(LlamaForCausalLM), False, False, Tier.CHAIN)
+    verifier, rows = started(build(), False, False, Tier.CHAIN)
     verifier.most_fed, verifier.most_tokens = most_fed, most_tokens
     rows[1].generated += [8, 9, 10]
     limits = verifier.limits(rows, rows, [None] * ROWS)
@@ -294,7 +298,7 @@ def test_packed_rows_are_no_recorded_forward(monkeypatch):
 
     monkeypatch.setattr(RepeatedForward, "__call__", watched)
     packed = calls_of(monkeypatch, tree_verifier, "PackedAttention")
-    model, options = build(LlamaForCausalLM), {"do_sample": False, "max_new_tokens": 24}
+    model, options = build(), {"do_sample": False, "max_new_tokens": 24}
     plain = model.generate(**padded(3), **options)
     for _ in range(2):
         assistant = SamAssistant(budget=4)
@@ -302,3 +306,39 @@ def test_packed_rows_are_no_recorded_forward(monkeypatch):
     assert packed
     assert seen
     assert not any(seen)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_tokens_of_several_rows_are_looked_at_as_one(on_host, monkeypatch):
+    """And without what fills the vocabulary up."""
+    monkeypatch.setattr(verified, "_CHUNK_CELLS", 60)
+    logits = torch.randn(9, 30)
+    logits[:, 25:] = 100
+    best = logits[:, :25].topk(4)
+    given, ids = (best.values.numpy(), best.indices.numpy()) if on_host else (logits, None)
+    parts = (np.arange(1, 3), np.arange(4, 5), np.arange(5, 9))
+    first, *others = (TopLogits(given, part, ids) for part in parts)
+    top = first.joined(others)
+    assert (len(top), len(TopLogits(given, ids=ids))) == (7, 9)
+    for nodes, places in (([0, 2, 3, 6], [1, 4, 5, 8]), ([], [])):
+        expected = logits[places, :25].topk(3)
+        found = top.of(np.array(nodes, np.int64), 3, 25)
+        np.testing.assert_array_equal(found[0], expected.indices)
+        np.testing.assert_array_equal(found[1], expected.values)
+    with pytest.raises(ValueError, match="one forward"):
+        first.joined([TopLogits(logits.clone())])
+
+
+@pytest.mark.parametrize("screened", [False, True])
+def test_a_forward_tells_those_of_a_rows_tokens_in_their_order(screened):
+    """Of two rows of five tokens, the second one's root stands behind a pending token; a screen's
+    logits have not been rounded to the model's dtype."""
+    logits = torch.stack([torch.randperm(30) for _ in range(10)]).view(2, 5, 30).bfloat16()
+    near = torch.randn(10, 30)
+    verified = Verified(logits, [0, 1], None)
+    if screened:
+        verified = ScreenedVerified(verified, SimpleNamespace(near=near))
+    expected = (near[6:9] if screened else logits[1, 1:4].float()).topk(3)
+    ids, values = verified.top(1, 2).of(np.arange(3), 3, 30)
+    assert (ids == expected.indices.numpy()).all()
+    assert (values == expected.values.numpy()).all()
