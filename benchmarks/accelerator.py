@@ -213,17 +213,17 @@ class Bench:
         methods: dict[str, Options] = {"plain": dict}
         if batch == 1:
             methods["prompt lookup"] = lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-        methods |= self._manners(lambda graphs: SuffixAssistant(graphs=graphs, costs=self.costs))
-        chained = self._manners(lambda graphs: Chained(graphs=graphs, costs=self.costs))
+        methods |= self._variants(lambda graphs: SuffixAssistant(graphs=graphs, costs=self.costs))
+        chained = self._variants(lambda graphs: Chained(graphs=graphs, costs=self.costs))
         methods |= {f"{name}, chains": options for name, options in chained.items()}
         return methods | {"plain, static and compiled": self._compiled}
 
-    def _manners(self, make: Callable[[bool], Assistant]) -> dict[str, Options]:
+    def _variants(self, make: Callable[[bool], Assistant]) -> dict[str, Options]:
         """An assistant in each way of running forwards."""
-        manners: dict[str, Options] = {"ours, eager": lambda: {"assistant": make(False)}}
+        variants: dict[str, Options] = {"ours, eager": lambda: {"assistant": make(False)}}
         if self.model.device.type == "cuda":
-            manners["ours, graphs"] = lambda: {"assistant": make(True)}
-        return manners
+            variants["ours, graphs"] = lambda: {"assistant": make(True)}
+        return variants
 
     def _compiled(self) -> dict[str, Any]:
         mode = "reduce-overhead" if self.backend == "inductor" else None
@@ -251,12 +251,12 @@ class Bench:
             for shape, branching in {"chain": 1, "tree": 2}.items():
                 if width == 1 and shape == "tree":
                     continue
-                manners = self._manners(
+                variants = self._variants(
                     lambda graphs, n=width - 1, k=branching: Assistant(  # type: ignore[misc]
                         [Filler(k)], budget=n, graphs=graphs, costs=self.costs
                     )
                 )
-                for name, found in self._timed(setting, manners, self.new_tokens // 2).items():
+                for name, found in self._timed(setting, variants, self.new_tokens // 2).items():
                     table.add(**self._row(setting, name, found), shape=shape, width=width)
 
     def _row(self, setting: Setting, name: str, found: Timed) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def gpu_time(n: int) -> float:
 
 
 def cpu_time(n: int) -> float:
-    """As `gpu_time`; beyond the measured range it grows as at its end."""
+    """The CPU's `gpu_time`; it grows beyond the measured range as at its end."""
     if n <= CPU_TOKENS[-1]:
         return float(np.interp(n, CPU_TOKENS, CPU_TIMES))
     return CPU_TIMES[-1] * n / CPU_TOKENS[-1]

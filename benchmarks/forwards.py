@@ -91,7 +91,7 @@ def measure(
 
 
 def random_ids(count: int) -> list[int]:
-    """Of any model's vocabulary."""
+    """Ids of any model's vocabulary."""
     ids: list[int] = torch.randint(1, 10_000, (count,)).tolist()
     return ids
 

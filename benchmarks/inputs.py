@@ -49,7 +49,7 @@ def read_prompts(folder: Path = PROMPTS) -> list[Prompt]:
 
 
 def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """At most `count` prompts of every category."""
+    """The first prompts of every category, `count` at most."""
     seen: Counter[str] = Counter()
     chosen = []
     for prompt in prompts:

@@ -41,7 +41,7 @@ from .timing import alternate
 from .traces import SHIPPED, read_traces
 
 ROWS = (1, 2, 4, 8, 16, 32)
-# Of linear layers, which are vocabulary layers of both demo models and a square one.
+# Rows of linear layers, which are vocabulary layers of both demo models and a square one.
 WIDE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 WEIGHTS = ((262144, 640), (49152, 576), (4096, 4096))
 SQUARE = 2048

@@ -103,7 +103,7 @@ class LlamaCpp:
         return [int(row.argmax()) for row in rows]
 
     def generate(self, prompt: list[int], new_tokens: int, ends: set[int], drafts: bool) -> Run:
-        """As `model.generate` under greedy decoding; with drafts by the bindings' prompt lookup."""
+        """Greedy `model.generate`; with drafts by the bindings' prompt lookup."""
         started = time.perf_counter()
         self.clear()
         ids = [*prompt, *self.forward(prompt, 0, 1)]

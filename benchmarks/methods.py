@@ -111,6 +111,6 @@ def tokens_per_forward(runs: Sequence[Run]) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until a device has done its work."""
+    """Wait until a device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

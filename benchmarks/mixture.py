@@ -30,7 +30,7 @@ from .traces import Trace, read_traces
 from .variants import warmed
 
 ROUNDS = 40
-TOKENS = 500  # of outputs, per trace and round
+TOKENS = 500  # those of outputs, per trace and round
 BUDGET = 32
 FIRST_RATE, LAST_RATE = 0.02, 0.003
 
@@ -44,7 +44,7 @@ SHARES = (0.005, 0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 0.95, 0.005)
 # That a copy goes on, by how long it has been going on.
 COPIED = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 
-TRIALS_KEPT = 20  # of each cell, from training to another text
+TRIALS_KEPT = 20  # each cell's, from training to another text
 
 
 def untrained() -> Mixture:

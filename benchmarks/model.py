@@ -193,7 +193,7 @@ def summary(turns: Sequence[Turns], method: str) -> dict[str, Any]:
 
 
 def by_kind(turns: Sequence[Turns], method: str, other: str) -> Iterator[tuple[str, list[float]]]:
-    """Of each kind of prompt, the ratios of its prompts."""
+    """Each kind of prompt, and the ratios of its prompts."""
     for kind in dict.fromkeys(turn.prompt.category for turn in turns):
         of_kind = [turn for turn in turns if turn.prompt.category == kind]
         yield kind, [turn.ratio(method, other) for turn in of_kind]

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("peers", {"model": model_name(arguments), "new_tokens": tokens})
     table = report.table("Peers", COLUMNS | {"nodes": "nodes"})
     unseen = read_prompts(UNTUNED)
-    # As many of each kind as there can be.
+    # Each kind has as many as there can be.
     spread = [unseen[i * len(unseen) // count] for i in range(count)]
     prompts = [replace(prompt, category="untuned") for prompt in spread] + tasks
     for nodes in sizes:

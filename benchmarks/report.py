@@ -51,8 +51,8 @@ class Table:
 
 
 def cell(value: Any, digits: str = "") -> str:
-    """As printed: three digits, or so many behind the point; from a thousand on whole numbers; a
-    dash for nothing."""
+    """What is printed: three digits, or so many behind the point; from a thousand on whole numbers;
+    a dash for nothing."""
     if value is None:
         return "-"
     if not isinstance(value, float):

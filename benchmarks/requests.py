@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("requests", {"model": model_name(arguments), **settings})
     table = report.table("Requests side by side", COLUMNS)
     for count in together:
-        # Beyond the number of prompts each comes several times.
+        # Each comes several times where there are fewer prompts.
         inputs = [prompts[i % len(prompts)] for i in range(max(count, len(prompts)))]
         if count == 1:
             inputs = inputs[:8]

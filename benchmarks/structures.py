@@ -29,7 +29,7 @@ from .texts import Int32Array
 from .timing import orders, typical_us
 from .traces import SHIPPED
 
-VOCAB_SIZE = 262_144  # above every id of every text
+VOCAB_SIZE = 262_144  # more than every id of every text
 DRAFT = 32
 DEPTH = 64  # longest context plus draft of suffix trees
 QUERIES = 1_000

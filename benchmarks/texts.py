@@ -13,7 +13,7 @@ Int32Array = NDArray[np.int32]
 
 
 def natural(length: int, vocab_size: int = 32_000, seed: int = 0) -> Int32Array:
-    """Like text: Zipf's law over the tokens, and passages copied from earlier.
+    """Tokens like text: Zipf's law over them, and passages copied from earlier.
 
     About half of the tokens are fresh and half belong to copies of 2 to 60 tokens.
     """

@@ -46,7 +46,7 @@ class Assistant:
             1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
             by its shape how much was drafted, so texts in half precision do not depend on it. For
             tests, since it costs time. None: as many as pay. A call that is drafted for in no
-            memory that stays in place, as all are on a CPU, raises `ValueError`.
+            static buffers, as all are on a CPU, raises `ValueError`.
         extra_memory: bytes that smaller copies of a model's weights may take, from which its
             forwards on a CPU gain; None: an eighth of the memory that is free; 0: there are none.
             Copies are shared by all assistants and go with the model.

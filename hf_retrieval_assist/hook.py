@@ -98,7 +98,7 @@ def _wrap(original: Any, serve: Any) -> Any:
     def method(self: Any, *args: Any, assistant: Any = UNNAMED, **kwargs: Any) -> Any:
         if _installed:
             return serve(original, self, assistant, args, kwargs)
-        # As the caller gave it, for transformers to judge.
+        # Transformers judges it as the caller gave it.
         named = {} if assistant is UNNAMED else {"assistant": assistant}
         return original(self, *args, **named, **kwargs)
 
@@ -260,7 +260,7 @@ def _heal_tokens(model: Any, kwargs: dict[str, Any]) -> None:
     name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
     ids = kwargs[name]
     if kwargs.get("attention_mask") is None:
-        # Of the prompt as it was: healing puts padding in the place of its first token.
+        # The prompt's mask as it was: healing puts padding in the place of its first token.
         kwargs["attention_mask"] = torch.ones_like(ids)
     kwargs[name] = model.heal_tokens(ids, kwargs.get("tokenizer"))
 

@@ -184,7 +184,7 @@ class SuffixAssistant(Preset):
 
 
 class RolloutAssistant(Preset):
-    """For reinforcement learning: samples of one prompt draft from one another.
+    """Reinforcement learning: samples of one prompt draft from one another.
 
     Training asks for several outputs of each prompt, in one batch or one after another, and for
     more of them in every epoch. Each draft comes from its own text and from what was written for

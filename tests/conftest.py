@@ -24,7 +24,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 _LEFT_OUT = pytest.StashKey()
 transformers.logging.set_verbosity_error()
-# With CI=true in the environment transformers' log reaches the root logger too, and `told` twice.
+# CI=true in the environment sends transformers' log to the root logger too, and to `told` twice.
 transformers.logging.disable_propagation()
 # Forwards are recorded at once, so that whatever is tested meets those that are repeated.
 if repeated_forward is not None:
@@ -104,4 +104,4 @@ def plain(model):
 @pytest.fixture
 def tests(monkeypatch):
     """What the tests of models have found."""
-    return results_of(monkeypatch, service, "examined")
+    return results_of(monkeypatch, service, "run_self_test")

@@ -197,7 +197,7 @@ def test_idle_sessions_are_neither_asked_nor_told(idle, model, plain):
     drafter = Recorder(plain[0].tolist(), idle=idle)
     _, _, assistant = same(model, assistant=Assistant([drafter], budget=4))
     assert (assistant.stats.last.drafted == 0) is idle
-    assert len(drafter.commits) == (1 if idle else 5)  # of the prefill and four steps
+    assert len(drafter.commits) == (1 if idle else 5)  # the prefill and four steps
 
 
 def test_statistics_of_calls(model, plain):
@@ -334,8 +334,8 @@ def test_notebooks_show_the_last_call_and_the_total():
     assert [row[1:4] for row in table_of(stats)[1:]] == [["", "0", "0"]] * 2
     call = CallStats(tier="tree", calls=1, steps=4, forwards=4, tokens=13, drafted=20, accepted=8)
     call.seconds |= {"forward": 0.6, "prefill": 0.2, "total": 1.0}
-    stats.record(call)
-    stats.record(call)
+    stats.add(call)
+    stats.add(call)
     heading, last, total = table_of(stats)
     assert len(heading) == len(last) == len(total)
     assert last == ["last call", "tree", "13", "5", "2.60", "5.0", "8 of 20", "1.00", "80%"]

@@ -76,7 +76,7 @@ def test_the_loop_lets_go_of_a_generator_which_finishes_its_text(model, tmp_path
     output = run(model, PROMPT, prompt_lookup_num_tokens=1)
     kept = OutputMemory(path=tmp_path / "log")
     assert len(kept) == 1
-    # To a session the prompt's last token is the first one generated.
+    # A session takes the prompt's last token for the first one generated.
     assert kept.token_count == 1 + output.shape[1] - PROMPT.shape[1]
 
 

@@ -79,7 +79,7 @@ def test_a_token_goes_the_way_that_is_told():
     """Every file of the picture is entered, and the stages of a step follow one another in it."""
     model = build()
     assistant = knowing(run(model), budget=3)
-    for _ in range(8):  # until all of its forwards are repeated
+    for _ in range(8):  # all of its forwards are repeated then
         run(model, assistant=assistant)
     calls = entered(lambda: run(model, assistant=assistant))
     assert assistant.stats.last.tier == "tree", assistant.stats.last.reason
@@ -89,7 +89,7 @@ def test_a_token_goes_the_way_that_is_told():
     assert told == [(stage, file) for stage, (file, _) in STAGES.items()]
     names = {place: stage for stage, place in STAGES.items()}
     went = [names[call] for call in calls if call in names]
-    # Before them comes the walk of the prefill's token.
+    # The walk of the prefill's token comes before them.
     steps = went[went.index("draft") :]
     assert steps == list(STAGES) * assistant.stats.last.forwards
 
@@ -107,10 +107,28 @@ def unbounded(path):
             continue
         given = {keyword.arg for keyword in node.keywords}
         few = len(given & BOUNDS) < COMPARING.get(node.func.attr, 0)
-        if few and None not in given:  # `**within(...)`
+        if few and None not in given:  # None: `**within(...)`
             yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def test_no_bound_is_a_librarys_default():
     found = [place for path in (ROOT / "tests").rglob("*.py") for place in unbounded(path)]
+    assert not found
+
+
+PREPOSITIONS = (
+    "about|above|across|after|against|along|among|around|as|at|before|behind|below|beneath|beside|"
+    "besides|between|beyond|by|despite|during|except|for|from|in|inside|into|like|near|of|off|on|"
+    "onto|out|outside|over|past|per|since|than|through|throughout|to|towards?|under|unlike|until|"
+    "up|upon|via|with|within|without"
+)
+
+
+def test_prose_of_the_package_begins_with_its_subject():
+    found = []
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "cython_ext").rglob("*.[pch]*")]:
+        # What continues a comment is no beginning.
+        text = re.sub(r"(?m)^([ \t]*#.*\n)(?:[ \t]*#.*\n)+", r"\1", path.read_text())
+        first = rf'(?im)(?:"""|/\*|(?:^|\s)#:?)[ \t]*[*`]*(?:{PREPOSITIONS})\b.*'
+        found += [f"{path.relative_to(ROOT)}: {line}" for line in re.findall(first, text)]
     assert not found

@@ -30,7 +30,7 @@ def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: (model, tokenizer))
     for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         loader = SimpleNamespace(from_pretrained=lambda *_, made=made, **__: made)
-        # By name: transformers puts another module into its place while a first model is made.
+        # The name, since transformers exchanges the module while a first model is made.
         monkeypatch.setattr(f"transformers.{auto}", loader)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

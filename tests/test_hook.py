@@ -27,7 +27,7 @@ def reinstalled():
 
 
 def test_uninstall_and_install(model, reinstalled):
-    """As often as one likes; the wrapper looks like `generate`."""
+    """Both may be called again and again; the wrapper looks like `generate`."""
     for _ in range(2):
         hf_retrieval_assist.install()
         wrapper = GenerationMixin.generate
@@ -229,7 +229,7 @@ assert GenerationMixin.generate is original
 """
 
 
-# Of the package, and of a module.
+# Names of the package, and of a module.
 NAMED = ("hf_retrieval_assist.SamAssistant", "from hf_retrieval_assist.presets import SamAssistant")
 
 

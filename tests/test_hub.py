@@ -21,7 +21,7 @@ HUB = Path(__file__).parent.parent / "hub"
 def generate(monkeypatch, tmp_path):
     """A call by way of the repository, whose code is copied to a cache of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    # By itself it would draft where that pays, which no test may hang on.
+    # It would draft where that pays, which no test may hang on.
     eager = partial(hf_retrieval_assist.SuffixAssistant, budget=8)
     monkeypatch.setattr(hf_retrieval_assist, "SuffixAssistant", eager)
     # The package is installed in place or only on the path; both will do.

@@ -40,7 +40,7 @@ from .support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, run, same
 from .support.tiny_models import VOCAB
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-SLOW_STEPS = FixedCosts(lambda tokens: 1.0)  # beside which any drafting takes no time
+SLOW_STEPS = FixedCosts(lambda tokens: 1.0)  # any drafting takes no time beside these
 
 
 def draft_of(model):
@@ -87,7 +87,7 @@ def test_the_default_draws_trees_of_a_draft_model_that_costs_little():
 
 SIZES = {"max_nodes": 8, "max_levels": 3, "width": 3}
 
-# By the model, documents of what it generates, these on disk, and a draft model.
+# Those of the model, of documents of what it generates, of these on disk, and of a draft model.
 KINDS = {
     "sam": lambda made, **options: SamAssistant(**options),
     "sam alone": lambda made, **options: SamAssistant(fallback=None, **options),

@@ -45,7 +45,7 @@ CODE = (".py", ".pyx", ".pxd", ".pxi", ".h", ".c")
 
 
 def part_of(path):
-    """Of a file of the package or of what is compiled into it, whose lines it counts among."""
+    """The part that a file of the package, or of what is compiled into it, counts among."""
     folder, *names = path.relative_to(ROOT).parts
     if folder in ("tests", "benchmarks"):
         return folder

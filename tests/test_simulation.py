@@ -130,7 +130,7 @@ def test_refuses_what_is_no_id_of_the_vocabulary(request_, options, error, said)
         simulate(sam(), [COPY], batch_size=0)
 
 
-# Of the paper's rule: a corpus of consecutive ids, and texts that match it in part.
+# The paper's rule: a corpus of consecutive ids, and texts that match it in part.
 CORPUS = list(range(100, 140))
 
 

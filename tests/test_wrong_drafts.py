@@ -136,7 +136,7 @@ def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(ll
 )
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_models_that_take_no_trees(name, match):
-    """As targets of what drafts with them; their first layers may have another reason."""
+    """They are targets of what drafts with them; their first layers may have another reason."""
     model = build(name)
     for fallback, reason in (("quantized_self", match), (EarlyExit(1), "fed token trees")):
         with pytest.raises(ValueError, match=reason):

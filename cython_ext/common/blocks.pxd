@@ -11,7 +11,7 @@ cdef inline void* resized(void* block, size_t size) except NULL nogil:
     return found
 
 
-cdef inline void* kept(list owner, size_t size) except NULL:
+cdef inline void* owned(list owner, size_t size) except NULL:
     """A block of zeros that lives as long as the owner."""
     cdef unsigned char[::1] block = bytearray(max(size, <size_t>1))
     owner.append(block)

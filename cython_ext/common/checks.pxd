@@ -11,7 +11,7 @@ cdef inline int check_ids(const token_t[::1] token_ids) except -1:
     return 0
 
 
-# Of arrays that hold the parts of several texts or trees, one behind another.
+# Arrays hold the parts of several texts or trees, one behind another.
 cdef inline int check_offsets(const int64_t[::1] offsets, Py_ssize_t parts, Py_ssize_t n) except -1:
     """ValueError unless they rise from 0 to n, one for each part and one for the end."""
     cdef Py_ssize_t i

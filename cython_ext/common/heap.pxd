@@ -4,7 +4,7 @@ from common.types cimport int32_t, int64_t
 
 cdef struct Entry:
     double key      # highest first; whole numbers are exact up to 2^53
-    int64_t tie     # of equal keys the lowest first
+    int64_t tie     # the lowest of equal keys first
     int32_t index
 
 

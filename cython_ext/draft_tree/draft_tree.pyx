@@ -10,7 +10,7 @@ from common.checks cimport check_offsets
 from common.sort cimport key_value, sort, sort_key
 from common.types cimport int32_t, int64_t, token_t
 
-# Of a token tree's arrays: ids, parents, probabilities, classes.
+# A token tree's arrays: ids, parents, probabilities, classes.
 TREE_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "float32", "int32"))
 
 
@@ -132,7 +132,7 @@ cdef struct Family:  # the children of a tree's nodes and, in front of them, of 
     int32_t* sibling   # the child before, of each child
 
 cdef inline Family no_children(int32_t* room, Py_ssize_t n) noexcept nogil:
-    """Of n nodes; there is room for 2 (n + 1) numbers."""
+    """The family of n nodes without any; there is room for 2 (n + 1) numbers."""
     memset(room, -1, 2 * (n + 1) * sizeof(int32_t))
     return Family(room + 1, room + n + 2)
 
@@ -239,7 +239,7 @@ cdef int32_t* shared_places(
     const token_t[::1] tokens_a, const int32_t[::1] parents_a, const int64_t[::1] offsets_a,
     const token_t[::1] tokens_b, const int32_t[::1] parents_b, const int64_t[::1] offsets_b,
 ) except NULL:
-    """Of two forests of as many trees, for every node of the second that of the same path in the first.
+    """The node of the first of two forests of as many trees on the path of every node of the second.
 
     int32 [nodes of the second], counted from its own tree's beginning; −1: there is none. For the caller
     to free. O(n_a + n_b x children of a node of the first).
@@ -345,7 +345,7 @@ def prune(
     const token_t[::1] token_ids, const int32_t[::1] parents, const float[::1] probs,
     const int32_t[::1] classes, const int64_t[::1] offsets, const int64_t[::1] budgets,
 ):
-    """Of each of several trees its `budgets` most probable nodes, in their order.
+    """Each of several trees' `budgets` most probable nodes, in their order.
 
     One tree's nodes stand behind another's in the arrays; `offsets`, int64 [trees + 1], tells where each
     tree begins. Returns four arrays and offsets. O(n log n).
@@ -432,7 +432,7 @@ def best_paths(
     const token_t[::1] token_ids, const int32_t[::1] parents, const float[::1] probs,
     const int32_t[::1] classes, const int64_t[::1] offsets,
 ):
-    """Of each of several trees the path to a leaf with the largest sum of probabilities, the first of equal
+    """Each of several trees' path to a leaf with the largest sum of probabilities, the first of equal
     ones.
 
     `offsets`, int64 [trees + 1], tells where each tree begins, from where its parents count. Returns four
@@ -451,7 +451,7 @@ def best_paths(
             sums[i] = probs[i] + (sums[first + parents[i]] if parents[i] >= 0 else 0)
             if node < 0 or sums[i] > sums[node] or first + parents[i] == node:
                 node = <int32_t>i
-        # From the leaf upwards, into the places that the path has in the end.
+        # The leaf comes first, each node at the place that the path has in the end.
         i = node
         while i >= 0:
             end += 1

@@ -29,7 +29,7 @@
 /* Rows of scores are padded to whole vectors. */
 #define SLOT_MULTIPLE 16
 
-/* As many heads at a time as have scores that stay in the threads' second-level caches. */
+/* Scores that stay in a thread's second-level cache: as many heads go at a time as fit. */
 #define SCORE_BYTES (512 << 10)
 
 /* Keys that stay in the first-level cache while all rows pass by; values that do, and panels of rows whose
@@ -56,7 +56,7 @@ typedef struct {
     int64_t batch, groups, heads, queries, slots, depth, width;
     int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[3];
     float scale;
-    int dtype; /* of everything but a boolean mask */
+    int dtype; /* everything's but a boolean mask's */
     int mask_kind;
 } attention_problem;
 
@@ -64,9 +64,9 @@ typedef struct {
 typedef struct {
     const attention_problem *problem;
     int64_t first, count; /* heads: sequence * groups + group */
-    int64_t rows;         /* of a head: heads * queries */
+    int64_t rows;         /* a head's: heads * queries */
     int64_t padded;       /* slots, rounded up */
-    int64_t packed_bytes; /* of one packed row */
+    int64_t packed_bytes; /* one packed row's */
     int64_t panel_count;
     char *panels;         /* [count, rows], packed */
     float *scores;        /* [count, rows, padded] */

@@ -45,7 +45,7 @@ static ALWAYS_INLINE __m256 load_bf16(const char *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
-/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+/* Round to nearest, ties to even; a NaN becomes the quiet NaN, lest it be carried into infinity. */
 static ALWAYS_INLINE void store_bf16(char *p, __m256 v) {
     const __m256i bits = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -17,7 +17,7 @@
 typedef struct {
     __m512i low, high;
 } int8_weights;
-/* In __m512i, of 64-bit integers, GCC copies sums round every instruction. */
+/* GCC copies sums in __m512i, of 64-bit integers, round every instruction. */
 typedef int32_t int8_sums __attribute__((vector_size(64)));
 
 static ALWAYS_INLINE int8_weights load_weights(const char *p) {
@@ -26,7 +26,7 @@ static ALWAYS_INLINE int8_weights load_weights(const char *p) {
                           _mm512_cvtepi8_epi16(_mm256_loadu_si256(from + 1))};
 }
 
-#ifndef ADD_PAIRS /* of products of neighbours */
+#ifndef ADD_PAIRS /* products of neighbours */
 #define ADD_PAIRS(sums, a, b) _mm512_add_epi32((sums), _mm512_madd_epi16((a), (b)))
 #endif
 
@@ -47,7 +47,7 @@ static ALWAYS_INLINE __m512 load_bf16(const char *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+/* Round to nearest, ties to even; a NaN becomes the quiet NaN, lest it be carried into infinity. */
 static ALWAYS_INLINE void store_bf16(char *p, __m512 v) {
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -12,7 +12,7 @@ enum { ELEMENT_COPY, ELEMENT_NEG, ELEMENT_MUL, ELEMENT_ADD };
 typedef struct {
     const char *a, *b; /* operators of one tensor have it for both */
     char *out;
-    int64_t shape[4], strides[3][4]; /* of a, b and out */
+    int64_t shape[4], strides[3][4]; /* strides of a, b and out */
     int dtype;
     int kind;
 } element_problem;

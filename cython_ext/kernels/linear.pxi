@@ -2,7 +2,7 @@
 # them its time grows with the rows although the memory traffic, which bounds it, does not.
 
 MAX_ROWS = ROUTED_ROWS
-INT8_MULTIPLE = INT8_STEP  # of the columns that rows in eight bits are filled up to
+INT8_MULTIPLE = INT8_STEP  # rows in eight bits are filled up to a multiple of so many columns
 
 
 cdef int _check_shape(str name, object tensor, object shape) except -1:

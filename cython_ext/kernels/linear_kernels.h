@@ -31,9 +31,9 @@ typedef struct {
     char *y;            /* [rows, outputs] */
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
-    int dtype;           /* of x, bias and y */
+    int dtype;           /* x, bias and y have it */
     int weight_dtype;    /* the same; float32 times bfloat16; any times int8, as it is or rounded */
-    const char *scales;  /* of int8: [outputs], or NULL */
+    const char *scales;  /* int8's: [outputs], or NULL */
     int scale_dtype;
 } linear_problem;
 
@@ -62,7 +62,7 @@ typedef struct {
     int count;
     int64_t chunk_rows[MAX_TOGETHER];
     char *panels;         /* the rows of x, packed */
-    int64_t packed_bytes; /* of one packed row */
+    int64_t packed_bytes; /* one packed row's */
     int64_t panel_count;
     int64_t panel_starts[PASS_ROWS + 1]; /* equally high panels, give or take a row */
     float *x_scales;      /* [rows] of x, where it is rounded */

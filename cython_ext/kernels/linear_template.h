@@ -98,7 +98,7 @@ static void work(void *shared) {
     }
 }
 
-/* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
+/* Takes PASS_ROWS rows at most. Returns 0, or -1 when memory ran out. */
 static int run_pass(const linear_problem *p, int count, int threads) {
     float x_scales[PASS_ROWS];
     linear_pass pass = {.problem = p, .count = count, .x_scales = x_scales};

@@ -50,7 +50,7 @@ static ALWAYS_INLINE int32x4_t add_products(int32x4_t sums, int8_weights w, cons
 static ALWAYS_INLINE int32x4_t no_sums(void) { return vdupq_n_s32(0); }
 static ALWAYS_INLINE float32x4_t to_floats(int32x4_t sums) { return vcvtq_f32_s32(sums); }
 
-/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+/* Round to nearest, ties to even; a NaN becomes the quiet NaN, lest it be carried into infinity. */
 static ALWAYS_INLINE void store_bf16(char *p, float32x4_t v) {
     const uint32x4_t bits = vreinterpretq_u32_f32(v);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));

@@ -6,7 +6,7 @@ NORM_LANES = (4, 8, 16)
 cdef int64_t _most_normed = 1 << 18
 
 
-# Of the fastest instruction set.
+# The fastest instruction set's.
 cdef int (*_norm)(const norm_problem *) noexcept nogil
 _norm = _paths[_path_count - 1].norm if _path_count else plain_norm
 

@@ -18,10 +18,10 @@ typedef struct {
     int dtype;
     int lanes;
     int shifted; /* times 1 + weight */
-    int rounded; /* to the dtype before the weight is multiplied */
+    int rounded; /* whether values are, to the dtype, before the weight is multiplied */
 } norm_problem;
 
-/* For CPUs without a path. Returns 0, or -1 when memory ran out. */
+/* Serves CPUs without a path. Returns 0, or -1 when memory ran out. */
 int plain_norm(const norm_problem *);
 
 #endif

@@ -66,7 +66,7 @@ static ALWAYS_INLINE uint32_t skinny_bits_of(float value) {
 
 static ALWAYS_INLINE float skinny_float_of_bf16(uint16_t half) { return skinny_float_of((uint32_t)half << 16); }
 
-/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+/* Round to nearest, ties to even; a NaN becomes the quiet NaN, lest it be carried into infinity. */
 static ALWAYS_INLINE uint16_t skinny_bf16_of(float value) {
     const uint32_t bits = skinny_bits_of(value);
     if (value != value) return 0x7fc0;
@@ -82,7 +82,7 @@ static ALWAYS_INLINE float skinny_float_of_f16(uint16_t half) {
     return skinny_float_of(skinny_bits_of(finite) | special | sign);
 }
 
-/* To nearest, ties to even. Subnormal halves are rounded by adding 0.5, whose last bit is worth as
+/* Round to nearest, ties to even. Subnormal halves are rounded by adding 0.5, whose last bit is worth as
  * much as theirs; normal ones by an integer addition that carries into the exponent. */
 static ALWAYS_INLINE uint16_t skinny_f16_of(float value) {
     const uint32_t bits = skinny_bits_of(value), magnitude = bits & 0x7fffffffu;

@@ -1,4 +1,4 @@
-/* From here to TARGET_END functions are compiled for the instruction sets that TARGET names. */
+/* Functions from here to TARGET_END are compiled for the instruction sets that TARGET names. */
 #define PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define TARGET_BEGIN(names) PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))

@@ -32,8 +32,8 @@ cdef class Lookups:
     A function that stands for another within a scope, and says so by its attribute `stands_for`, counts as the other.
     """
 
-    # Of each space the names that were looked up there, and what they led to; of a class CPython's number of what it and
-    # its bases were like then, 0 where there is none.
+    # Each space's names that were looked up there, and what they led to; CPython's number of what a class and its bases
+    # were like then, 0 where there is none.
     cdef list _spaces, _names, _found
     cdef list _tags
     cdef dict _places
@@ -158,7 +158,7 @@ cdef class Snapshot:
         for other in self._lists:
             held.extend(other)
         self._kinds, self._held = [*map(type, self._owners)], held
-        # Of dictionaries and lists, and one number so that there are some.
+        # Sizes of dictionaries and lists, and one number so that there are some.
         self._sizes = array("q", [*map(len, self._dicts), *map(len, self._lists), 0])
         self._versions = [tensor._version for tensor in self._counted]
         self._places = [tensor.data_ptr() for tensor in self._placed]

@@ -159,7 +159,7 @@ cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, i
                     insert_among(values, ids, k, row[i], <int32_t>i)
 
 
-cdef Py_ssize_t keep_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexcept nogil:
+cdef Py_ssize_t select_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexcept nogil:
     """Keep the `budget` most probable of more nodes, in their order; returns their number."""
     cdef Py_ssize_t i, kept = 0
     if budget < 1:
@@ -224,7 +224,7 @@ def draft(
         out.tokens, out.parents, out.evidence = &ints[0, end], &ints[1, end], &ints[2, end]
         out.probs = &probs[0, end]
         known = lay_template(template, table, roots[row], befores[row], known, kind, out)
-        end += keep_best(known, budgets[row], out) if budgets[row] < known else known
+        end += select_best(known, budgets[row], out) if budgets[row] < known else known
         offsets[row + 1] = end
     return *ints_out[:2, :end], probs_out[0, :end], ints_out[2, :end], offsets_out
 
@@ -291,7 +291,7 @@ def rows_to_learn(
     for i in range(accepted.shape[0]):
         if not 0 <= accepted[i] < n:
             raise ValueError(f"accepted: expected 0 to {n - 1}, got {accepted[i]}")
-    # By token; of one token the last accepted node comes last, or the last rejected one.
+    # Sorted by token; the last accepted node of one token comes last, or the last rejected one.
     cdef int64_t* fed = <int64_t*>resized(NULL, n * (sizeof(int64_t) + sizeof(uint8_t)))
     cdef uint8_t* learnt = <uint8_t*>(fed + n)
     with nogil:

@@ -35,7 +35,7 @@ cdef struct Sample:           # the code of one suffix
     const Shard* shard
     int64_t rank
     int64_t place
-    int32_t offset            # into the suffix
+    int32_t offset            # where in the suffix
     uint32_t code
 
 cdef inline int64_t suffixes_in(const Interval* intervals, int32_t shards) noexcept nogil:

@@ -22,13 +22,13 @@ cdef struct Tree:             # what was taken, in the arrays that the caller ge
 
 cdef struct Candidate:        # the match with a continuation of `depth` tokens
     int64_t count
-    uint32_t code             # of its last token
+    uint32_t code             # its last token's
     int32_t parent            # candidate without the last token; the first candidate is the match
     int32_t depth
     int32_t row               # its suffixes
     int32_t child             # newest candidate that continues it, then by `sibling`; 0 for none
     int32_t sibling
-    int32_t node              # in the tree: -1 for the match, or ABSENT
+    int32_t node              # the tree's: -1 for the match, or ABSENT
 
 cdef struct Range:            # suffixes of a candidate among whose next codes some are not known
     int32_t parent
@@ -51,7 +51,7 @@ cdef struct Selection:
     int64_t vocab_size
     int32_t codes_left        # candidates that there is room for
     int32_t searches_left     # codes of long ranges that may be looked for
-    int32_t length            # of the match
+    int32_t length            # the match's
     int32_t depth             # most tokens of a continuation
     int32_t wanted            # nodes that the tree has room for
     int32_t candidate_count
@@ -72,7 +72,7 @@ cdef struct Selection:
     uint32_t* found           # [LANES + shard_count], the codes of one split ...
     int64_t* most             # ... and how often they may occur
     Probe[2 * LANES] probes
-    uint32_t[LANES] codes     # of all splits
+    uint32_t[LANES] codes     # all splits'
     Split[BATCH] splits
 
 cdef int64_t key_of(int64_t count, int32_t depth) noexcept nogil:
@@ -270,7 +270,7 @@ cdef void bound_codes(Selection* work, const Split* split, int32_t found) noexce
             work.most[i] += ends[1].high - ends[0].low
         samples += seen
 
-cdef int32_t keep_codes(Selection* work, int32_t found, int64_t least, int32_t room) noexcept nogil:
+cdef int32_t select_codes(Selection* work, int32_t found, int64_t least, int32_t room) noexcept nogil:
     """Keep the codes that may occur `least` times, of those the `room` most frequent; how many."""
     cdef int32_t i, j, ahead, kept = 0
     for i in range(found):
@@ -304,7 +304,7 @@ cdef void choose_codes(Selection* work, Split* split) noexcept nogil:
     split.codes = found
     if found > room or least > 1:
         bound_codes(work, split, found)
-        split.codes = keep_codes(work, found, least, room)
+        split.codes = select_codes(work, found, least, room)
     split.complete = found == 0 or (split.complete and (found <= room or split.codes < room))
     for i in range(split.codes):
         work.codes[work.code_count + i] = work.found[i]

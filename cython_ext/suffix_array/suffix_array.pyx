@@ -13,7 +13,7 @@ import numpy as np
 
 from libc.string cimport memmove
 
-from common.blocks cimport kept
+from common.blocks cimport owned
 from common.heap cimport Entry, pop, push
 from common.prefetch cimport prefetch
 from common.types cimport int32_t, int64_t, uint8_t, uint32_t
@@ -55,7 +55,7 @@ cdef class SuffixArray:
         self.vocab_size = vocab_size
         self.shard_count = <int32_t>len(shards)
         self.buffers = []
-        self.shards = <Shard*>kept(self.buffers, len(shards) * sizeof(Shard))
+        self.shards = <Shard*>owned(self.buffers, len(shards) * sizeof(Shard))
         for i, (codes, suffixes, starts, shift) in enumerate(shards):
             if not 0 <= shift <= 30:
                 raise ValueError(f"bucket_shift: expected 0 to 30, got {shift}")
@@ -122,17 +122,17 @@ cdef class SuffixMatcher:
         cdef list blocks = self.blocks
         cdef Selection* work = &self.selection
         cdef size_t shards = index.shard_count, codes = self.max_codes
-        self.matches = <Interval*>kept(blocks, max_match * shards * sizeof(Interval))
+        self.matches = <Interval*>owned(blocks, max_match * shards * sizeof(Interval))
         work.shards, work.shard_count, work.vocab_size = index.shards, index.shard_count, index.vocab_size
         work.range_limit = 4 * self.max_codes + 2 * LANES
-        work.candidates = <Candidate*>kept(blocks, (codes + 1) * sizeof(Candidate))
-        work.ranges = <Range*>kept(blocks, work.range_limit * sizeof(Range))
-        work.frontier = <Entry*>kept(blocks, work.range_limit * sizeof(Entry))
-        work.rows = <Interval*>kept(blocks, (3 * codes + 1) * shards * sizeof(Interval))
-        work.best = <Entry*>kept(blocks, (max_nodes + 1) * sizeof(Entry))
-        work.samples = <Sample*>kept(blocks, 2 * (LANES + shards) * sizeof(Sample))
-        work.found = <uint32_t*>kept(blocks, (LANES + shards) * sizeof(uint32_t))
-        work.most = <int64_t*>kept(blocks, (LANES + shards) * sizeof(int64_t))
+        work.candidates = <Candidate*>owned(blocks, (codes + 1) * sizeof(Candidate))
+        work.ranges = <Range*>owned(blocks, work.range_limit * sizeof(Range))
+        work.frontier = <Entry*>owned(blocks, work.range_limit * sizeof(Entry))
+        work.rows = <Interval*>owned(blocks, (3 * codes + 1) * shards * sizeof(Interval))
+        work.best = <Entry*>owned(blocks, (max_nodes + 1) * sizeof(Entry))
+        work.samples = <Sample*>owned(blocks, 2 * (LANES + shards) * sizeof(Sample))
+        work.found = <uint32_t*>owned(blocks, (LANES + shards) * sizeof(uint32_t))
+        work.most = <int64_t*>owned(blocks, (LANES + shards) * sizeof(int64_t))
 
     def extend(self, token_ids):
         """Append tokens to the text. O(max_match x log(tokens)) per token.

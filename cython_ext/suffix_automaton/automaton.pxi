@@ -47,10 +47,10 @@ cdef struct State:
 
 cdef struct Position:
     token_t token      # the token at this position, SEPARATOR after a document
-    State state        # of the prefix that ends here
+    State state        # the prefix's that ends here
 
 cdef struct Clone:
-    int32_t length     # of the longest string of the state
+    int32_t length     # the longest string's of the state
     int32_t earliest   # end of the first occurrence
     state_t target     # where the token after the first occurrence leads
     State state
@@ -59,7 +59,7 @@ cdef struct Automaton:
     Position* positions
     Clone* clones
     int64_t n                   # tokens and separators
-    int64_t capacity            # of tokens; positions 0 .. n + 1 are in use, the last as a sentinel
+    int64_t capacity            # tokens; positions 0 .. n + 1 are in use, the last as a sentinel
     int64_t clone_count
     int64_t clone_capacity
     Table root                  # transitions of the root

@@ -11,7 +11,7 @@ cdef struct Continuation:       # a string that a draft may go on to
     int32_t parent              # node of the draft, -1: the match
     int32_t context             # tokens before the last one, those of the match included
 
-cdef struct Frontier:           # of a draft that branches
+cdef struct Frontier:           # a draft's that branches
     Continuation* offers        # all of them
     Entry* heap                 # those of them that wait
     int32_t offered

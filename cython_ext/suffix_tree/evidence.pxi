@@ -12,10 +12,10 @@ cdef enum:
     LONGEST = 24           # tokens of the longest context looked at
 
 cdef struct Context:
-    Place place    # of its shortest length: where lengths go on alike, one stands for all
+    Place place    # its shortest length's: where lengths go on alike, one stands for all
     int32_t shortest, longest
 
-cdef struct Contexts:  # of one source, the longest first
+cdef struct Contexts:  # one source's, the longest first
     Context at[ORDERS]
     int32_t count
 
@@ -25,16 +25,16 @@ cdef struct Copy:  # where a text copies from
     int32_t left      # position of the token that did not come when they parted; NIL: they never did
     int32_t since     # tokens since then
     int32_t breaks    # lately
-    token_t last[3]   # of the text, the last one first; −1: there are fewer
+    token_t last[3]   # the text's, the last one first; −1: there are fewer
 
 cdef struct Names:  # how one context goes on
     token_t tokens[NAMES]
-    uint8_t offsets[NAMES]  # of the cells that speak for each: 2 * bucket of its share + whether it came last
+    uint8_t offsets[NAMES]  # the cells' that speak for each: 2 * bucket of its share + whether it came last
     uint8_t size
     uint8_t more            # whether there are others
     int32_t support
 
-cdef struct KnownNames:  # of a node of the tree with this serial, while its stamp is this one
+cdef struct KnownNames:  # a node's of the tree with this serial, while its stamp is this one
     int32_t store, node
     uint32_t stamp
     Names names
@@ -45,7 +45,7 @@ cdef struct Reading:
     int32_t source
     int32_t item              # the next continuation
     int32_t read              # continuations so far,
-    int32_t positions[NAMES]  # of their tokens
+    int32_t positions[NAMES]  # their tokens'
     int32_t counts[NAMES]
     Names names
 
@@ -53,15 +53,15 @@ cdef struct Sources:
     Store* stores[SOURCES]  # NULL where there is none
     token_t vocab_size      # no id from here on is a candidate
 
-cdef struct Trend:  # of a text: how often its likeliest candidates came, and how often they were due
+cdef struct Trend:  # a text's: how often its likeliest candidates came, and how often they were due
     float hits, misses, due_hits, due_misses
 
 cdef struct MixedText:  # a text, and what it is drafted from
     Sources sources
-    int32_t sequences[SOURCES]  # of each source, which end as the text does; NIL: there is none
+    int32_t sequences[SOURCES]  # each source's, which end as the text does; NIL: there is none
     token_t last[LONGEST]       # its last tokens, the last one at the end
-    int32_t count               # of these
-    int32_t nodes               # to draft at most
+    int32_t count               # how many these are
+    int32_t nodes               # most to draft
     Copy copy
     Trend trend
 
@@ -150,7 +150,7 @@ cdef int32_t find_contexts_of(const MixedText* text, Contexts* out) noexcept nog
             continue
         for order in range(ORDERS):
             matches[order].depth = LENGTHS[order]
-        # Without pending suffixes all of a sequence matches, and perhaps what stood before it.
+        # All of a sequence without pending suffixes matches, and perhaps what stood before it.
         if sequence != NIL and sequence_at(s, sequence).pending:
             matched = match_sequence(s, sequence, matches, ORDERS)
         else:
@@ -207,12 +207,12 @@ cdef inline KnownNames* home_of_names(KnownNames* known, Store* s, int32_t node)
 cdef inline bint is_known(const KnownNames* known, Store* s, int32_t node) noexcept nogil:
     return known.node == node and known.store == s.serial and known.stamp == node_at(s, node).stamp
 
-cdef inline void keep_names(KnownNames* known, Store* s, int32_t node, const Names* names) noexcept nogil:
+cdef inline void store_names(KnownNames* known, Store* s, int32_t node, const Names* names) noexcept nogil:
     known.store, known.node, known.stamp = s.serial, node, node_at(s, node).stamp
     known.names = names[0]
 
 cdef inline void read_edge(Reading* r) noexcept nogil:
-    """Inside an edge there is but one continuation."""
+    """Read the one continuation that there is inside an edge."""
     r.names.size, r.names.more = 0, False
     r.names.support = item_count(r.store, r.context.place.item)
     add_name(&r.names, token_at(r.store, label_end(r.store, r.context.place.item, r.context.place.depth + 1)),
@@ -285,7 +285,7 @@ cdef void read_names(KnownNames* known, Reading* readings, int32_t count) noexce
     for i in range(unknowns):
         r = unknown[i]
         end_reading(r)
-        keep_names(home_of_names(known, r.store, r.context.place.item), r.store, r.context.place.item, &r.names)
+        store_names(home_of_names(known, r.store, r.context.place.item), r.store, r.context.place.item, &r.names)
 
 cdef inline void fetch_names(KnownNames* known, Store* s, const Contexts* contexts) noexcept nogil:
     """Ask for what is known of the contexts that are read next."""
@@ -303,7 +303,7 @@ cdef inline void fetch_names(KnownNames* known, Store* s, const Contexts* contex
 cdef enum:
     PATIENCE = 64   # tokens after which a copy that the text has left is given up
     BEHIND = 8      # tokens before the place where the text left it, and
-    REACH = 64      # beyond the place where it would be by now, at which it may be met again
+    REACH = 64      # tokens past the place where it would be by now at which it may be met again
 
 
 cdef inline int32_t shifted(Store* s, int32_t position, int32_t steps) noexcept nogil:

@@ -6,13 +6,13 @@
 
 cdef enum:
     GAPS_AT_FIRST = 256
-    GAPS_LIMIT = 16384  # of 32 bytes
+    GAPS_LIMIT = 16384  # 32 bytes each
     MOST_COUNTED = 60000
 
 
 @cython.overflowcheck(False)
 cdef inline uint32_t gap_tag(token_t second, token_t third) noexcept nogil:
-    """Of a pair, not 0; `second` and `third` from the end of the text."""
+    """A pair's tag, not 0; `second` and `third` from the end of the text."""
     cdef uint64_t h = (<uint64_t>second << 32 | <uint32_t>third) * 0x9E3779B97F4A7C15ULL
     h ^= h >> 32
     h *= 0xD6E8FEB86659FD93ULL

@@ -109,8 +109,8 @@ cdef class Mixer:
         cdef Mixture* m = &self.mixture
         cdef int32_t i
         m.cells, m.weights, m.rate = <Cell*>&cell_view[0, 0], &weight_view[0, 0], rate
-        m.logits = <float*>kept(self.blocks, CELLS * sizeof(float))
-        m.known = <KnownNames*>kept(self.blocks, KNOWN * sizeof(KnownNames))
+        m.logits = <float*>owned(self.blocks, CELLS * sizeof(float))
+        m.known = <KnownNames*>owned(self.blocks, KNOWN * sizeof(KnownNames))
         for i in range(CELLS):
             m.logits[i] = log_odds(cell_view[i, 0])
 

@@ -17,11 +17,11 @@ cdef enum:
     SUPPORTS = 7           # buckets
     SHARES = 10
     OFFSETS = SHARES * 2   # whether the latest occurrence went on so
-    COPY_KINDS = 32        # of each way in which a copy may go on
+    COPY_KINDS = 32        # each way's in which a copy may go on
     COPY_CELL = CONTEXTS * SUPPORTS * OFFSETS  # the first one of copies
     CELLS = COPY_CELL + COPIES * COPY_KINDS * 2
-    COPY_STATES = 3        # as `copy_state` tells them
-    GROUPS = 1 + (ORDERS + 1) + (ORDERS + 1) * COPY_STATES  # of weights
+    COPY_STATES = 3        # those `copy_state` tells
+    GROUPS = 1 + (ORDERS + 1) + (ORDERS + 1) * COPY_STATES  # groups of weights
     CANDIDATES = 24
     TABLE = 64             # room for the candidates
 
@@ -52,11 +52,11 @@ cdef struct Expansion:  # the candidates for one place, and what speaks for each
 
 cdef struct Mixture:
     Cell* cells
-    float* logits      # of the cells
+    float* logits      # the cells'
     float* weights     # [GROUPS, INPUTS]: common, by longest order of memory, by text's and copy
     KnownNames* known  # [KNOWN]
     float rate
-    Expansion now      # of the place looked at
+    Expansion now      # the place's looked at
 
 cdef struct Guess:
     token_t token
@@ -66,11 +66,11 @@ cdef struct Guess:
 cdef struct MixedDraft:
     int32_t budget
     float min_prob
-    bint path            # without branches
+    bint path            # no branches
     Contexts* contexts   # [budget + 1, SOURCES], of the root and the nodes
     Copy* copies         # [budget + 1]
     Guess* guesses       # [budget], the most probable first
-    int32_t size         # of them are nodes,
+    int32_t size         # so many of them are nodes,
     int32_t queued       # and so many follow
 
 cdef float LEAST_PROB = 0.0005

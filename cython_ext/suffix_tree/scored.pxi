@@ -22,7 +22,7 @@ cdef struct Search:
     double min_prob
     bint tree
     Option* candidates  # [2 * most + 1]
-    Entry* queue           # of those not drafted
+    Entry* queue           # those not drafted
     int32_t made, queued   # candidates, and entries
     ScoredDraft best, spare
 

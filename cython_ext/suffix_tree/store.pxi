@@ -37,14 +37,14 @@ cdef struct Node:
 cdef struct Group:
     int32_t first, last
 
-cdef struct Link:  # of the suffix that starts at a position
+cdef struct Link:  # the suffix's that starts at a position
     int32_t node  # the parent of a leaf, or ~node where the suffix stops
     int32_t next, prev
 
 cdef struct Page:
     int32_t next, prev
     int32_t owner  # sequence
-    int32_t index  # in the sequence
+    int32_t index  # the sequence's
     token_t tokens[PAGE_TOKENS]
     Link links[PAGE_TOKENS]
 
@@ -61,7 +61,7 @@ cdef struct Gap:  # how texts went on two tokens after a pair
     uint32_t tag             # 0: an empty entry
     uint16_t total
     uint16_t latest          # index of the token that came last; GAP_NAMES: it is not among them
-    token_t tokens[GAP_NAMES]  # by descending count
+    token_t tokens[GAP_NAMES]  # descending by count
     uint16_t counts[GAP_NAMES]
 
 cdef struct Store:
@@ -72,7 +72,7 @@ cdef struct Store:
     int32_t gap_count, gaps_used
     int64_t max_bytes  # 0: no limit
     int32_t max_depth
-    int32_t serial  # of this store among all, from 1
+    int32_t serial  # this store's among all, from 1
     uint32_t clock  # the next stamp
 
 cdef struct Place:  # a point of the trie: `depth` tokens down the label of an item; the root is ROOT, 0
@@ -412,7 +412,7 @@ cdef inline void lower_count(Store* s, int32_t child) noexcept nogil:
     join_younger(s, child)
 
 cdef inline void append_child(Store* s, int32_t parent, int32_t child) noexcept nogil:
-    """Below all its siblings: its count must not be above theirs."""
+    """Append it below all its siblings: its count must not be above theirs."""
     cdef Node* c = node_at(s, child)
     c.parent = parent
     c.group = NIL

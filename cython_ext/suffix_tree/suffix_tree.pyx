@@ -16,7 +16,7 @@ from libc.math cimport INFINITY, expf, logf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
 
-from common.blocks cimport kept, resized
+from common.blocks cimport owned, resized
 from common.heap cimport Entry, pop as heap_pop, push as heap_push
 from common.checks cimport check_ids, check_offsets
 from common.prefetch cimport prefetch

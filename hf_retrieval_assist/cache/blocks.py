@@ -39,8 +39,8 @@ class View(NamedTuple):
 
 
 Views = tuple[View | None, View | None]
-"""Of layers without and with a window. None: all rows are written to behind what a layer holds, all
-of which is shown."""
+"""Those of layers without and with a window. None: rows are written to behind what a layer holds,
+all of which is shown."""
 
 
 class Block:
@@ -110,7 +110,7 @@ class Block:
         else:
             self.states[:, rows, :, destination] = self.states[:, rows, :, source]
 
-    def wipe(self, lengths: Sequence[int]) -> None:
+    def zero_unused(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
             self.states[:, row, :, max(0, length - self.base) :] = 0
 
@@ -236,7 +236,7 @@ class InBlocks:
             block.states[buffer][rows, :, slots] = states.transpose(1, 2).to(block.states.dtype)
 
 
-class Kind(NamedTuple):
+class BlockShape(NamedTuple):
     """What buffers have in common that share a block.
 
     `apart` tells layers that show or hold other slots, None or False: all; `part` blocks of a kind.

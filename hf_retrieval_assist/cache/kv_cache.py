@@ -25,14 +25,14 @@ from transformers.cache_utils import (
 )
 
 from ..host.transformers_private import CACHE
-from .blocks import MIN_GROWTH, SLACK, Block, Kind
+from .blocks import MIN_GROWTH, SLACK, Block, BlockShape
 from .slot_layers import (
     HybridSlotLayer,
     IndexedSlotLayer,
     RowSlots,
     SlotLayer,
     attach_in_turn,
-    empty,
+    clear_layer,
     kinds_of,
 )
 
@@ -66,10 +66,10 @@ class SlotCache(DynamicCache):
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
-        lender: the cache that this one stands for from `take` until `hand_back`; None: for none.
+        lender: the cache that this one stands for from `take` until `give_back`; None: for none.
         taken: whether it has what the lender held.
         room: tokens per row that a lender of the caller's has room for; None without limit.
-        reserved: the memory that stays in place in which its layers begin; None: there is none yet.
+        reserved: the static buffers in which its layers begin; None: there is none yet.
         static_buffers: whether its layers are to write to such memory.
         memory: the one that they write to; None: they hold what they show.
     """
@@ -95,7 +95,7 @@ class SlotCache(DynamicCache):
         self.slots.window = max(windows, default=None)
 
     @classmethod
-    def around(
+    def wrapping(
         cls, cache: Any, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True
     ) -> SlotCache:
         """One that stands for a caller's cache, see `stands_for`."""
@@ -133,7 +133,7 @@ class SlotCache(DynamicCache):
             if isinstance(own, SlotLayer):
                 own.adopt(layer)
                 if not isinstance(layer, StaticLayer):
-                    empty(layer)
+                    clear_layer(layer)
         if not self.static_buffers:
             self.begin(self.batch_size)
 
@@ -168,7 +168,7 @@ class SlotCache(DynamicCache):
                 f"max_cache_len={self.room}"
             )
 
-    def hand_back(self) -> None:
+    def give_back(self) -> None:
         """Leave the lender with what it would hold had it been fed what this cache was."""
         layers = self.lender.layers
         for i, own in enumerate(self.layers):
@@ -176,7 +176,7 @@ class SlotCache(DynamicCache):
                 while not own.store.is_empty and len(layers) <= i:
                     layers.append(self._layer_of_lender(own))
                 if i < len(layers):
-                    own.hand_back(layers[i], self.room)
+                    own.give_back(layers[i], self.room)
             elif isinstance(own, LinearAttentionLayer):
                 layers[i] = own
 
@@ -196,7 +196,7 @@ class SlotCache(DynamicCache):
         self.slots.set_lengths([length] * batch_size)
         self.memory = None
         if not self.static_buffers:
-            self._forget_passed(self.pack_layers())
+            self._drop_passed(self.pack_layers())
 
     def pack_layers(self) -> list[SlotLayer]:
         """Move the layers that hold tensors of their own into blocks; returns all that hold any."""
@@ -206,7 +206,7 @@ class SlotCache(DynamicCache):
         length = max(layer.get_seq_length() for layer in layers)
         kinds = kinds_of(layers, _MOST_BYTES, lambda layer: layer.window, lambda kind: length)
 
-        def block(kind: Kind, numbers: Sequence[int]) -> Block:
+        def block(kind: BlockShape, numbers: Sequence[int]) -> Block:
             known = max(self.capacity, length) + SLACK
             room, base = known if self.capacity else length + MIN_GROWTH, 0
             if kind.apart is not None and self.slots.forgets:
@@ -238,15 +238,15 @@ class SlotCache(DynamicCache):
         """Leave the cache as it was before a prefill that did not end."""
         if self.state_layers or not self.reaches(self.slots.longest):
             # A state may have gone half a step, and cannot go back.
-            self.forget()
+            self.clear()
             return
         for layer in self.slot_layers:
             layer.set_length(min(layer.get_seq_length(), self.slots.longest))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empty the cache, so that whoever continues from it feeds the whole text."""
         self.reset()
-        # Before 5.23 a reset fills layers with zeros and leaves their lengths.
+        # A reset before 5.23 fills layers with zeros and leaves their lengths.
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
@@ -255,11 +255,11 @@ class SlotCache(DynamicCache):
         for layer in self.slot_layers:
             layer.set_length(self.slots.longest)
 
-    def wipe(self) -> None:
+    def zero_unused(self) -> None:
         """Leave no number behind the kept slots: a mask that hides them multiplies by 0, which
         makes NaN of what is not finite."""
         for part in _parts(self.slot_layers):
-            part.wipe(self.slots.lengths)
+            part.zero_unused(self.slots.lengths)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, of the tokens that the last forward wrote, those at the given indices of each row.
@@ -281,7 +281,7 @@ class SlotCache(DynamicCache):
             if isinstance(layer, IndexedSlotLayer):
                 layer.cut(slots.longest)
         if slots.window is not None:
-            self._forget_passed(layers)
+            self._drop_passed(layers)
 
     def _move(self, layers: Sequence[SlotLayer], sources: Sequence[Sequence[int]]) -> None:
         for part in _parts(layers):
@@ -289,7 +289,7 @@ class SlotCache(DynamicCache):
             moved = torch.tensor(sources, device=part.device)
             part.move(kept + moved, kept + torch.arange(len(sources[0]), device=part.device), rows)
 
-    def _forget_passed(self, layers: Sequence[SlotLayer]) -> None:
+    def _drop_passed(self, layers: Sequence[SlotLayer]) -> None:
         """Drop what all windows have passed, many tokens at once."""
         needed = self._needed
         for layer in layers:
@@ -305,7 +305,7 @@ def _parts(layers: Sequence[SlotLayer]) -> list[Any]:
 
 
 def moved_from(paths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each row, the index of the fed token that comes to stand at each of the first places.
+    """Each row's indices of the fed tokens that come to stand at the first places.
 
     Rows with shorter paths copy slots onto themselves, so that one indexing serves all rows. Empty
     where nothing moves.
@@ -390,10 +390,10 @@ def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
     own = getattr(cache, "self_attention_cache", cache)
     forgetful = any(type(layer) is DynamicSlidingWindowLayer for layer in own.layers)
     if length and has_slots(own) and not (forgetful or _has_appended_layers(own, config)):
-        slots = SlotCache.around(own, config)
+        slots = SlotCache.wrapping(own, config)
         slots.take()
         slots.truncate(length)
-        slots.hand_back()
+        slots.give_back()
     elif isinstance(own, DynamicCache):
         own.layers = DynamicCache(config=config).layers
     else:

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from ..system.tensors import thread
-from .blocks import Block, BlockRef, Both, InBlocks, Kind, OwnTensors, Places, Views
+from .blocks import Block, BlockRef, BlockShape, Both, InBlocks, OwnTensors, Places, Views
 
 NO_VIEWS: Views = (None, None)
 
@@ -74,7 +74,7 @@ class RowSlots:
         self.views = NO_VIEWS
 
 
-def empty(layer: Any) -> None:
+def clear_layer(layer: Any) -> None:
     """Leave a dynamic layer of transformers without entries, as a new one is."""
     layer.keys = layer.values = None
     layer.is_initialized = False
@@ -149,7 +149,7 @@ class SlotLayer(DynamicLayer):
         """Whether it could go on behind so many tokens, if it forgot those behind them."""
         return self.window is None or max(0, length - self.window + 1) >= self.store.dropped
 
-    def hand_back(self, layer: Any, room: int | None) -> None:
+    def give_back(self, layer: Any, room: int | None) -> None:
         """Leave in a layer of transformers what it would hold had it been fed this one's tokens, a
         static one as far as there is room."""
         length = self.get_seq_length()
@@ -160,7 +160,7 @@ class SlotLayer(DynamicLayer):
                 whole = (F.pad(states, missing) for states in (self.keys, self.values))
                 layer.update(*(states[:, :, :room] for states in whole))
             return
-        empty(layer)
+        clear_layer(layer)
         if not length:
             return
         first = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
@@ -210,23 +210,23 @@ def kinds_of(
     layers: Sequence[SlotLayer],
     most_bytes: int,
     apart: Callable[[SlotLayer], int | None],
-    slots: Callable[[Kind], int],
-) -> dict[Kind, list[int]]:
-    """By kind the numbers of buffers, of layer i 2i for its keys and 2i + 1 for its values.
+    slots: Callable[[BlockShape], int],
+) -> dict[BlockShape, list[int]]:
+    """Numbers of buffers by kind, 2i for the keys of layer i and 2i + 1 for its values.
 
     Args:
         most_bytes: from which on layers share another block.
-        apart: see `Kind`.
+        apart: see `BlockShape`.
         slots: of a row in blocks of a kind.
     """
-    members: defaultdict[Kind, list[int]] = defaultdict(list)
+    members: defaultdict[BlockShape, list[int]] = defaultdict(list)
     taken = 0
     for i, layer in enumerate(layers):
-        # Of keys and values together, so that the layer can leave its memory.
+        # Keys and values share it, so that the layer can leave its memory.
         own = apart(layer), taken // most_bytes
         for number, states in enumerate((layer.keys, layer.values), start=2 * i):
             batch, heads, _, depth = states.shape
-            kind = Kind(batch, heads, depth, states.dtype, states.device, *own)
+            kind = BlockShape(batch, heads, depth, states.dtype, states.device, *own)
             members[kind].append(number)
             taken += batch * heads * slots(kind) * depth * states.element_size()
     return dict(members)
@@ -262,12 +262,12 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
     def adopt(self, layer: DynamicLayer) -> None:
         super().adopt(layer)
         self.indexer_keys = layer.indexer_keys
-        # Of later releases.
+        # Later releases have it.
         self.indexer_position_ids = getattr(layer, "indexer_position_ids", None)
         self.is_indexer_initialized = layer.is_indexer_initialized
 
-    def hand_back(self, layer: Any, room: int | None) -> None:
-        super().hand_back(layer, room)
+    def give_back(self, layer: Any, room: int | None) -> None:
+        super().give_back(layer, room)
         if self.indexer_keys is None:
             return
         if isinstance(layer, StaticLayer):
@@ -295,7 +295,7 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
                 :, rows, source
             ]
 
-    def wipe(self, lengths: Sequence[int]) -> None:
+    def zero_unused(self, lengths: Sequence[int]) -> None:
         if self.indexer_keys is not None:
             for row, length in zip(self.indexer_keys, lengths, strict=True):
                 row[length:] = 0
@@ -323,10 +323,10 @@ class HybridSlotLayer(SlotLayer, LinearAttentionAndFullAttentionLayer):
         super().adopt(layer)
         self.__dict__.update(state_beside_slots(layer))
 
-    def hand_back(self, layer: Any, room: int | None) -> None:
+    def give_back(self, layer: Any, room: int | None) -> None:
         # A static layer is reset, which may share its states with this one already.
         layer.__dict__.update(vars(LinearAttentionLayer(self.number_of_states)))
-        super().hand_back(layer, room)
+        super().give_back(layer, room)
         layer.__dict__.update(state_beside_slots(self))
 
 

@@ -10,16 +10,16 @@ from transformers.cache_utils import LinearAttentionLayer
 from .kv_cache import SlotCache
 from .slot_layers import HybridSlotLayer, SlotLayer, state_beside_slots
 
-# Above this many pending tokens a recurrent model gets them without a draft behind, which always
+# A recurrent model gets more pending tokens than this without a draft behind, which always
 # succeeds: it bounds the width that replaying adds to every forward.
 _MAX_REPLAY = 16
 
 
 class States:
-    """Of a cache of slots, which forget by themselves, and of convolutions, which record those of a
-    forward's tokens.
+    """States of a cache of slots, which forget by themselves, and of convolutions, which record
+    those of a forward's tokens.
 
-    They are cropped before the next forward, since `finish` may drop more of them than `keep`.
+    They are cropped before the next forward, since `end` may drop more of them than `keep`.
 
     Attributes:
         full: whether a forward must be kept whole, whatever it feeds.
@@ -47,7 +47,7 @@ class States:
         self._excess = fed - tokens
         return tokens
 
-    def finish(self, dropped: int) -> None:
+    def end(self, dropped: int) -> None:
         """Leave states as plain decoding does, without so many tokens kept last."""
         self._excess += dropped
         self._crop()
@@ -72,8 +72,8 @@ class States:
 
 
 class SavedStates(States):
-    """Of recurrences, which cannot forget single tokens: they go back to before the forward, and
-    its accepted tokens, fed once more, share the next one."""
+    """States of recurrences, which cannot forget single tokens: they go back to before the forward,
+    and its accepted tokens, fed once more, share the next one."""
 
     def __init__(self, cache: SlotCache):
         self.cache, self._backlog = cache, 0
@@ -95,13 +95,13 @@ class SavedStates(States):
         self._saved = None
         return 0 if self._backlog else tokens
 
-    def finish(self, dropped: int) -> None:
+    def end(self, dropped: int) -> None:
         pass
 
     def undo(self, feeding: bool) -> None:
         if feeding and self._saved is None:
             # The state may have gone half a step, and cannot go back.
-            self.cache.forget()
+            self.cache.clear()
         elif feeding:
             self._restore()
 

@@ -37,8 +37,8 @@ from .format import (
 )
 
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
-_BLOCK = 1 << 18  # of an array that is worked on at a time, in a processor's own cache
-_NAME_DIGITS = 16  # of a hash
+_BLOCK = 1 << 18  # entries that are worked on at a time, in a processor's own cache
+_NAME_DIGITS = 16  # a hash's
 _SORTER = "pydivsufsort", "building a datastore needs"
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
 

@@ -32,8 +32,8 @@ MAGIC = "hf-retrieval-assist datastore"
 VERSION = 1
 MANIFEST = "manifest.json"
 PARTS = ("tokens", "suffixes", "starts")
-MAX_VOCAB = 2**26  # beyond any tokenizer's; tables of this many entries still fit anywhere
-MAX_BYTES = 2**31 - 1  # of a shard's tokens: the sorter counts bytes in 32 bits
+MAX_VOCAB = 2**26  # more than any tokenizer's; tables of this many entries still fit anywhere
+MAX_BYTES = 2**31 - 1  # a shard's tokens: the sorter counts bytes in 32 bits
 _SHARD_NAME = re.compile(r"[0-9a-f]{16}")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
@@ -220,7 +220,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Without waiting for the writer of a named pipe."""
+    """Open without waiting for the writer of a named pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -21,7 +21,7 @@ from .format import MANIFEST
 Document: TypeAlias = "str | Mapping[str, Any] | Ids"
 Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
 _DATASET = "datasets:"
-_PACKAGES = "datasets pyarrow"  # of the extra
+_PACKAGES = "datasets pyarrow"  # the extra's
 _SHOWN = 80  # characters of what is no path, or of a row without a text
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
 
@@ -112,7 +112,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _ending(path: Path) -> str:
-    """Of a file's name, or of the name of what it leads to, as `/dev/stdin` does."""
+    """The ending of a file's name, or of the name of what it leads to, as `/dev/stdin` does."""
     ending = path.suffix or path.resolve().suffix
     return ".txt" if not ending and _is_stream(path) else ending
 

@@ -31,7 +31,7 @@ from ..system.reloads import LOADED
 from ..types.row_text import RowText, strip_padding
 from ..types.token_tree import Int32Array
 from ..verification.engine import Engine, engine_of
-from ..verification.options import Demand
+from ..verification.options import ServiceDemand
 from ..verification.service import PER_TOKEN, choose_service
 from ..verification.tiers import Service, Tier
 from .selection import ROWWISE
@@ -146,11 +146,11 @@ class Call:
             return self._plain(why)
         if not isinstance(self.model, torch.nn.Module):
             return self._plain("it is no torch module, whose parts could be looked at")
-        # Of a model that is decoded plainly nothing is known to answer where it wants its inputs.
+        # A model that is decoded plainly need not know where it wants its inputs.
         engine = engine_of(self.input_ids.device)
         width = fixed_width or 1 + planner.most_nodes(few=not engine.widens)
         records = self.may_record(graphs) and engine.records(self.model)
-        demand = Demand(width, self.returns_states, records or fixed_width is not None)
+        demand = ServiceDemand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         return service if why is None else self._plain(why, service)
@@ -203,7 +203,7 @@ class Call:
                 "ask for none, or pass one row at a time"
             )
         start, stop = self._lengths
-        # In the prefill where the prompt is longer.
+        # The prefill passes it where the prompt is longer.
         if service.reach.restart is not None and service.reach.restart < stop:
             return (
                 "the model drops its cache at a length that the text may get to; ask for fewer new "
@@ -280,15 +280,15 @@ class Call:
     @cached_property
     def kind(self) -> CostKey:
         """What tells the calls that have one account with this one: what plain would run."""
-        manner = "compiled" if self.compiles_plainly else ""
-        return replace(cost_key(self.model, self.input_ids), manner=manner)
+        cost_variant = "compiled" if self.compiles_plainly else ""
+        return replace(cost_key(self.model, self.input_ids), cost_variant=cost_variant)
 
     @cached_property
     def compiles_plainly(self) -> bool:
         """Whether plain decoding compiles its forwards."""
         return transformers_private.compiles(self.model, self.config, self.model_kwargs)
 
-    def rows_in_step(self, service: Service) -> bool:
+    def rows_in_lockstep(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where
         something may follow all of them from step to step, or their states only go back together.
         """
@@ -302,11 +302,11 @@ class Call:
         )
         config = self.config
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
-            # Of rows that have ended, plain decoding returns what the model makes of padding.
+            # Plain decoding returns what the model makes of the padding of rows that have ended.
             together = together or self.stopping.has_eos
         return together
 
-    def keeps_cache(self, service: Service) -> bool:
+    def cache_outlives_call(self, service: Service) -> bool:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""
         given = transformers_private.is_callers(self.model_kwargs.get(service.cache_name))
         return given or bool(self.config.return_dict_in_generate)

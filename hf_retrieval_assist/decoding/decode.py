@@ -16,7 +16,7 @@ from ..policy.account import Account
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import PHASES, CallStats
 from ..verification.engine import engine_of
-from ..verification.service import learn_moving
+from ..verification.service import learn_changes
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .forwards import UnservableError
@@ -74,24 +74,24 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
     service = call.service(policy.planner, policy.fixed_width, policy.graphs)
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
-    record = observe(call.prompts, counts)
+    observer = observe(call.prompts, counts)
     if service.tier is Tier.PLAIN:
         counts.reason = service.reason
         with left_out(call.model) if service.lacked_hooks else nullcontext():
-            result = decode_plainly(call, counts, record)
+            result = decode_plainly(call, counts, observer)
     else:
-        account = None if record is not None else _account(call, policy)
+        account = None if observer is not None else _account(call, policy)
         if account is not None and account.rests():
             result = decode_at_rest(call, policy, counts, account)
         else:
             try:
-                result = _decode_with_drafts(call, policy, service, counts, record, account)
+                result = _decode_with_drafts(call, policy, service, counts, observer, account)
             except UnservableError as error:
                 call.tell_plain(str(error))
                 counts.tier, counts.reason = Tier.PLAIN.value, str(error)
-                result = decode_plainly(call, counts, record)
+                result = decode_plainly(call, counts, observer)
     if isinstance(call.model, torch.nn.Module):
-        learn_moving(call.model)
+        learn_changes(call.model)
     counts.seconds["total"] = time.perf_counter() - started
     policy.count(counts)
     return result
@@ -100,7 +100,7 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
 def _account(call: Call, policy: DraftingPolicy) -> Account | None:
     """What tells whether to draft for the call; None: it is drafted for.
 
-    All ranks would have to decide alike.
+    All ranks would have to decide in lockstep.
     """
     if Ranks.of(call.model).several or call.synced_gpus:
         return None
@@ -112,12 +112,12 @@ def _decode_with_drafts(
     policy: DraftingPolicy,
     service: Service,
     counts: CallStats,
-    record: Observer | None,
+    observer: Observer | None,
     account: Account | None,
 ) -> Any:
-    """By the loop; timed from the first token on."""
+    """Decode by the loop; timed from the first token on."""
     started, before = time.perf_counter(), compilations()
-    generation = Generation(call, policy, service, counts, record)
+    generation = Generation(call, policy, service, counts, observer)
     result = generation.run()
     once = counts.seconds["prefill"] + counts.seconds["pack"]
     seconds = time.perf_counter() - started - once

@@ -10,15 +10,15 @@ from functools import cache
 
 import torch
 
-# By so much, relative, may logarithms taken many at a time differ from those taken alone.
+# Logarithms taken many at a time may differ by so much, relative, from those taken alone.
 _ERROR = 2.0**-50
 
 _TRIALS, _TRIED = 3, 1 << 16
 
 
 def exponential(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """As `torch.empty(shape).exponential_(generator=generator)` on a CPU, to the bit, the state of
-    the generator after it too."""
+    """What `torch.empty(shape).exponential_(generator=generator)` gives on a CPU, to the bit, the
+    state of the generator after it too."""
     if is_fast():
         before = generator.get_state()
         if (drawn := _by_many(shape, generator)) is not None:

@@ -15,7 +15,7 @@ from ..policy.stats import CallStats
 from ..system.log import get_logger
 from ..types.token_tree import Forest
 from ..verification.chain_verifier import StepVerifier
-from ..verification.options import ForwardOptions, Wanted
+from ..verification.options import CallOptions, ForwardOptions
 from ..verification.service import PER_TOKEN
 from ..verification.tiers import Service
 from ..verification.verified import Verified
@@ -25,8 +25,8 @@ from .walk import Walk
 
 logger = get_logger(__name__)
 
-# Of forwards for which the experts' weights may be copied token by token; plain decoding does so
-# for one token a row.
+# Forwards over so few may copy the experts' weights token by token; plain decoding does so for
+# one token a row.
 _FEW_TOKENS = 2
 
 
@@ -79,7 +79,7 @@ class Forwards:
         self._tapped = self.taps if policy.hidden_layers else nullcontext()
         self._hooks = HookWatch(call.model)
         self._decode_scope = private.OptimisedForDecode(call.model)
-        wanted = Wanted(
+        wanted = CallOptions(
             reroute=policy.reroute,
             extra_memory=policy.extra_memory,
             several=several,
@@ -94,11 +94,11 @@ class Forwards:
         """What the model's forward looked up when it was tested."""
         return self._service.lookups
 
-    def go_on_plainly(self) -> None:
+    def stop_drafting(self) -> None:
         """Feed one token of each row from now on, as plain decoding does, since code of the
         caller's has changed the model."""
         self._sound = False
-        self.engine.go_on_plainly()
+        self.engine.stop_drafting()
         self._counts.reason = "code of the caller's changed the model or what its loop asks"
         self.verifier = StepVerifier.after(self.verifier, self.model_kwargs)
 
@@ -157,7 +157,7 @@ class Forwards:
             taps=self.taps,
             top_k=policy.top_k,
             capacity=call.prompt_length + call.room,
-            keeps_cache=call.keeps_cache(self._service),
+            cache_outlives_call=call.cache_outlives_call(self._service),
             most_tokens=self.engine.most_tokens,
             recorded=recorded,
             fused=policy.graphs == "fused",
@@ -235,7 +235,7 @@ class Forwards:
         with self.taps:
             self.verifier.catch_up(self._walk.rows, tokens)
 
-    def keep_company(self) -> None:
+    def dummy_forward(self) -> None:
         """A forward over nothing, because other processes still wait in their own forwards."""
         rows = self._walk.rows
         self._decode_scope.want(False)
@@ -248,11 +248,11 @@ class Forwards:
         verifier, counts = self.verifier, self._counts
         # What was recorded has taken the experts' own method for granted.
         self._decode_scope.want(False)
-        verifier.finish(tokens)
+        verifier.end(tokens)
         counts.attention = verifier.attention_by
         counts.repeated, counts.recordings = verifier.repeated, verifier.recordings
-        if self._call.keeps_cache(self._service):
-            self.cache.hand_back()
+        if self._call.cache_outlives_call(self._service):
+            self.cache.give_back()
 
     def abandon(self) -> None:
         """Leave a cache of the caller's as plain decoding can go on from it."""
@@ -263,4 +263,4 @@ class Forwards:
         else:
             self.cache.abandon()
         if private.is_callers(self.returned_cache):
-            self.cache.hand_back()
+            self.cache.give_back()

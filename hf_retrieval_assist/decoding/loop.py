@@ -24,7 +24,7 @@ from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest, Limits, TokenTree
-from ..verification.own_forwards import OwnForwards
+from ..verification.own_forwards import TargetForwards
 from ..verification.tiers import Service
 from ..verification.verified import Verified
 from .call import Call
@@ -42,7 +42,7 @@ class Generation:
         policy: where drafts come from.
         service: how the model is served.
         counts: the call's figures.
-        record: is told every step; None: nobody is.
+        observer: is told every step; None: nobody is.
 
     Raises:
         ValueError: residual sampling is asked of a model that is spread over processes.
@@ -54,23 +54,23 @@ class Generation:
         policy: DraftingPolicy,
         service: Service,
         counts: CallStats,
-        record: Observer | None,
+        observer: Observer | None,
     ):
-        self.call, self.policy, self.counts, self.record = call, policy, counts, record
+        self.call, self.policy, self.counts, self.observer = call, policy, counts, observer
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
-        self.walk = Walk(call, self.rows, call.rows_in_step(service), policy.residual)
+        self.walk = Walk(call, self.rows, call.rows_in_lockstep(service), policy.residual)
         if self.walk.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")
         self.forward = Forwards(call, policy, service, self.walk, self.ranks.several, counts)
-        self.keeps_cache = call.keeps_cache(service)
+        self.cache_outlives_call = call.cache_outlives_call(service)
         self.costs = CallCosts(policy.costs, call.kind)
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else policy.account(call.kind)
-        self.own_forwards = OwnForwards()
+        self.own_forwards = TargetForwards()
         self.sessions: list[AssistantSession] = []
-        # Of each row, for residual sampling.
+        # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 
     def run(self) -> Any:
@@ -97,12 +97,12 @@ class Generation:
         """Verify one tree of every running row in one forward."""
         begun = perf_counter()
         if (watch := self.walk.watch) is not None and watch.changed:
-            self.forward.go_on_plainly()
+            self.forward.stop_drafting()
         self.forward.engine.between_steps(self.forward.verifier)
         packed = perf_counter()
         rows = self.running
-        # In step, rows that have ended go on.
-        drafted = [row for row in rows if row.padding is None] if self.walk.in_step else rows
+        # Rows in lockstep go on when they have ended.
+        drafted = [row for row in rows if row.padding is None] if self.walk.lockstep else rows
         price = self.price(len(rows))
         step = self.draft(drafted, price)
         trees = self.trees(rows, drafted, step)
@@ -124,11 +124,11 @@ class Generation:
             walk=walked - shown,
             cache=kept - walked,
         )
-        if self.record is not None:
+        if self.observer is not None:
             grown = [row.index for row in drafted if paths[row.index].tokens]
             proposed = zip(drafted, zip(*step.proposals, strict=True), strict=True)
             drafts = {row.index: proposals for row, proposals in proposed}
-            self.record.step(grown, drafts, trees, paths)
+            self.observer.step(grown, drafts, trees, paths)
 
     @property
     def running(self) -> list[RowText]:
@@ -136,16 +136,16 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        return not self.running and not self._lacks_tokens
+        return not self.running and not self._cache_lacks_tokens
 
     @property
-    def _lacks_tokens(self) -> bool:
+    def _cache_lacks_tokens(self) -> bool:
         """Whether the rows have ended, and the cache must be given more of their text."""
-        return self.keeps_cache and self.forward.verifier.lacking(self.tokens) > 0
+        return self.cache_outlives_call and self.forward.verifier.lacking(self.tokens) > 0
 
     @property
     def tokens(self) -> int:
-        """Of the longest row."""
+        """Those of the longest row."""
         return self.walk.stopping.end(self.rows)
 
     @property
@@ -160,7 +160,7 @@ class Generation:
         verifier = self.forward.verifier
         length, variant = verifier.cache.slots.longest, self.forward.engine.cost_variant(verifier)
         if verifier.packed:
-            return self.costs.at(length, variant, packed=rows, alike=self.walk.in_step)
+            return self.costs.at(length, variant, packed=rows, lockstep=self.walk.lockstep)
         return self.costs.at(length, variant, verifier.widths)
 
     def prefill(self) -> None:
@@ -170,7 +170,7 @@ class Generation:
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
         if self.call.asks_caller and (lookups := self.forward.lookups) is not None:
             self.walk.watch = ModelWatch(self.call.model, lookups)
-        self.walk.recorder.prefill(outputs, self.forward.cache)
+        self.walk.collector.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
         walked = perf_counter()
@@ -180,15 +180,15 @@ class Generation:
             shown = {name: found[i] for name, found in states.items()}
             session.begin(path.tokens, logits, shown)
         self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
-        if self.record is not None:
-            self.record.begin(paths)
+        if self.observer is not None:
+            self.observer.begin(paths)
 
     def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
         """A step with a draft of each of these rows."""
 
         def limits() -> Limits:
             depths = [self.walk.stopping.deepest(row) for row in drafted]
-            return self.forward.verifier.limits(self.rows, drafted, depths, self.walk.in_step)
+            return self.forward.verifier.limits(self.rows, drafted, depths, self.walk.lockstep)
 
         sessions = [self.sessions[row.index] for row in drafted]
         budget = None if self.ranks.leads and self.forward.may_draft else 0
@@ -212,8 +212,8 @@ class Generation:
 
     def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
         """Keep what was accepted in the cache, and of the states what the call returns."""
-        if self.walk.recorder.wants_states:
-            self.walk.recorder.step(verified, paths[0].accepted, self.forward.cache)
+        if self.walk.collector.wants_states:
+            self.walk.collector.step(verified, paths[0].accepted, self.forward.cache)
         self.forward.verifier.keep(self.rows, verified, [path.accepted for path in paths])
 
     def learn(
@@ -244,8 +244,8 @@ class Generation:
 
     def rest(self) -> None:
         """A forward after the rows have ended, for the cache or for other processes."""
-        if not self._lacks_tokens:
-            self.forward.keep_company()
+        if not self._cache_lacks_tokens:
+            self.forward.dummy_forward()
             return
         begun = perf_counter()
         self.forward.catch_up(self.tokens)
@@ -255,8 +255,8 @@ class Generation:
         """What plain `generate` returns."""
         end, device = self.tokens, self.call.input_ids.device
         self.forward.end(end)
-        if self.record is not None:
-            self.record.finish(end)
+        if self.observer is not None:
+            self.observer.end(end)
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
@@ -267,7 +267,7 @@ class Generation:
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])
-        return self.walk.recorder.result(
+        return self.walk.collector.result(
             torch.cat([prompts, new], dim=1),
             self.forward.returned_cache,
             self.forward.model_kwargs.get("encoder_outputs"),

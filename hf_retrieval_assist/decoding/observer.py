@@ -31,7 +31,7 @@ class Observer(Protocol):
     def plain(self, generated: Sequence[Sequence[int]]) -> None:
         """transformers' own loop wrote these tokens of each row."""
 
-    def finish(self, end: int) -> None:
+    def end(self, end: int) -> None:
         """What rows wrote beyond `end` tokens is not part of the result."""
 
 

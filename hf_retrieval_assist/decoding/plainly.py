@@ -26,11 +26,11 @@ _LEARNT, _LEARNING = 16, 1 / 64
 _MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
-def decode_plainly(call: Call, counts: CallStats, record: Observer | None) -> Any:
+def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> Any:
     """What plain `generate` returns, from the loop that makes it."""
     result, texts = _sampled(call, counts)
-    if record is not None:
-        record.plain(texts)
+    if observer is not None:
+        observer.plain(texts)
     return result
 
 

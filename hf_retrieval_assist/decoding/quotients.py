@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..system.locks import DRAWS
-from ..verification.largest import greatest
+from ..verification.largest import argmax_rows
 
 
 def drawn(probs: torch.Tensor) -> list[int]:
@@ -16,16 +16,16 @@ def drawn(probs: torch.Tensor) -> list[int]:
     return tokens[:, 0].tolist()
 
 
-def foreseen(quotients: torch.Tensor) -> torch.Tensor:
+def argmax_quotients(quotients: torch.Tensor) -> torch.Tensor:
     """int64 [rows]: the tokens of the largest of float32 [rows, vocab_size] quotients, found
     without a wait; −1 where probabilities were no distribution."""
-    tokens = greatest(quotients)[:, None]
+    tokens = argmax_rows(quotients)[:, None]
     return torch.where(quotients.gather(-1, tokens) > 0, tokens, -1)[:, 0]
 
 
 def quotient_tokens(probs: torch.Tensor, noise: torch.Tensor) -> list[int]:
     """The tokens that are drawn of float32 [rows, vocab_size] probabilities with this noise."""
-    tokens: list[int] = foreseen(probs / noise).tolist()
+    tokens: list[int] = argmax_quotients(probs / noise).tolist()
     if min(tokens) < 0:
         # No distribution: as plain decoding, which raises.
         return [drawn(p[None])[0] if t < 0 else t for t, p in zip(tokens, probs, strict=True)]

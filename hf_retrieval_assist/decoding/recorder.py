@@ -21,7 +21,7 @@ from ..types.row_text import RowText
 from ..verification.verified import Verified
 
 
-class OutputRecorder:
+class OutputCollector:
     """Collects scores, logits, hidden states and attentions of the tokens that were generated.
 
     Args:
@@ -35,7 +35,7 @@ class OutputRecorder:
         self.wants_states = wanted and bool(config.output_hidden_states or config.output_attentions)
         self._states: dict[str, list[Any]] = {}
         asked = {"scores": config.output_scores, "logits": config.output_logits}
-        # By name, what each row's tokens were chosen from.
+        # What each row's tokens were chosen from, by name.
         self._tokens: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(batch_size)] for name, one in asked.items() if wanted and one
         }
@@ -49,7 +49,7 @@ class OutputRecorder:
     @property
     def shown(self) -> tuple[torch.Tensor, ...] | None:
         """The scores so far, as stopping criteria that look at them are shown them: only one row
-        or all rows in step have any. None: they are not recorded."""
+        or all rows in lockstep have any. None: they are not recorded."""
         return tuple(self._shown) if "scores" in self._tokens else None
 
     def tokens(self, rows: Sequence[RowText], scores: torch.Tensor, logits: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from ..drafters.base import ChildDraw, Preview
 from ..host.plain_step import CHOOSERS, Rules
 from ..structures.lookups import Snapshot
 from ..types.row_text import RowText, shown
-from ..verification.largest import greatest, largest
+from ..verification.largest import argmax_rows, largest
 from .draws import KnownDraws
 from .quotients import drawn
 
@@ -168,7 +168,7 @@ class TokenSelector:
         """The next tokens of rows from their processed scores [rows, vocab_size]."""
         if self.do_sample:
             return self.draws.draw(torch.nn.functional.softmax(scores, dim=-1), rows)
-        return (greatest(scores) if CHOOSERS.hold else torch.argmax(scores, dim=-1)).tolist()
+        return (argmax_rows(scores) if CHOOSERS.hold else torch.argmax(scores, dim=-1)).tolist()
 
     @staticmethod
     def verify(scores: torch.Tensor, below: ChildDraw | None) -> int:

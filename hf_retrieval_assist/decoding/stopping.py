@@ -39,7 +39,7 @@ class Stopping:
         self._alone = any(isinstance(part, StoppingCriteriaList) for part in self._parts)
         self._limits = [c for c in criteria if self._rules.kind(c) is MaxLengthCriteria]
         self.max_length = self._limit
-        # As plain decoding, which asks this once.
+        # Plain decoding asks this once, too.
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._ends: dict[int, tuple[Any, tuple[int, int], frozenset[int]]] = {}
 
@@ -56,7 +56,7 @@ class Stopping:
         walking: Sequence[RowText],
         rows: Sequence[RowText],
         scores: Any,
-        in_step: bool = False,
+        lockstep: bool = False,
     ) -> None:
         """Find out after a token of each walking row which rows are finished.
 
@@ -67,13 +67,13 @@ class Stopping:
             walking: each with its newest token.
             rows: of the call.
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
-            in_step: whether criteria see all rows at once, which then are those that walk.
+            lockstep: whether criteria see all rows at once, which then are those that walk.
         """
         parts, alone = self._parts, self._alone
         if not self._rules.hold:
             parts, alone = [self._criteria], True
         asked = [walking]
-        if not in_step:
+        if not lockstep:
             growing = [row for row in walking if row.met is None]
             asked = [[row] for row in growing] if alone else [growing]
         for together in asked:
@@ -81,7 +81,7 @@ class Stopping:
                 if row.met is None and met:
                     row.met = len(row.generated)
         limit = self.max_length = self._limit
-        if self.has_eos and not in_step:
+        if self.has_eos and not lockstep:
             for row in walking:
                 row.finished = row.met is not None
         elif any(row.met is None for row in rows):
@@ -112,7 +112,7 @@ class Stopping:
         return met
 
     def _end_ids(self, criterion: EosTokenCriteria) -> frozenset[int]:
-        """Of a criterion, brought from the device when its tensor is another or was written to."""
+        """A criterion's, brought from the device when its tensor is another or was written to."""
         ids = criterion.eos_token_id
         if isinstance(ids, torch.Tensor) and not ids.is_inference():
             known = self._ends.get(id(criterion))

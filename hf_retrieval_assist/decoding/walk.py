@@ -5,7 +5,7 @@ see the true prefix and its logits, then argmax or one draw of `torch.multinomia
 The tree only saves forwards: when the chosen token is a child of the current node, its logits are
 at hand and the walk goes on.
 
-Rows of a batch walk on their own, or in step: then all accept as many tokens as the one that
+Rows of a batch walk on their own, or in lockstep: then all accept as many tokens as the one that
 accepts fewest, rows that have ended are given padding, and every processor, criterion and random
 draw sees the batch that plain decoding shows it, whatever it keeps from one call to the next.
 """
@@ -23,7 +23,7 @@ from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest
 from ..verification.verified import Verified
 from .call import Call
-from .recorder import OutputRecorder
+from .recorder import OutputCollector
 from .selection import TokenSelector
 
 Drawn = Callable[[Sequence[int]], ChildDraw | None]
@@ -34,31 +34,31 @@ class Walk:
     """Generates tokens of rows along verified trees until there are no logits for the next ones.
 
     All rows that still walk choose their next tokens together, which costs about what one of them
-    costs. A streamer receives one token after the other, or in step one of every row at once.
+    costs. A streamer receives one token after the other, or in lockstep one of every row at once.
 
     Args:
         call: whose tokens.
         rows: of the call.
-        in_step: whether all rows choose in one step.
+        lockstep: whether all rows choose in one step.
         residual: whether drafts that were drawn may be verified by residual sampling.
 
     Attributes:
         select: chooses the tokens.
         stopping: says after each token which rows are finished.
-        recorder: is told of each token's scores and logits where the call wants them.
+        collector: is told of each token's scores and logits where the call wants them.
         rowwise: the same, where logits are of no other use and rows choose alone; else None.
         watch: tells whether code of the caller's has changed the model since the last forward; None
             where none of it runs.
     """
 
-    def __init__(self, call: Call, rows: Sequence[RowText], in_step: bool, residual: bool):
-        self.rows, self.in_step = rows, in_step
+    def __init__(self, call: Call, rows: Sequence[RowText], lockstep: bool, residual: bool):
+        self.rows, self.lockstep = rows, lockstep
         self.select = TokenSelector(call.processors, call.config.do_sample, rows)
         self.stopping = call.stopping
-        self.recorder = OutputRecorder(call.config, call.batch_size)
+        self.collector = OutputCollector(call.config, call.batch_size)
         self.residual = residual and self.select.do_sample
-        self._needs_scores = self.recorder.wants_tokens or self.residual
-        self.rowwise = None if self._needs_scores or in_step else self.select
+        self._needs_scores = self.collector.wants_tokens or self.residual
+        self.rowwise = None if self._needs_scores or lockstep else self.select
         # Residual sampling draws otherwise.
         self.select.draws.plain = not self.residual
         self.watch: ModelWatch | None = None
@@ -99,14 +99,14 @@ class Walk:
             else:
                 chosen = verified.choose(walking, nodes, self.select)
             for row, token in zip(walking, chosen, strict=True):
-                padding = row.padding if self.in_step else None
+                padding = row.padding if self.lockstep else None
                 row.generated.append(token if padding is None else padding)
                 if padding is None:
                     paths[row.index].tokens.append(token)
             if STREAMS_FIRST and self._streamer is not None:
                 self._stream(walking)
-            shown = self.recorder.shown if self._needs_scores else None
-            self.stopping.finish(walking, self.rows, shown, self.in_step)
+            shown = self.collector.shown if self._needs_scores else None
+            self.stopping.finish(walking, self.rows, shown, self.lockstep)
             if not STREAMS_FIRST and self._streamer is not None:
                 self._stream(walking)
             if self.watch is not None and self.watch.changed:
@@ -127,7 +127,7 @@ class Walk:
         select = self.select
         raw = select.copied(verified.logits(walking, nodes))
         scores = select.process(walking, raw)
-        self.recorder.tokens(walking, scores, raw)
+        self.collector.tokens(walking, scores, raw)
         if drawn is None:
             return select.pick(walking, scores)
         return [
@@ -136,21 +136,21 @@ class Walk:
         ]
 
     def _stream(self, walking: Sequence[RowText]) -> None:
-        """Give the streamer the newest tokens, of one row or of rows in step."""
+        """Give the streamer the newest tokens, of one row or of rows in lockstep."""
         self._streamer.put(torch.tensor([row.last for row in walking], device="cpu"))
 
     def _following(
         self, walking: Sequence[RowText], trees: Forest, paths: Sequence[Path]
     ) -> list[RowText]:
         """The rows whose trees have the chosen token below the path's end, and so logits for the
-        next one; in step all or none."""
+        next one; in lockstep all or none."""
         children = [
             -1
             if row.finished
             else trees.child(row.index, paths[row.index].accepted[-1] - 1, row.generated[-1])
             for row in walking
         ]
-        if self.in_step and min(children) < 0:
+        if self.lockstep and min(children) < 0:
             return []
         going_on = []
         for row, child in zip(walking, children, strict=True):

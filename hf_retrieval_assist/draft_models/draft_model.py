@@ -28,14 +28,14 @@ from ..types.token_tree import Forest, TokenTree
 from ..verification.engine import engine_of
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
-from ..verification.tree_attention import Fed
+from ..verification.tree_attention import TreeLayout
 from .growth import Choice, Level
 from .rows import DraftCache, Group, RowSession, fed_texts, fills_of, groups, parts, proposed
 from .sequoia import EVIDENCE, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
-# Above any number of tokens.
+# More than any number of tokens.
 _ALL = 1 << 62
 # Most new tokens of a text that are fed at once, which bounds their masks.
 _CHUNK = 512
@@ -123,7 +123,7 @@ class DraftModelDrafter(Drafter):
 
     def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
         for session in sessions:
-            session.forget_draft()
+            session.clear_draft()
         shape = sessions[0].chooser.shape(max(budgets))
         asked = [
             row
@@ -219,10 +219,10 @@ class _Nodes:
         self._drafter, self._model, self._group = drafter, drafter.model, group
         (self._cache,) = group.caches
         engine = engine_of(self._model.device)
-        if group.in_place is None and engine.widens:
+        if group.static_drafts is None and engine.widens:
             service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
-            group.in_place = engine.drafts(self._model, self._cache, service, most, graphs)
-        self._recorded: Any = group.in_place
+            group.static_drafts = engine.drafts(self._model, self._cache, service, most, graphs)
+        self._recorded: Any = group.static_drafts
 
     def run(self, level: Level | None) -> Tensor:
         """A `Run`."""
@@ -249,7 +249,7 @@ class _Nodes:
             self._group.keep([range(len(span)) for span in spans])
         return logits
 
-    def _feed(self, token_ids: Tensor, fed: Fed, options: dict[str, int]) -> Tensor:
+    def _feed(self, token_ids: Tensor, fed: TreeLayout, options: dict[str, int]) -> Tensor:
         """[rows, w or 1, vocab_size]"""
         if self._recorded:
             logits: Tensor = self._recorded.feed(token_ids, fed)
@@ -304,7 +304,7 @@ class DraftModelSession(RowSession):
         self.preview = _preview(target, drafter.temperature) if translated is None else None
         self._valid = _ALL
         self.shape = self.chooser.shape()
-        self.forget_draft()
+        self.clear_draft()
 
     def has_room(self, levels: int) -> bool:
         """Whether the draft model has positions for a tree of so many levels; a text that gets
@@ -320,7 +320,7 @@ class DraftModelSession(RowSession):
         valid, self._valid = min(self._valid, len(self.text) - 1), _ALL
         return valid
 
-    def forget_draft(self) -> None:
+    def clear_draft(self) -> None:
         self.tree = TokenTree.empty()
         self.draws: Draws = []
 
@@ -353,7 +353,7 @@ class DraftModelSession(RowSession):
             # What both texts begin with stays cached.
             pairs = zip(self.text, text, strict=False)
             known = next((i for i, (old, new) in enumerate(pairs) if old != new), len(text))
-            self.forget_draft()
+            self.clear_draft()
             self._valid = min(self._valid, known)
             del self.text[known:]
         self._append(text[known:])
@@ -364,7 +364,7 @@ class DraftModelSession(RowSession):
             self._measure(path.tolist(), len(tokens))
             fed = self.shape.fed_number[path]
             self.accepted = fed[fed >= 0].tolist()
-            self.forget_draft()
+            self.clear_draft()
         self.text += tokens
 
     def _measure(self, path: list[int], length: int) -> None:

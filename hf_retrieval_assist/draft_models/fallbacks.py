@@ -34,7 +34,7 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
         return []
     several = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
     if "quantized_self" in several:
-        # Beside a table that costs nothing, it is asked for what that lacks.
+        # A table costs nothing and comes first; this one is asked for what that lacks.
         several = ["token_recycling", *(one for one in several if one != "token_recycling")]
     drafters = [_fallback_drafter(one, paper) for one in several]
     return sorted(drafters, key=lambda drafter: drafter.costly)

@@ -24,7 +24,7 @@ from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, Forest, Int32Array
 from ..verification.largest import largest, most_probable
-from ..verification.tree_attention import Fed
+from ..verification.tree_attention import TreeLayout
 
 _MIDDLES = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.88, 0.98])
 EVIDENCE = EvidenceClasses(
@@ -54,11 +54,11 @@ class Level(NamedTuple):
     visible: Tensor
     columns: Tensor
 
-    def fed(self, missing: int = 0) -> Fed:
+    def fed(self, missing: int = 0) -> TreeLayout:
         """Where they lie, behind the nodes run before, of which the first ones may be missing."""
         width, columns = self.token_ids.shape[1], self.columns[None, missing:]
         offsets = torch.arange(columns.shape[1], device=columns.device)[None, -width:]
-        return Fed(columns[:, -width:], columns, self.visible[:, :, missing:], offsets)
+        return TreeLayout(columns[:, -width:], columns, self.visible[:, :, missing:], offsets)
 
 
 def paths_to(levels: Sequence[Level], row: int) -> list[list[int]]:
@@ -150,7 +150,7 @@ class Grown:
         ids, scores, evidence = found[:, nodes:].reshape(len(found), 3, -1).swapaxes(0, 1)
         kept = scores.view(np.float32) > -np.inf
         sizes, (rows, columns) = kept.sum(1), kept.nonzero()
-        # Of each candidate its place in the tree; the last one is the root.
+        # Each candidate's place in the tree; the last one is the root.
         places = np.full((len(found), kept.shape[1] + 1), -1, np.int32)
         places[rows, columns] = (kept.cumsum(1) - 1)[rows, columns]
         parents = columns // self.children
@@ -193,7 +193,7 @@ class BestFirst:
         self._least = math.log(limits.min_prob) if limits.min_prob else -math.inf
         self._top_k = min(limits.top_k, keep)
         self._levels: list[Level] = []  # that were run
-        # Of each level, and of the texts, the numbers int64 [rows, w] of the nodes that were run
+        # Each level's, and the texts': the numbers int64 [rows, w] of the nodes that were run
         # among all candidates of the row, −1 for the root; then of their children, c of each,
         # [rows, w * c], ids of the target's vocabulary, log-probabilities of the path from the
         # root, −inf where there is no node, and evidence.
@@ -204,7 +204,7 @@ class BestFirst:
         self._known = 0  # candidates above the last level
         # Scores of the `keep` most probable candidates so far.
         self._best: Tensor | None = None
-        # Of the nodes that are run: their numbers, and their scores.
+        # The nodes that are run: their numbers, and their scores.
         self._nodes = self._scores = torch.empty(0)
 
     def grow(self, run: Run) -> None:

@@ -13,7 +13,7 @@ import torch
 # log-probability of tokens that Q never draws: below any that a float32 softmax can give, and near
 # enough that float64 keys keep the order of their noise.
 _EXCLUDED = -1e4
-# Below this, a residual is what rounding leaves where both laws agree, and no law to sample from.
+# A smaller residual is what rounding leaves where both laws agree, and no law to sample from.
 _NO_RESIDUAL = 1e-12
 
 
@@ -58,14 +58,14 @@ def child_acceptance(
     remaining = torch.ones_like(proposal)
     rates = []
     for child in children.unbind(-1):
-        # With the support of Q used up, children are drawn uniformly from all other tokens; so they
-        # are from the beginning where Q is not a number.
+        # Children are drawn uniformly from all other tokens where the support of Q is used up; so
+        # they are from the beginning where Q is not a number.
         used_up = ~(proposal.sum(-1, keepdim=True) > 0)
         proposal = _normalised(torch.where(used_up, remaining, proposal))
         token = child.unsqueeze(-1)
         rate = residual.gather(-1, token) / proposal.gather(-1, token)
         rates.append(rate.nan_to_num(nan=0.0).clamp(max=1.0))
-        # Before the token leaves the proposal: its own residual is part of the rule.
+        # The token has not left the proposal yet: its own residual is part of the rule.
         left = (residual - proposal).clamp_min(0)
         mass = left.sum(-1, keepdim=True)
         residual = torch.where(mass < _NO_RESIDUAL, residual, left / mass.clamp_min(_NO_RESIDUAL))

@@ -20,10 +20,10 @@ from ..cache.kv_cache import SLOT_LAYERS, SlotCache
 from ..cache.slot_layers import NO_VIEWS, SlotLayer
 from ..drafters.base import BatchSession
 from ..types.token_tree import Forest, TokenTree
-from ..verification.tree_attention import Fed, LayerMask, Rules, TreeAttention, table_of
+from ..verification.tree_attention import LayerMask, Rules, TreeAttention, TreeLayout, table_of
 
 
-def fed_texts(fills: Tensor, width: int) -> Fed:
+def fed_texts(fills: Tensor, width: int) -> TreeLayout:
     """How texts go on, in lines of which the first `fills` columns hold nothing new.
 
     What fills a line up lies behind the text's own, so that nobody has to look at it.
@@ -34,7 +34,7 @@ def fed_texts(fills: Tensor, width: int) -> Fed:
     """
     column = torch.arange(width, device=fills.device)
     offsets = (column - fills) % width
-    return Fed(offsets, column[None], column <= offsets[..., None], offsets)
+    return TreeLayout(offsets, column[None], column <= offsets[..., None], offsets)
 
 
 class DraftCache(SlotCache):
@@ -73,7 +73,7 @@ class DraftCache(SlotCache):
         return all(type(layer) in (SlotLayer, *SLOT_LAYERS) for layer in self.layers)
 
     @contextmanager
-    def feeding(self, fed: Fed) -> Iterator[Any]:
+    def feeding(self, fed: TreeLayout) -> Iterator[Any]:
         """Scope of a forward over tokens; gives the mask of those that ask: of a line the last
         ones, of which depths and what they see are told."""
         sees = fed.sees.expand(len(self.slots.lengths), -1, -1)
@@ -169,11 +169,11 @@ class Group:
     Attributes:
         rows: the texts; None for one that has left.
         caches: with a row for each.
-        in_place: what drafts in the `memory` that the caches stay in, where forwards may be
+        static_drafts: what drafts in the `memory` that the caches stay in, where forwards may be
             recorded; None: they grow.
     """
 
-    in_place: Any = None
+    static_drafts: Any = None
 
     def __init__(self, rows: Sequence[RowSession], caches: Sequence[DraftCache]) -> None:
         self.rows: list[Any] = list(rows)
@@ -184,8 +184,8 @@ class Group:
     def leave(self, index: int) -> None:
         """Go on without a text."""
         self.rows[index] = None
-        if not any(self.rows) and self.in_place is not None:
-            self.in_place.memory.release()
+        if not any(self.rows) and self.static_drafts is not None:
+            self.static_drafts.memory.release()
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed behind the texts, except the given slots of each row."""
@@ -207,13 +207,13 @@ class Group:
         Where caches stay in place, so do the rows of those that left: a recording has its rows.
         """
         group: Group = asked[0].group
-        lasts = None not in group.rows or group.in_place is not None
+        lasts = None not in group.rows or group.static_drafts is not None
         if lasts and all(row.group is group for row in asked):
             return group
         for one in {id(row.group): row.group for row in asked}.values():
             one.settle()
-            if one.in_place is not None:
-                one.in_place.memory.show()
+            if one.static_drafts is not None:
+                one.static_drafts.memory.show()
         caches = [
             DraftCache.joined([(row.group.caches[number], row.index) for row in asked])
             for number in range(len(group.caches))

@@ -28,7 +28,7 @@ from ..types.token_tree import Int32Array, TokenTree, ancestor_mask
 from .growth import Choice, Chosen, Level, Run, likeliest, paths_to
 from .residual import draw_children
 
-_PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # of ranks 1, 2, …; the last one for all others
+_PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # ranks 1, 2, …; the last one for all others
 _PRIOR_TRIALS = 4.0
 _MEMORY = 2000.0  # trials of the first rank, after which half of all are forgotten
 
@@ -244,7 +244,7 @@ class AcceptanceCounts:
     def __init__(self, width: int):
         hazards = np.array(_PRIOR_HAZARDS + (_PRIOR_HAZARDS[-1],) * width)[:width]
         self._prior = _PRIOR_TRIALS * np.stack([np.ones(width), hazards])
-        # Of each rank how often it was reached, and how often accepted.
+        # How often each rank was reached, and how often accepted.
         self._counts = self._prior.copy()
 
     def observe(self, children: int, accepted: int) -> None:
@@ -393,7 +393,7 @@ def grow(
         previews: of each row; None: its draws are not known.
     """
     levels: list[Level] = []
-    tokens, log_probs = [], []  # of each level [rows, nodes]
+    tokens, log_probs = [], []  # each level's [rows, nodes]
     logits = run(None)
     for depth, forward in enumerate(shape.on(logits.device), 1):
         chosen = choose(logits, forward.width, levels)

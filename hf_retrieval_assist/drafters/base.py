@@ -19,7 +19,7 @@ from ..verification.verified import TopLogits
 
 if TYPE_CHECKING:
     # It takes transformers with it, which other engines draft without.
-    from ..verification.own_forwards import OwnForwards
+    from ..verification.own_forwards import TargetForwards
 
 Float64Array = NDArray[np.float64]
 Graphs = bool | Literal["fused"]
@@ -83,7 +83,7 @@ class Target:
     expected: tuple[Int32Array, ...] = ()
     forms: Any = None
     preview: Preview | None = None
-    own: OwnForwards | None = None
+    own: TargetForwards | None = None
     processors: tuple[Any, ...] = ()
     row: int = 0
     graphs: bool = True
@@ -203,7 +203,7 @@ class DraftSession(ABC):
 
     @abstractmethod
     def propose(self, budget: int) -> TokenTree:
-        """At most `budget` candidate nodes below the last token of the text; may be empty."""
+        """Candidate nodes below the last token of the text, `budget` at most; may be empty."""
 
     def restrict(self, tree: TokenTree) -> TokenTree:
         """The nodes of any drafter's `tree` that can still be chosen, as far as this one knows."""

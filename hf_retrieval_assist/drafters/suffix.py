@@ -120,7 +120,7 @@ class SuffixDrafter(Drafter):
         self.learn_prompts = learn_prompts
         self.by_prompt = by_prompt
         self.corpus: SuffixTree | None = None
-        self._largest_id = -1  # in the corpus
+        self._largest_id = -1  # the corpus's
         if corpus is not None:
             self.corpus = indexed = SuffixTree(max_depth)
             for ids in checked_documents(corpus):

@@ -236,7 +236,7 @@ class _RecyclingSession(BatchSession):
 
 
 class SuccessorTable:
-    """For every token the likeliest next tokens, best first, each with its evidence class.
+    """Every token's likeliest next tokens, best first, each with its evidence class.
 
     int32 [rows + 1, k], of which the last row stays unknown: index −1, the unknown token, reads it,
     so below an unknown node everything is unknown. A simulation may not know how large its ids are,

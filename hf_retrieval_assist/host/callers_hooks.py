@@ -41,7 +41,7 @@ from .told import Told
 from .transformers_private import Hook, global_hooks, hooks_of
 
 
-class Kind(StrEnum):
+class HookEffect(StrEnum):
     """What is known of a hook; of those that make calls plain, why."""
 
     LOOKS = "it changes nothing"
@@ -56,8 +56,8 @@ class Kind(StrEnum):
     )
 
 
-# By the number of a hook, of which PyTorch gives none twice; by what tells them of others too.
-_kinds: dict[Hashable, Kind] = {}
+# Keys: a hook's number, of which PyTorch gives none twice; what tells them of others too.
+_kinds: dict[Hashable, HookEffect] = {}
 _MOST_KNOWN = 1 << 14
 _lock = Lock()
 
@@ -94,14 +94,14 @@ def told(hook: Hook) -> Hashable:
     return Told(teller, hook.keywords, teller.tell(unwatched(hook.called)))
 
 
-def _kind(hook: Hook) -> Kind | None:
+def _kind(hook: Hook) -> HookEffect | None:
     """None: it is met for the first time."""
     return _kinds.get(hook.number) or _kinds.get(told(hook))
 
 
 def only_looks(hook: Hook) -> bool:
     """Whether a hook is the caller's and none that is known to change something."""
-    return is_callers(hook.called) and _kind(hook) in (None, Kind.LOOKS)
+    return is_callers(hook.called) and _kind(hook) in (None, HookEffect.LOOKS)
 
 
 def may_change(hook: Hook) -> bool:
@@ -134,8 +134,10 @@ def why_plain_with_hooks(model: nn.Module, model_kwargs: dict[str, Any]) -> str 
             "a hook of the caller's may hold the cache that the call was given, which drafts use "
             "otherwise than plain decoding; leave out either"
         )
-    kinds = [Kind.SHOWN if _is_shown_cache(hook) else _kind(hook) for hook in hooks]
-    return next((kind.value for kind in (Kind.SHOWN, Kind.AT_TIMES) if kind in kinds), None)
+    kinds = [HookEffect.SHOWN if _is_shown_cache(hook) else _kind(hook) for hook in hooks]
+    return next(
+        (kind.value for kind in (HookEffect.SHOWN, HookEffect.AT_TIMES) if kind in kinds), None
+    )
 
 
 def _is_shown_cache(hook: Hook) -> bool:
@@ -195,13 +197,13 @@ class _Seen:
         self.counts = self.counts or counts(before, after)
         self.draws = self.draws or draws
 
-    def kind(self, called: Any) -> Kind:
+    def kind(self, called: Any) -> HookEffect:
         if self.draws:
-            return Kind.AT_TIMES
+            return HookEffect.AT_TIMES
         if self.ever:
-            return Kind.CHANGES if self.always and not self.moves else Kind.AT_TIMES
+            return HookEffect.CHANGES if self.always and not self.moves else HookEffect.AT_TIMES
         acts, decides = may_act(called)
-        return Kind.AT_TIMES if acts and (decides or self.counts) else Kind.LOOKS
+        return HookEffect.AT_TIMES if acts and (decides or self.counts) else HookEffect.LOOKS
 
 
 class HookWatch:
@@ -252,8 +254,8 @@ class HookWatch:
         values, arranged = _flat(shown)
         if any(isinstance(x, Cache) for x in values):
             if self.guards:
-                _kinds[number] = Kind.SHOWN
-                raise CacheShownError(Kind.SHOWN.value)
+                _kinds[number] = HookEffect.SHOWN
+                raise CacheShownError(HookEffect.SHOWN.value)
             self.changing.add(number)
         if self.muted:
             return None
@@ -285,21 +287,21 @@ class HookWatch:
             seen = self._new.get(hook.number)
             if seen is not None:
                 kinds.append(_remember(hook, seen.kind(unwatched(hook.called))))
-            elif hook.number in self.changing and _kinds.get(hook.number) is Kind.LOOKS:
-                kinds.append(_remember(hook, Kind.AT_TIMES))
+            elif hook.number in self.changing and _kinds.get(hook.number) is HookEffect.LOOKS:
+                kinds.append(_remember(hook, HookEffect.AT_TIMES))
         self._new, self.unsure = {}, False
-        return all(kind is Kind.LOOKS for kind in kinds)
+        return all(kind is HookEffect.LOOKS for kind in kinds)
 
     def belong(self) -> None:
         """Count them as the model's, which does not do without them."""
         for hook in self._found:
-            if _kinds.get(hook.number) is Kind.LOOKS:
-                _remember(hook, Kind.CHANGES)
+            if _kinds.get(hook.number) is HookEffect.LOOKS:
+                _remember(hook, HookEffect.CHANGES)
 
 
-def _remember(hook: Hook, kind: Kind) -> Kind:
+def _remember(hook: Hook, kind: HookEffect) -> HookEffect:
     _kinds[hook.number] = kind
-    if kind is not Kind.LOOKS:
+    if kind is not HookEffect.LOOKS:
         _kinds[told(hook)] = kind
     while len(_kinds) > _MOST_KNOWN:
         del _kinds[next(iter(_kinds))]
@@ -336,7 +338,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor) -> bool:
 
 
 def _replaced(before: bool, arguments: tuple[Any, ...]) -> Any:
-    """In whose place a hook returns something, of what it is called with."""
+    """What a hook returns something in the place of, among what it is called with."""
     return arguments[1:] if before and len(arguments) == 3 else arguments[-1]
 
 

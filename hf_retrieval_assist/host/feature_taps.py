@@ -49,7 +49,7 @@ class FeatureTaps:
 
     @property
     def features(self) -> dict[tuple[int, ...], Tensor]:
-        """For each set of layers, [batch, n, widths of its boundaries] of the last forward, on one
+        """Each set of layers' [batch, n, widths of its boundaries] of the last forward, on one
         device.
 
         Raises:
@@ -104,17 +104,17 @@ class FeatureTaps:
 
     def _hook(self, boundary: int) -> RemovableHandle:
         if boundary < 0:
-            return self._decoder.register_forward_hook(self._keep_output)
+            return self._decoder.register_forward_hook(self._tap_output)
 
-        def keep_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._keep(boundary, args[0] if args else kwargs.get("hidden_states"))
+        def tap_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._tap(boundary, args[0] if args else kwargs.get("hidden_states"))
 
-        return self._blocks[boundary].register_forward_pre_hook(keep_input, with_kwargs=True)
+        return self._blocks[boundary].register_forward_pre_hook(tap_input, with_kwargs=True)
 
-    def _keep_output(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._keep(-1, output if isinstance(output, Tensor) else output[0])
+    def _tap_output(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._tap(-1, output if isinstance(output, Tensor) else output[0])
 
-    def _keep(self, boundary: int, hidden: Any) -> None:
+    def _tap(self, boundary: int, hidden: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:

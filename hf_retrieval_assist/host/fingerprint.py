@@ -21,7 +21,7 @@ _PASSING = (
 )
 _SAMPLED = 8  # elements of each parameter
 
-# By the adapters in use.
+# Each model's fingerprints by the adapters in use.
 _fingerprints: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
@@ -129,7 +129,7 @@ def _sample(parameter: Tensor) -> bytes:
     if parameter.is_meta or not parameter.numel() or type(parameter) is not Tensor:
         return b""
     flat = parameter.reshape(-1)
-    # In double precision: single knows no places above 2**24.
+    # Double precision: single knows no places above 2**24.
     count = min(_SAMPLED, len(flat))
     places = torch.linspace(0, len(flat) - 1, count, dtype=torch.float64, device="cpu")
     values = flat[places.long().to(flat.device)]

@@ -34,7 +34,7 @@ _HELD = PLAIN | {dict, OrderedDict, defaultdict, Counter, list, tuple, deque}
 # What is looked at of one hook; more than that is never told to be what it was.
 _MOST = 1 << 13
 
-# By which a function gets at what its code does not name.
+# A function gets at what its code does not name by these.
 _FRAMES = frozenset(("locals", "vars", "eval", "exec", "_getframe", "currentframe"))
 
 
@@ -48,7 +48,7 @@ def written_in(function: Any) -> str:
 
 
 def own_parts(called: Any) -> list[Any]:
-    """Of a function and what it wraps, as `torch.no_grad()` does, what no library has written."""
+    """What no library has written of a function and what it wraps, as `torch.no_grad()` does."""
     found = [called]
     while isinstance(called, partial | MethodType) or hasattr(called, "__wrapped__"):
         if isinstance(called, partial):

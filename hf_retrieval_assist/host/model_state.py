@@ -31,7 +31,7 @@ from .transformers_private import GRADIENT_HOOKS, Hook, hooks_of
 # What every module keeps of itself.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
 
-# Of PyTorch, by which operators compute.
+# PyTorch's settings by which operators compute.
 _SETTINGS = (
     *("is_inference_mode_enabled", "is_grad_enabled", "get_default_dtype"),
     *("are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
@@ -95,7 +95,7 @@ def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be a switch, a limit or a counter."""
     try:
         return tensor.numel() == 1 and not tensor.is_floating_point()
-    except Exception:  # of a kind that does not know its size, as before its first forward
+    except Exception:  # it does not know its size, as before its first forward
         return False
 
 
@@ -105,13 +105,13 @@ def _switches(own: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def autocast_dtypes() -> tuple[torch.dtype, ...]:
-    """In what operators compute where autocast changes that."""
+    """The dtypes that operators compute in where autocast changes that."""
     enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))
     return tuple(map(torch.get_autocast_dtype, enabled))
 
 
 def torch_setting(name: str) -> Any:
-    """Of PyTorch; some raise where others have set the same thing by another name."""
+    """PyTorch's; some raise where others have set the same thing by another name."""
     try:
         found = attrgetter(name)(torch)
         return found() if callable(found) else found
@@ -126,7 +126,7 @@ def torch_settings() -> tuple[Any, ...]:
 
 @lru_cache(1 << 12)
 def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a module's attributes those that not every module has; modules of a kind have the same."""
+    """A module's attributes that not every module has; modules of a kind have the same."""
     return tuple([name for name in names if name not in _INTERNAL])
 
 
@@ -209,7 +209,7 @@ def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
             moving.add(owner, names)
         for table, members in held:
             if not _are_same(members, members_of(table) or []):
-                _put_back(table, members)
+                _restore(table, members)
 
 
 def _containers(values: list[Any]) -> list[Any]:
@@ -226,7 +226,7 @@ def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _put_back(table: Any, members: list[Any]) -> None:
+def _restore(table: Any, members: list[Any]) -> None:
     """Let a container hold what it has held."""
     if issubclass(type(table), list):
         list.__setitem__(table, slice(None), members)

@@ -1,4 +1,4 @@
-"""Processes that compute one model together (tensor or pipeline parallelism), kept in step.
+"""Processes that compute one model together (tensor or pipeline parallelism), kept in lockstep.
 
 Each holds a part of the weights, so all must feed the same tokens in every forward. How much to
 verify is decided from timings, and drafted from memories, which differ between processes. So the

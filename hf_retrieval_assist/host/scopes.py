@@ -28,8 +28,7 @@ OUTSIDE: dict[Attention, Attention] = {}
 """What an engine computes in a function's place outside of :class:`attending`."""
 
 ROUTES: list[Callable[[str], bool]] = []
-"""Of each engine with scopes of its own, whether the running thread is in one that concerns a name.
-"""
+"""Each engine's answer whether the running thread is in a scope of its own that concerns a name."""
 
 
 class Exchange:
@@ -39,15 +38,15 @@ class Exchange:
     So nothing is counted: the next `want` of any thread settles what was left half done.
 
     Args:
-        put, take_back: what to do, unless it has been done already.
+        put, restore: what to do, unless it has been done already.
 
     Attributes:
         threads: that want it, by their identifiers.
     """
 
-    def __init__(self, put: Callable[[], None], take_back: Callable[[], None]):
+    def __init__(self, put: Callable[[], None], restore: Callable[[], None]):
         self._put = put
-        self._take_back = take_back
+        self._restorer = restore
         self._lock = Lock()
         self.threads: set[int] = set()
 
@@ -56,7 +55,7 @@ class Exchange:
         with self._lock:
             change = self.threads.add if wanted else self.threads.discard
             change(threading.get_ident())
-            exchange = self._put if self.threads else self._take_back
+            exchange = self._put if self.threads else self._restorer
             exchange()
 
 

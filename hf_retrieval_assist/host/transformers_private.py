@@ -39,7 +39,7 @@ def _parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
-    """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
+    """Those of the class's forward: an instance's may be wrapped by hooks that take anything."""
     return _parameters_of(type(module).forward)
 
 
@@ -252,10 +252,10 @@ def takes_dynamic_cache(model: Any) -> bool:
     return model._supports_default_dynamic_cache()
 
 
-def keeps_no_activations(model: Any) -> bool:
+def checkpoints_activations(model: Any) -> bool:
     """Whether the model computes activations anew in the backward pass, for which it gives up its
     cache in train mode."""
-    newest = "is_activation_checkpointing"  # since 5.23
+    newest = "is_activation_checkpointing"  # 5.23 and later
     return getattr(model, newest if hasattr(model, newest) else "is_gradient_checkpointing")
 
 

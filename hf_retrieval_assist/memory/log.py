@@ -30,7 +30,7 @@ _SCHEMA = [
     " ids BLOB, crc INTEGER)",
     "CREATE TABLE forgotten (name INTEGER, prefix TEXT)",
 ]
-_APPLICATION = 0x48465241  # in the header, and the version
+_APPLICATION = 0x48465241  # the header's, and the version
 _VERSION = 3
 _SETTINGS = (
     "trusted_schema = OFF",
@@ -42,7 +42,7 @@ _SETTINGS = (
 )
 _FAR = 10 * 365 * 86_400 * 10**6  # names as far in the future are none that time has given
 _LARGEST = 1 << 24  # bytes of an output that is read
-_ROW_BYTES = 48  # of an output besides its fingerprint and ids
+_ROW_BYTES = 48  # an output's besides its fingerprint and ids
 _PATIENCE = 2.0  # seconds to wait for other processes, once; then not until they have let go
 _FORGETTING = 10.0  # seconds to wait before everything is forgotten
 _OWNER_ONLY = 0o600
@@ -116,9 +116,9 @@ class OutputLog(SharedOutputs):
                 name = self._next_name(database)
                 database.execute("ROLLBACK")
                 database.execute("BEGIN EXCLUSIVE")
-                self._empty()
+                self._clear()
         except ValueError:  # nobody can use it
-            self._empty()
+            self._clear()
         self._database = None  # it remembers the tables
         self._known, self._heard = {name: ""}, True
         with self._transaction() as database:
@@ -240,7 +240,7 @@ class OutputLog(SharedOutputs):
         if size * (pages - free) <= 2 * self.keep_bytes:
             return
         beyond = _now() + _FAR
-        # Of each output but the newest: what it takes, and what those after it take.
+        # What each output but the newest takes, and what those after it take.
         sums = (
             f"SELECT name, sum(length(ids) + length(model) + {_ROW_BYTES}) OVER (ORDER BY name DESC"
             " ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS kept FROM outputs"
@@ -278,7 +278,7 @@ class OutputLog(SharedOutputs):
             warnings.warn(f"{self.path}: skipped {damaged} damaged outputs", stacklevel=5)
         return outputs
 
-    def _empty(self) -> None:
+    def _clear(self) -> None:
         for path in (self.path, Path(f"{self.path}-journal")):
             with suppress(FileNotFoundError):
                 os.truncate(path, 0)

@@ -19,13 +19,13 @@ from ..structures.suffix_tree import MAX_DEPTH, SuffixTree
 from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
 from .outputs import SharedOutputs
-from .running_output import GROUP_MARK, Kind, RunningOutput
+from .running_output import GROUP_MARK, OutputTree, RunningOutput
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
 # this share of the limit, are about what the trees can hold.
 _LOG_SHARE = 12
 
-# Between a tenant's digest and what is inside the tenant's namespace.
+# Separates a tenant's digest from what is inside the tenant's namespace.
 _TENANT_MARK = ":"
 
 
@@ -79,7 +79,7 @@ class OutputMemory:
         ImportError: with `url`, if the `redis` extra is not installed.
     """
 
-    _prefix = ""  # of the fingerprints of a tenant's outputs
+    _prefix = ""  # the fingerprints' of a tenant's outputs
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class OutputMemory:
         self.half_life = half_life
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
-        self._kinds: dict[str, Kind] = {}  # by fingerprint
-        self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # in trees, by age
+        self._kinds: dict[str, OutputTree] = {}  # keys: fingerprints
+        self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # those in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
         self._tree_bytes = self._kept_bytes = 0
-        self._output_bytes = 0  # of outputs in the trees, besides their tokens
+        self._output_bytes = 0  # outputs in the trees, besides their tokens
         self._log = _shared_outputs(path, url, self.max_bytes // _LOG_SHARE)
         self._alone = False  # the log could not be read or written lately
         while self._learn_news():
@@ -130,7 +130,7 @@ class OutputMemory:
         with self.lock:
             return sum(len(kind.outputs) for kind in self._own_kinds())
 
-    def _own_kinds(self) -> Iterator[Kind]:
+    def _own_kinds(self) -> Iterator[OutputTree]:
         """All of a memory; of a namespace those that are not in a namespace inside it."""
         for name, kind in self._kinds.items():
             if not self._prefix or name.rpartition(_TENANT_MARK)[0] == self._prefix[:-1]:
@@ -217,7 +217,7 @@ class OutputMemory:
                     if not output.full and end > learnt:
                         self._learn(output, token_ids[max(first, learnt) : end])
                     if output.kept is not None:
-                        self._keep(output, token_ids[first:end])
+                        self._buffer(output, token_ids[first:end])
 
     def refresh(self) -> None:
         """Learn all that other processes have written to the log, or that has come from the server.
@@ -276,7 +276,7 @@ class OutputMemory:
         for output in [*self._outputs, *self._running]:
             if output.fingerprint.startswith(prefix):
                 output.forgotten = True
-                self._keep_nothing(output)
+                self._drop_buffer(output)
                 if output.sequence is not None:
                     self._drop(output)
 
@@ -316,7 +316,7 @@ class OutputMemory:
             self._fade(output)
             token_ids = np.array(output.kept or (), np.int32)
             output.finished = True
-            self._keep_nothing(output)
+            self._drop_buffer(output)
         if self._log is None or not len(token_ids):
             return
         with self._log_lock, self._tolerated():
@@ -334,8 +334,8 @@ class OutputMemory:
                 warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
             self._alone = True
 
-    def _keep(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
-        """Keep tokens of a running output for the log, older outputs making room."""
+    def _buffer(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
+        """Buffer tokens of a running output for the log, older outputs making room."""
         assert output.kept is not None
         output.kept.frombytes(token_ids.tobytes())
         self._kept[output] = None
@@ -346,10 +346,10 @@ class OutputMemory:
                 if output.sequence is not None:
                     self._drop(output)
                 else:
-                    self._keep_nothing(next(iter(self._kept)))
+                    self._drop_buffer(next(iter(self._kept)))
 
-    def _keep_nothing(self, output: RunningOutput) -> None:
-        """Keep no tokens for the log, also later."""
+    def _drop_buffer(self, output: RunningOutput) -> None:
+        """Buffer no tokens for the log, also later."""
         self._kept.pop(output, None)
         self._kept_bytes -= 4 * len(output.kept or ())
         output.kept = None
@@ -390,7 +390,7 @@ class OutputMemory:
         """Give an output a sequence in its model's tree, if there is room for one."""
         while not output.full:
             known = self._kinds.get(output.fingerprint)
-            kind, counted = known or Kind(self.max_depth), known.tree.nbytes if known else 0
+            kind, counted = known or OutputTree(self.max_depth), known.tree.nbytes if known else 0
             tree = kind.tree
             tree.max_bytes = self.max_bytes - (self.nbytes - counted) - output.cost
             if tree.nbytes <= tree.max_bytes:

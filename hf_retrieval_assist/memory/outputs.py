@@ -18,7 +18,7 @@ MOST_FORGETTINGS = 1 << 12  # that are kept one by one
 _OVERHEAD = 64  # bytes of an output besides its fingerprint and ids
 _WRITERS = 1 << 14  # those whose last output is known
 
-# Of each forgetting its name and a prefix of fingerprints: all outputs with that prefix and a lower
+# Each forgetting's name and a prefix of fingerprints: all outputs with that prefix and a lower
 # name are gone. The empty prefix is that of all outputs.
 Forgettings = dict[int, str]
 
@@ -44,7 +44,7 @@ class Output:
         return 4 * len(self.token_ids) + len(self.fingerprint) + _OVERHEAD
 
     def fields(self) -> tuple[bytes, int, str, bytes]:
-        """As they are kept, token ids as little-endian uint32."""
+        """What is kept of it, token ids as little-endian uint32."""
         ids = self.token_ids.astype("<u4").tobytes()
         return self.by, self.sequence, self.fingerprint, ids
 
@@ -100,15 +100,15 @@ class SharedOutputs(ABC):
     Outputs that cannot be written yet wait, of `keep_bytes` at most.
     """
 
-    place: str  # as an `OutputMemory` shows it
+    place: str  # what an `OutputMemory` shows
     beginning: Any  # the name that all outputs come behind
 
     def __init__(self, keep_bytes: int) -> None:
         self.keep_bytes = keep_bytes
         self._known: Forgettings = {}
         self._heard = False  # whether what is stored has been looked at
-        self._forgotten: list[str] = []  # by others since the last `read`
-        self._seen: OrderedDict[bytes, int] = OrderedDict()  # by writer its last output that was
+        self._forgotten: list[str] = []  # others' since the last `read`
+        self._seen: OrderedDict[bytes, int] = OrderedDict()  # each writer's last output that was
         self._process = 0
         self._pending = OutputQueue(keep_bytes)
         self._last_read = self.beginning

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..structures.suffix_tree import SuffixTree
 from ..types.token_tree import checked_ids
 
-# Between a model's fingerprint and a prompt's name, which no fingerprint contains.
+# Separates a model's fingerprint from a prompt's name; no fingerprint contains it.
 GROUP_MARK = "/"
 
 # What an output costs besides its tokens and its fingerprint: its object and its places in order.
@@ -80,7 +80,7 @@ class RunningOutput:
         self._memory.finish(self)
 
 
-class Kind:
+class OutputTree:
     """Outputs with one fingerprint.
 
     Attributes:

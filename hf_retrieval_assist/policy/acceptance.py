@@ -24,7 +24,7 @@ Float64Array = NDArray[np.float64]
 
 _PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the counts
 _MEMORY = 2000.0  # trials of a class, after which half of its counts are forgotten
-_ALONE = 0.15  # of a prior, where earlier drafters have not drafted the same
+_ALONE = 0.15  # a prior's share where earlier drafters have not drafted the same
 _BINS = 10
 
 
@@ -64,8 +64,8 @@ class Calibrator:
 
     Args:
         classes: of the drafter.
-        beside: the drafter adds to what others have drafted. What those have drafted as well they
-            judge better: their probability stands. What they have not is worth less than its
+        conditional: the drafter adds to what others have drafted. What those have drafted as well
+            they judge better: their probability stands. What they have not is worth less than its
             evidence says, and counted apart. Nothing to a drafter without classes, whose
             probabilities are its own.
 
@@ -73,10 +73,10 @@ class Calibrator:
         n_classes: evidence classes that a draft may name.
     """
 
-    def __init__(self, classes: EvidenceClasses, beside: bool = False):
+    def __init__(self, classes: EvidenceClasses, conditional: bool = False):
         self.n_classes, priors = len(classes), classes.priors
-        self.beside = beside and self.n_classes > 0
-        if self.beside:
+        self.conditional = conditional and self.n_classes > 0
+        if self.conditional:
             priors = np.concatenate([priors, _ALONE * priors])
         self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
         self._prior_counts[:, 1] *= priors
@@ -101,13 +101,13 @@ class Calibrator:
         Args:
             texts: one for each tree.
             drafts: the proposals.
-            earlier: what others have drafted, calibrated, for a drafter that stands `beside` them;
+            earlier: what others have drafted, calibrated, for a drafter that is `conditional`;
                 None: nothing.
         """
         if not len(drafts.token_ids):
             return drafts
         known = None
-        if self.beside:
+        if self.conditional:
             known = (earlier or Forest.empty(len(drafts))).known_probs(drafts)
         arrays = drafts.token_ids, drafts.parents, drafts.probs, drafts.classes, drafts.offsets
         return replace(drafts, probs=evidence.calibrated(texts, *arrays, known, self._counts))

@@ -22,27 +22,27 @@ from ..types.token_tree import Forest, TokenTree
 from .cost_model import CostModel
 from .planner import Planner
 
-# Of a drafter, in plain steps. What it may lose before it has brought anything is little, because a
+# A drafter's, in plain steps. What it may lose before it has brought anything is little, because a
 # first prompt may hold nothing to retrieve; a costly one is known only after some drafts.
 _CREDIT, _COSTLY_CREDIT = 0.75, 4.0
 _BAD_LUCK = 16  # asks that may bring nothing, of a drafter that has gained
-_SHARES = (1 / 32, 1 / 64, 1 / 128, 1 / 256)  # of the time that passes, lent for asking again
+_SHARES = (1 / 32, 1 / 64, 1 / 128, 1 / 256)  # shares of time, lent for asking again
 _PRICE_MEMORY = 0.2
 _GAIN_MEMORY = 0.1
-_PAYS = 0.03  # of a plain step, that an ask gains
+_PAYS = 0.03  # share of a plain step that an ask gains
 _TERM = 32  # asks over which the price of getting ready is spread
 _OPEN = 0.5  # share of next tokens, above which the others' drafts leave a step open
 
-# Of all drafts, before any was verified: half is believed.
+# Half of what drafts promise is believed before any was verified.
 _FIRST_PROMISED, _FIRST_ACCEPTED = 2.0, 1.0  # tokens
 
-# Of calls.
+# Calls.
 _COLD = 2  # calls that measure the model, choose kernels and record forwards
 _FEWEST = 16  # tokens per row that a timing takes
 _PACE_MEMORY = 0.1
-_DOUBTFUL = 0.85  # of what the cost model expects of a plain step: above that, plain is tried
-_MARGIN = 0.97  # of the drafted pace: below that, plain is faster
-_GROWTH = 4  # of a rest that the next timing confirms
+_DOUBTFUL = 0.85  # share of what a plain step is expected to take: above that, plain is tried
+_MARGIN = 0.97  # share of the drafted pace: below that, plain is faster
+_GROWTH = 4  # factor of a rest that the next timing confirms
 _LOST = 0.05  # share of plain's time that calls with drafts between rests may lose
 _MOST_FIRST = 16  # calls of a rest that nothing has confirmed
 _MOST_RESTS = 32  # calls
@@ -64,9 +64,9 @@ class _Entry:
     def __init__(self, credit: float) -> None:
         self._credit = credit
         self._asks = 0
-        self._price = 0.0  # of an ask, lately
-        self._gained = 0.0  # by an ask, lately
-        self._owed = 0.0  # for getting ready
+        self._price = 0.0  # an ask's, lately
+        self._gained = 0.0  # what an ask gained, lately
+        self._owed = 0.0  # what getting ready took
         self._fruitless = 0
 
     @property
@@ -150,8 +150,8 @@ class DraftedStep:
     trees: Forest = field(default_factory=partial(Forest.empty, 0))
 
     def reached(self, place: int, accepted: Sequence[int]) -> list[int]:
-        """For each drafter, how many of a text's accepted tokens it had proposed; nothing where
-        none were accepted."""
+        """How many of a text's accepted tokens each drafter had proposed; nothing where none were
+        accepted."""
         found, tokens = [], np.array(accepted, np.int32)
         for proposal in self.proposals if accepted else ():
             nodes = slice(proposal.offsets[place], proposal.offsets[place + 1])
@@ -224,7 +224,7 @@ class Account:
             # It may pay where the others leave a step open, and only there.
             self.entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
         self._drafted = _Pace()
-        self._plain = {True: _Pace(), False: _Pace()}  # by whether rerouted
+        self._plain = {True: _Pace(), False: _Pace()}  # keys: whether rerouted
         self._calls = self._plain_calls = 0
         self._rests = 0  # calls to be decoded plainly
         self._streak = 0  # calls of the last rest
@@ -294,8 +294,8 @@ class Account:
 
     @property
     def _pace(self) -> float:
-        """With drafts: the mean knows of gains in few calls of many, the last call of gains that
-        begin."""
+        """The drafted pace: the mean knows of gains in few calls of many, the last call of gains
+        that begin."""
         return min(self._drafted.seconds, self._drafted.last)
 
     def _rest_if_faster(self) -> bool:

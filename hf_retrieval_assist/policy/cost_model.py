@@ -35,12 +35,12 @@ _CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512, 2048])
 _CPU_RATIOS = np.array([1, 1.05, 1.15, 1.4, 2.0, 3.4, 6.0, 40.0, 160.0])
 _ACCELERATOR_SLOPE = 0.003
 
-_LEVEL_STD = 1.0  # of log t(1), once a first timing has set it
-_CPU_OCTAVE_STD = 0.35  # of the change of log t when n doubles
+_LEVEL_STD = 1.0  # log t(1), once a first timing has set it
+_CPU_OCTAVE_STD = 0.35  # the change of log t when n doubles
 _ACCELERATOR_OCTAVE_STD = 0.2
 _STEP_OCTAVES = 0.5  # variance of a step past a power of two, as that of so many octaves
 
-_NOISE_STD = 0.1  # of one timing's logarithm, until the timings tell
+_NOISE_STD = 0.1  # one timing's logarithm, until the timings tell
 _MIN_NOISE_STD = 0.02
 _NOISE_MEMORY = 0.05
 _FIRST_NOISE = (256.0, 16.0, 4.0)  # times the variance: the first calls allocate and compile
@@ -51,11 +51,11 @@ _CHANGE_FORGETTING = 0.5
 _ANYWHERE = len(KNOTS)
 _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
-_BORROWED_VARIANCE = 0.02  # at least this share of the prior variance
+_BORROWED_VARIANCE = 0.02  # the least share of the prior variance
 
 
 def _knot_positions() -> tuple[list[int], list[float]]:
-    """For every n: the knot at or below it, and the linear weight of the knot above."""
+    """The knot at or below every n, and the linear weight of the knot above."""
     n = np.arange(MAX_TOKENS + 1)
     left = np.clip(np.searchsorted(KNOTS, n, side="right") - 1, 0, len(KNOTS) - 2)
     weight = (n - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
@@ -72,7 +72,7 @@ def _prior_mean(device_type: str) -> Float64Array:
 
 
 def _prior_covariance(device_type: str) -> Float64Array:
-    """Of log t at the knots: one unknown level, and a Brownian motion over the octaves."""
+    """That of log t at the knots: one unknown level, and a Brownian motion over the octaves."""
     steps = np.maximum(np.ceil(np.log2(KNOTS)) - 3, 0)  # powers of two from 8 on that lie below n
     octaves = np.log2(KNOTS) + _STEP_OCTAVES * steps
     std = _CPU_OCTAVE_STD if device_type == "cpu" else _ACCELERATOR_OCTAVE_STD
@@ -97,12 +97,12 @@ class CostModel:
         device_type: "cpu", or an accelerator's type: chooses the prior shape of t(n)/t(1).
 
     Attributes:
-        company: tokens of other rows that share the forward whose time t(n) is.
+        shared_width: tokens of other rows that share the forward whose time t(n) is.
         observations: forwards timed so far.
         timed: whether a forward of its own was timed.
     """
 
-    company = 0
+    shared_width = 0
 
     def __init__(self, device_type: str = "cpu"):
         self._mean = _prior_mean(device_type)
@@ -112,7 +112,7 @@ class CostModel:
         self.observations = 0
         self.timed = False
         self._surprised = [False] * len(KNOTS)
-        self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
+        self._outliers = [0] * (len(KNOTS) + 1)  # each knot's, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
         self._lock = Lock()
@@ -170,7 +170,7 @@ class CostModel:
         return self._surprised[left]
 
     def _learn_noise(self, error: float, variance: float) -> None:
-        """Towards the share of the squared error that the curve's uncertainty leaves to noise."""
+        """Move the noise towards the share of the squared error that the curve does not explain."""
         if self.observations > len(_FIRST_NOISE):
             unexplained = min(error * error / (1 + variance / self._noise), 4 * self._noise)
             noise = self._noise + _NOISE_MEMORY * (unexplained - self._noise)
@@ -179,7 +179,7 @@ class CostModel:
     def _age(self, left: int, disbelieved: float) -> None:
         """Forget a little, and much where outliers on one side say that the machine changed."""
         if self.observations % _FORGETTING_PERIOD == 0:
-            self._forget(_FORGETTING * _FORGETTING_PERIOD * self._noise / _LEVEL_STD**2)
+            self._inflate(_FORGETTING * _FORGETTING_PERIOD * self._noise / _LEVEL_STD**2)
         side = (disbelieved > 0) - (disbelieved < 0)
         changed = False
         for place in (left, _ANYWHERE):
@@ -190,9 +190,9 @@ class CostModel:
             self._outliers[place] = 0 if long else run
             changed |= long
         if changed:
-            self._forget(_CHANGE_FORGETTING)
+            self._inflate(_CHANGE_FORGETTING)
 
-    def _forget(self, share: float) -> None:
+    def _inflate(self, share: float) -> None:
         """Move the uncertainty towards the prior's."""
         self._covariance += min(share, 1.0) * (self._prior_covariance - self._covariance)
 
@@ -236,7 +236,7 @@ class CostModel:
             self._curve[MAX_TOKENS:] += slope * (sizes[MAX_TOKENS:] - MAX_TOKENS)
         self._stale = False
 
-    def borrow(self, other: CostModel) -> None:
+    def start_from(self, other: CostModel) -> None:
         """Start from what a similar model knows, trusting it less than its own timings, until a
         forward of its own is timed."""
         with other._lock:
@@ -278,16 +278,16 @@ class CostView(CostModel):
         widths: ascending, the numbers that forwards are filled up to; what is wider than the last
             is fed as it is.
         rows: whose tokens are counted together, since they are fed without padding.
-        alike: whether every other row is fed as many tokens; otherwise each is fed one.
+        lockstep: whether every other row is fed as many tokens; otherwise each is fed one.
     """
 
     def __init__(
-        self, cost: CostModel, widths: Sequence[int] = (), rows: int = 1, alike: bool = False
+        self, cost: CostModel, widths: Sequence[int] = (), rows: int = 1, lockstep: bool = False
     ):
         # Made in every step: what the base class would learn with takes longer than the rest.
         self._cost = cost
-        self._rows, self._step = rows, rows if alike else 1
-        self.company = rows - self._step
+        self._rows, self._step = rows, rows if lockstep else 1
+        self.shared_width = rows - self._step
         self._fed = partial(_fed, tuple(widths), rows, self._step)
 
     @property

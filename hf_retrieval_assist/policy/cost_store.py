@@ -22,8 +22,8 @@ class CostKey:
     """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`.
 
     Where rows are packed, n counts the tokens of all of them, otherwise those of each.
-    `manner` tells forwards that are recorded or compiled from those that run kernel by kernel, and
-    those behind which tokens are chosen for all nodes.
+    `cost_variant` tells forwards that are recorded or compiled from those that run kernel by
+    kernel, and those behind which tokens are chosen for all nodes.
     """
 
     fingerprint: str
@@ -33,7 +33,7 @@ class CostKey:
     batch_size: int = 1
     cache_length: int = 0
     packed: bool = False
-    manner: str = ""
+    cost_variant: str = ""
 
     def distance(self, other: CostKey) -> float:
         """How far apart two keys of one setting are, in doublings."""
@@ -45,7 +45,7 @@ class CostKey:
     def setting(self) -> tuple[str, str, str, str, bool, str]:
         """What a curve cannot be carried across."""
         of_model = self.fingerprint, self.device, self.dtype, self.attention
-        return *of_model, self.packed, self.manner
+        return *of_model, self.packed, self.cost_variant
 
 
 class CostModels:
@@ -63,7 +63,7 @@ class CostModels:
                 self._models[key] = CostModel(key.device.partition(":")[0])
             model = self._models[key]
             if not model.timed and (nearest := self._nearest_timed(key)):
-                model.borrow(self._models[nearest])
+                model.start_from(self._models[nearest])
             return model
 
     def timed(self) -> dict[CostKey, CostModel]:
@@ -94,26 +94,28 @@ class CallCosts:
     def at(
         self,
         length: int,
-        manner: str,
+        cost_variant: str,
         widths: Sequence[int] = (),
         packed: int = 0,
-        alike: bool = False,
+        lockstep: bool = False,
     ) -> CostModel:
         """What is known of the next forward, as the tokens of one running row see it.
 
         Args:
             length: tokens of the longest row in the cache.
-            manner: see `CostKey`.
-            widths, alike: see `CostView`.
+            cost_variant: see `CostKey`.
+            widths, lockstep: see `CostView`.
             packed: rows that are fed together without padding; 0: rows are padded.
         """
-        asked = size_bucket(length), manner, widths, packed, alike
+        asked = size_bucket(length), cost_variant, widths, packed, lockstep
         if self._cost is None or not self._cost.timed or asked != self._asked:
-            key = replace(self._key, cache_length=asked[0], packed=packed > 0, manner=manner)
+            key = replace(
+                self._key, cache_length=asked[0], packed=packed > 0, cost_variant=cost_variant
+            )
             self._asked, self._key = asked, key
             self._cost = self._price = self._costs.get(key)
             if packed or widths:
-                self._price = CostView(self._cost, widths, max(1, packed), alike)
+                self._price = CostView(self._cost, widths, max(1, packed), lockstep)
         assert self._price is not None
         return self._price
 

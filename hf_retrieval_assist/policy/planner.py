@@ -101,10 +101,10 @@ class Planner:
         if cost is None:
             return min(_UNMEASURED_NODES, self.max_nodes)
         most = self.max_nodes
-        if cost.company:
-            most = min(most, max(_LEAST_SHARE, 2 * most // (1 + cost.company)))
+        if cost.shared_width:
+            most = min(most, max(_LEAST_SHARE, 2 * most // (1 + cost.shared_width)))
         seconds = cost.curve(1 + most)
-        return int(((cost.company + np.arange(1, most + 2)) / seconds).argmax())
+        return int(((cost.shared_width + np.arange(1, most + 2)) / seconds).argmax())
 
     def plan(
         self, drafts: Sequence[TokenTree], cost: CostModel | None, limits: Limits = _ANY
@@ -113,7 +113,7 @@ class Planner:
 
         Padded rows get one width, the one with the most expected tokens per second of all rows
         together, and each keeps its most probable nodes up to it. Packed rows compete for the
-        forward with their nodes. Rows that accept alike are planned for by what all of them would
+        forward with their nodes. Rows in lockstep are planned for by what all of them would
         accept together.
 
         Args:
@@ -127,7 +127,7 @@ class Planner:
             Trees that are closed under parents, maybe empty.
         """
         forest = limits.within(drafts)
-        if not limits.alike:
+        if not limits.lockstep:
             return self._kept(forest, cost, limits)
         depth = min(forest.sizes)
         together = np.prod([chain.probs[:depth] for chain in forest], axis=0)
@@ -177,7 +177,7 @@ class Planner:
         return self._try(rates * np.exp(_HOPE * spread), seconds - tokens / rates[best])
 
     def _try(self, hopes: Float64Array, loss: Float64Array) -> int:
-        """Of the widths whose expected loss of time is saved up, the one that would have the
+        """The width, among those whose expected loss of time is saved up, that would have the
         highest rate if it were as cheap as it may well be."""
         with self.lock:
             chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())

@@ -151,13 +151,15 @@ class DraftingPolicy:
         return twin
 
     def calibrators(self, fingerprint: str) -> tuple[Calibrator, ...]:
-        """Of each drafter, how often its drafts for one model were accepted."""
+        """How often each drafter's drafts for one model were accepted."""
         with self._lock:
             if fingerprint not in self._calibrators:
                 # The judgement of costly drafters is better and stays; rules compare drafts.
                 joined = self.choose is None
                 self._calibrators[fingerprint] = tuple(
-                    Calibrator(drafter.evidence, beside=number > 0 and drafter.defers and joined)
+                    Calibrator(
+                        drafter.evidence, conditional=number > 0 and drafter.defers and joined
+                    )
                     for number, drafter in enumerate(self.drafters)
                 )
             return self._calibrators[fingerprint]
@@ -288,7 +290,7 @@ class DraftingPolicy:
 
         Args:
             step: None where nothing was to be drafted: then no drafter sat out.
-            outcomes: of the texts; of rows in step, fewer tokens than were right.
+            outcomes: of the texts; of rows in lockstep, fewer tokens than were right.
             width: tokens per row that were verified.
         """
         grown = [outcome for outcome in outcomes if outcome.tokens]
@@ -362,7 +364,7 @@ class DraftingPolicy:
     def count(self, call: CallStats) -> None:
         """Add a finished call to the statistics."""
         with self._lock:
-            self.stats.record(call)
+            self.stats.add(call)
 
 
 def _missed(trees: Forest) -> float:
@@ -402,7 +404,7 @@ class AssistantSession:
         self.restricting = [
             s for s in self.sessions if type(s).restrict is not knows and not s.idle
         ]
-        # Of each drafter, tokens that it learns all at once before it drafts again.
+        # Tokens that each drafter learns all at once before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         self.calibrators = policy.calibrators(target.fingerprint)
         self.calibrations = [OpenDrafts() for _ in self.calibrators]

@@ -215,7 +215,7 @@ class Stats:
             for name, tokens in zip(self._names, accepted, strict=True):
                 self.sources[name] += tokens
 
-    def record(self, call: CallStats) -> None:
+    def add(self, call: CallStats) -> None:
         self.last = call
         self.total.add(call)
 

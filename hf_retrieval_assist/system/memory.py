@@ -12,22 +12,22 @@ SHORTAGES = (MemoryError, torch.OutOfMemoryError)
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
-# Of the memory that is free, what copies of weights may take where nobody has said.
+# What copies of weights may take of the free memory where nobody has said: one part in so many.
 _SHARE = 8
 
 
-def may_take(nbytes: int, limit: int | None, beside: int = 0) -> bool:
+def may_take(nbytes: int, limit: int | None, other_bytes: int = 0) -> bool:
     """Whether copies of so many bytes more may be used under a limit.
 
     Args:
         limit: None: an eighth of the memory that is free; 0: no copies, those of others included.
-        beside: bytes of other copies that count against the limit.
+        other_bytes: bytes of other copies that count against the limit.
     """
     if nbytes == 0:
         return limit != 0
     if limit is None:
         return nbytes <= free_memory() // _SHARE
-    return nbytes + beside <= limit
+    return nbytes + other_bytes <= limit
 
 
 def free_memory() -> int:

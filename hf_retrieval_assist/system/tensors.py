@@ -9,7 +9,7 @@ import torch
 
 
 class _Thread(threading.local):
-    """Of the running thread.
+    """What the running thread has of its own.
 
     Attributes:
         recorder: what records its forward, whom layers of caches ask; None: nothing does, or it
@@ -34,5 +34,5 @@ def memory_of(tensor: torch.Tensor) -> int:
     """The address of what a tensor is a view of; 0 where it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except Exception:  # of its kind's, as sparse ones raise and those that are not there yet
+    except Exception:  # its kind's own, as sparse ones raise and those that are not there yet
         return 0

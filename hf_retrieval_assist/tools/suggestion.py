@@ -22,10 +22,10 @@ from ..verification.engine import engine_of
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding
 _APART = 1.1  # times as fast as another one: less is noise wherever anything else runs
-_LOOKUP_TOKENS = 10  # of prompt lookup's drafts, as in transformers' examples
+_LOOKUP_TOKENS = 10  # prompt lookup's drafts, as in transformers' examples
 _SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
-COPIES = "without drafts"  # by kernels, and what assisted calls have besides
+COPIES = "without drafts"  # kernels, and what assisted calls have besides
 
 Inputs = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ class Trial:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each prompt's quickest call: other work on a machine makes calls slower only."""
+        """Each prompt's quickest call: other work on a machine makes calls slower only."""
         return [min(times) for times in zip(*self.rounds, strict=True)]
 
     @property
@@ -137,7 +137,7 @@ class Suggestion:
 
     @property
     def advice(self) -> str:
-        """In words: what to use, what it brings, and which assistants would do as well."""
+        """What to use, what it brings, and which assistants would do as well, in words."""
         best = self.best
         spread = f"{best.ratio:.2f} ({min(best.ratios):.2f} to {max(best.ratios):.2f})"
         if best.ratio < _WORTHWHILE:

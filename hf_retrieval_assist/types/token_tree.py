@@ -178,9 +178,9 @@ class TokenTree(_Nodes):
         return Forest.of([self]).prune(budget)[0]
 
     def without_nan(self) -> TokenTree:
-        """Without nodes whose probability is not a number, and what is below them.
+        """The tree without nodes whose probability is not a number, and what is below them.
 
-        Of a model that drafts, a forward may overflow. Arrays of other kinds or lengths stay.
+        A forward of a model that drafts may overflow. Arrays of other kinds or lengths stay.
         """
         arrays = [field for field in self._arrays if isinstance(field, np.ndarray)]
         alike = len(arrays) == 4 and len({field.shape for field in arrays}) == 1
@@ -189,7 +189,7 @@ class TokenTree(_Nodes):
         return self.without(np.isnan(self.probs))
 
     def without(self, lost: NDArray[np.bool_]) -> TokenTree:
-        """Without these nodes, bool [n], and what is below them."""
+        """The tree without these nodes, bool [n], and what is below them."""
         if not lost.any():
             return self
         for node, parent in enumerate(self.parents.tolist()):
@@ -276,7 +276,7 @@ class Forest(_Nodes, Sequence[TokenTree]):
         return TokenTree(ids, parents, self.probs[nodes], self.classes[nodes])
 
     def child(self, index: int, parent: int, token: int) -> int:
-        """In a tree, what `TokenTree.child` finds."""
+        """What `TokenTree.child` finds in a tree."""
         if not len(self.token_ids):
             return -1
         first, end = self.offsets[index], self.offsets[index + 1]
@@ -330,7 +330,7 @@ class Forest(_Nodes, Sequence[TokenTree]):
         return Forest.of([tree if d is None else tree.cut_depth(d) for tree, d in pairs])
 
     def prune(self, budgets: Sequence[int] | int) -> Forest:
-        """Of each tree so many of the most probable nodes; see `TokenTree.prune`."""
+        """Each tree's most probable nodes, so many; see `TokenTree.prune`."""
         if isinstance(budgets, int):
             budgets = [budgets] * len(self.sizes)
         if all(map(le, self.sizes, budgets)):
@@ -339,7 +339,7 @@ class Forest(_Nodes, Sequence[TokenTree]):
         return Forest(*draft_tree.prune(*self._arrays, self.offsets, most))
 
     def best_paths(self) -> Forest:
-        """Of each tree the path with the largest sum of probabilities."""
+        """Each tree's path with the largest sum of probabilities."""
         return Forest(*draft_tree.best_paths(*self._arrays, self.offsets))
 
     def fault(self, vocab_size: int, n_classes: int) -> str | None:
@@ -358,7 +358,7 @@ class Limits:
         backlog: tokens that every row is fed besides its root and its nodes.
         chains: whether drafts have to be single paths.
         packed: whether rows are fed without padding, each as many nodes as it is worth.
-        alike: whether all rows accept equally many tokens, so that all need drafts of one length.
+        lockstep: whether all rows accept equally many tokens: all need drafts of one length.
     """
 
     depths: Sequence[int | None] | None = None
@@ -367,7 +367,7 @@ class Limits:
     backlog: int = 0
     chains: bool = False
     packed: bool = False
-    alike: bool = False
+    lockstep: bool = False
 
     def within(self, drafts: Sequence[TokenTree]) -> Forest:
         """The part of each draft that can be verified at all."""

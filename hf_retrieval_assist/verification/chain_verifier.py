@@ -22,7 +22,7 @@ from .verifiers import Verifier
 
 
 class ChainVerifier(Verifier):
-    """Verifies one chain per row, all rows in step; see the module's docstring.
+    """Verifies one chain per row, all rows in lockstep; see the module's docstring.
 
     Args:
         states: what layers keep beside slots.
@@ -93,7 +93,7 @@ class ChainVerifier(Verifier):
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
-        # Of a row at rest all that was fed is its text or its padding.
+        # All that was fed of a row without a path is its text or its padding.
         valid = [
             len(row.generated) - 1 - self.processed[row.index] if path else verified.width
             for row, path in zip(rows, accepted, strict=True)
@@ -113,21 +113,21 @@ class ChainVerifier(Verifier):
         self.cache.keep([range(tokens)] * len(self.prompt_ids))
         self.feeding = False
 
-    def finish(self, tokens: int) -> None:
+    def end(self, tokens: int) -> None:
         dropped = max(0, self.processed[0] - (tokens - 1))
-        super().finish(tokens)
-        self.states.finish(dropped)
+        super().end(tokens)
+        self.states.end(dropped)
 
     def undo(self) -> None:
         self.cache.truncate(self.cache.slots.longest)
-        self.cache.wipe()
+        self.cache.zero_unused()
         self.states.undo(self.feeding)
         self.feeding = False
 
     def abandon(self) -> None:
         super().abandon()
         self.states.undo(self.feeding)
-        self.states.finish(0)
+        self.states.end(0)
 
 
 class StepVerifier(ChainVerifier):

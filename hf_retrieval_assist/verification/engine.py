@@ -22,7 +22,7 @@ from ..plugins import every
 from ..types.row_text import RowText
 from ..types.token_tree import Forest
 from .chain_verifier import ChainVerifier
-from .options import Bounds, Demand, ForwardOptions, Wanted
+from .options import Bounds, CallOptions, ForwardOptions, ServiceDemand
 from .tiers import Service, Tier, cache_for, has_padding
 from .tree_attention import TreeAttention
 from .verified import Verified
@@ -54,12 +54,12 @@ class EngineCall:
         """The verifier's forward."""
         return verifier.forward(rows, trees)
 
-    def go_on_plainly(self) -> None:
+    def stop_drafting(self) -> None:
         """Read nothing but the model's own weights from now on, which may change at any time."""
 
     def cost_variant(self, verifier: Verifier) -> str:
         """How the next forward runs; t(n) is measured for each way."""
-        return verifier.manner
+        return verifier.cost_variant
 
 
 class Engine:
@@ -85,11 +85,11 @@ class Engine:
         """Learn of a model what its test and its forwards need."""
 
     def records(self, model: Any) -> bool:
-        """Whether its forwards are worth memory that stays where it is, to be recorded there."""
+        """Whether its forwards are worth static buffers, to be recorded there."""
         return False
 
     def candidates(
-        self, model: Any, trees: Sequence[Service], demand: Demand, packs: bool
+        self, model: Any, trees: Sequence[Service], demand: ServiceDemand, packs: bool
     ) -> list[Service]:
         """Ways of the tree tier that the model's test may examine, best first.
 
@@ -108,7 +108,7 @@ class Engine:
         may be entered again and again."""
         return nullcontext()
 
-    def call(self, model: Any, wanted: Wanted) -> EngineCall:
+    def call(self, model: Any, wanted: CallOptions) -> EngineCall:
         """Its part in a call."""
         return EngineCall()
 
@@ -132,7 +132,7 @@ class Engine:
         given: Any = model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
         if is_callers(given):
-            cache = SlotCache.around(own, config, capacity, forgets)
+            cache = SlotCache.wrapping(own, config, capacity, forgets)
         else:
             if type(own) not in (DynamicCache, StaticCache):
                 own = DynamicCache(config=config)
@@ -149,7 +149,7 @@ class Engine:
         return cache, given
 
     def reserve(self, model: Any, cache: SlotCache, batch: int, capacity: int) -> None:
-        """Let a cache of memory that stays in place begin where an earlier call was served."""
+        """Let a cache of static buffers begin where an earlier call was served."""
 
     def verifier(
         self,
@@ -195,7 +195,7 @@ class Engine:
     def drafts(
         self, model: Any, cache: SlotCache, service: Service, most: int, recorded: bool
     ) -> Any:
-        """What runs a draft model's forwards in memory that stays; None: it is run as it is.
+        """What runs a draft model's forwards in static buffers; None: it is run as it is.
 
         Args:
             cache: of the texts that it drafts for.

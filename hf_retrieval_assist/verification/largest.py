@@ -12,7 +12,7 @@ from ..structures import successors
 def largest(
     scores: torch.Tensor, count: int, rows: NDArray[np.int64] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch.topk`, of equal scores on a CPU the first ones.
+    """What `torch.topk` gives, on a CPU the first of equal scores.
 
     Args:
         scores: [..., columns].
@@ -45,9 +45,9 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     return best.clamp_(max=0.0), ids
 
 
-def greatest(scores: torch.Tensor) -> torch.Tensor:
-    """As `torch.argmax` of the rows of [n, columns]: int64 [n], of equal scores the first, and a
-    NaN before all."""
+def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
+    """The rows' `torch.argmax` of [n, columns]: int64 [n], of equal scores the first, and a NaN
+    before all."""
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
     return torch.from_numpy(scores.detach().float().numpy().argmax(axis=-1))

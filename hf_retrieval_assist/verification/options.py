@@ -25,14 +25,14 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Demand:
+class ServiceDemand:
     """What calls want of a model's forwards, beside their inputs.
 
     Attributes:
         width: tokens per row that they may feed.
         states: whether they return hidden states or attentions.
-        static_buffers: whether they are worth memory that stays in place, where there is such,
-            under masks over all of it: they are recorded, or of one width.
+        static_buffers: whether they are worth these, where there are such, under masks over all of
+            them: they are recorded, or of one width.
     """
 
     width: int = 65
@@ -41,7 +41,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CallOptions:
     """What a call wants of an engine from its prefill on.
 
     Attributes:
@@ -66,13 +66,13 @@ class ForwardOptions:
         taps: the hidden states that drafters learn from; entered round every forward.
         top_k: how many of every node's largest logits they learn from.
         capacity: slots that the call will need, as far as that is known.
-        keeps_cache: whether the cache outlives the call.
+        cache_outlives_call: whether the cache outlives the call.
         most_tokens: see :class:`Bounds`.
         recorded: whether forwards may be repeated from a recording.
         fused: whether a recording on a GPU runs small kernels as one.
         by_kernels: whether an engine's own kernels compute them.
         states: whether hidden states or attentions of every forward are looked at.
-        select: see :class:`Wanted`.
+        select: see :class:`CallOptions`.
         fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
             filled up to the next width, of trees.
     """
@@ -80,7 +80,7 @@ class ForwardOptions:
     taps: FeatureTaps | None = None
     top_k: int = 0
     capacity: int = 0
-    keeps_cache: bool = True
+    cache_outlives_call: bool = True
     most_tokens: int | None = None
     recorded: bool = False
     fused: bool = False

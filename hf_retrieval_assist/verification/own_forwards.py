@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..types.row_text import RowText
-from .tree_attention import Fed
+from .tree_attention import TreeLayout
 from .verifiers import TreeVerifier, Verifier
 
 
-class OwnForwards:
+class TargetForwards:
     """The forwards of one call; ready after its prefill.
 
     Attributes:
@@ -63,7 +63,7 @@ class OwnForwards:
         try:
             yield
         finally:
-            self._verifier.forget()
+            self._verifier.clear_draft()
 
     def feed(
         self, rows: Sequence[int], token_ids: torch.Tensor, depth: int, sees: torch.Tensor
@@ -92,4 +92,4 @@ class OwnForwards:
         self.columns = columns
         every = torch.from_numpy(self._depths).to(device)
         offsets = torch.arange(self.columns - width, self.columns, device=device)[None]
-        return self._verifier.draft(ids, Fed(every[:, -width:], every, attends, offsets))
+        return self._verifier.draft(ids, TreeLayout(every[:, -width:], every, attends, offsets))

@@ -201,16 +201,18 @@ class Pool(Generic[Kept]):
     Args:
         most: of a model that wait for calls.
         most_bytes: that these take, but for the ones that were used last.
-        rest: calls in which a model is left alone of which nothing could be recorded.
+        skipped_calls: calls in which a model is left alone of which nothing could be recorded.
     """
 
-    def __init__(self, most: int, most_bytes: float = math.inf, rest: float = math.inf) -> None:
-        self.most, self.most_bytes, self.rest = most, most_bytes, rest
+    def __init__(
+        self, most: int, most_bytes: float = math.inf, skipped_calls: float = math.inf
+    ) -> None:
+        self.most, self.most_bytes, self.skipped_calls = most, most_bytes, skipped_calls
         self._idle: WeakKeyDictionary[Any, list[Kept]] = WeakKeyDictionary()
         self._faults: WeakKeyDictionary[Any, dict[Hashable, str]] = WeakKeyDictionary()
         # Models of which something is recorded, whatever else cannot be; and the others.
         self._repeating: WeakSet[Any] = WeakSet()
-        self._resting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._skipped: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._lock = Lock()
 
     def report(self, model: Any) -> Report[Kept]:
@@ -220,10 +222,10 @@ class Pool(Generic[Kept]):
         made, sizes = sum(kept.made for kept in idle), (kept.nbytes for kept in idle)
         return Report(idle, made, sum(sizes), faults)
 
-    def rests(self, model: Any) -> bool:
+    def skips(self, model: Any) -> bool:
         """Whether a model is left alone in one more call."""
-        if left := self._resting.get(model, 0):
-            self._resting[model] = left - 1
+        if left := self._skipped.get(model, 0):
+            self._skipped[model] = left - 1
         return left > 0
 
     def lend(
@@ -243,11 +245,11 @@ class Pool(Generic[Kept]):
         with self._lock:
             idle = self._idle.setdefault(model, [])
             # What was recorded of a model that was changed will not be used again.
-            self._leave(idle, [kept for kept in idle if kept.fit(state)])
+            self._drop_others(idle, [kept for kept in idle if kept.fit(state)])
             if (found := reserved or self._taken(idle, serves)) is not None:
                 return found
-            # Before the new ones take their memory.
-            self._leave_few(idle, self.most - 1)
+            # Others make room before the new ones take their memory.
+            self._drop_oldest(idle, self.most - 1)
             faults = self._faults.setdefault(model, {})
         return make(faults)
 
@@ -258,11 +260,11 @@ class Pool(Generic[Kept]):
             if kept.made:
                 self._repeating.add(model)
             elif kept.faults and model not in self._repeating:
-                self._resting[model] = self.rest
+                self._skipped[model] = self.skipped_calls
             if kept.lasts:
                 idle = self._idle.setdefault(model, [])
                 idle.append(kept)
-                self._leave_few(idle, self.most, spared)
+                self._drop_oldest(idle, self.most, spared)
 
     @staticmethod
     def _taken(idle: list[Kept], serves: Callable[[Kept], bool]) -> Kept | None:
@@ -273,16 +275,16 @@ class Pool(Generic[Kept]):
             found.enter()
         return found
 
-    def _leave_few(self, idle: list[Kept], most: int, spared: int = 1) -> None:
-        """Forget the oldest; all but the last ones that are spared, where they take much memory."""
+    def _drop_oldest(self, idle: list[Kept], most: int, spared: int = 1) -> None:
+        """Drop the oldest; all but the last ones that are spared, where they take much memory."""
         kept = idle[-most:]
         while sum(one.nbytes for one in kept[: len(kept) - spared]) > self.most_bytes:
             del kept[0]
-        self._leave(idle, kept)
+        self._drop_others(idle, kept)
 
     @staticmethod
-    def _leave(idle: list[Kept], kept: Sequence[Kept]) -> None:
-        """Forget all others. Their memory goes back to the streams that it was allocated for, and
+    def _drop_others(idle: list[Kept], kept: Sequence[Kept]) -> None:
+        """Drop all others. Their memory goes back to the streams that it was allocated for, and
         may still be in use on another one."""
         for one in idle:
             if one not in kept:

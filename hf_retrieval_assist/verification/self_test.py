@@ -64,8 +64,8 @@ _TEXTS = 3
 _BENT_TEXTS = 4
 _BENT = 0.3
 
-# By how much of the whole way. Of transformers' classes with random weights no tenth part of the
-# logits did so for another reason than a router's; where one layer of three rounded its rows to
+# How much of the whole way. No tenth part of the logits of transformers' classes with random
+# weights did so for another reason than a router's; where one layer of three rounded its rows to
 # eight bits or to bfloat16, more than half of them. Embeddings are moved so far that one layer's
 # rows cross a step, and in no model so little that rounding to float32 would show.
 _BEND = 0.15
@@ -78,7 +78,7 @@ _STEPS = (
 )
 
 
-def examined(
+def run_self_test(
     model: Any,
     service: Service,
     model_kwargs: dict[str, Any],
@@ -100,7 +100,7 @@ def examined(
         MemoryError, torch.OutOfMemoryError: there is no memory for the test.
     """
     try:
-        with _undone(model, moving) as (before, traces), _noting_dtypes(model) as dtypes:
+        with _restored(model, moving) as (before, traces), _noting_dtypes(model) as dtypes:
             for seed in range(_TEXTS):
                 probe = _Probe(model, service, model_kwargs, rows, seed)
                 expected = probe.reference(traces)
@@ -138,11 +138,11 @@ def examined(
 
 
 @contextmanager
-def _undone(model: Any, moving: Moving) -> Iterator[tuple[Attributes, Traces]]:
+def _restored(model: Any, moving: Moving) -> Iterator[tuple[Attributes, Traces]]:
     """Scope of the test's forwards, which the caller's hooks that only look do not see, and of
     which nothing stays."""
     traces, hooks = Traces(model), HookWatch(model, muted=True)
-    with hooks, torch.no_grad(), restored(model, moving) as before, traces.put_back():
+    with hooks, torch.no_grad(), restored(model, moving) as before, traces.restored():
         yield before, traces
 
 
@@ -193,7 +193,7 @@ class _Probe:
         shape = rows, length + 10
         ids = torch.randint(1, self.config.vocab_size, shape, generator=generator, device="cpu")
         self.prompt = ids[:, :length].to(input_device(model))
-        # Per row the text, and behind it a token that is drafted wrongly.
+        # Each row's text, and behind it a token that is drafted wrongly.
         self.texts: list[list[int]] = ids[:, length:].tolist()
         self.mask = torch.ones_like(self.prompt)
         if rows > 1 and not self.extra:
@@ -213,7 +213,7 @@ class _Probe:
         return self
 
     def narrow_error(self, expected: torch.Tensor) -> float:
-        """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
+        """That of three steps: a draft rejected in part, one that is accepted, and none."""
         actual = []
         for number in range(3):
             plans = [self._plan(row, number) for row in self.rows]
@@ -227,7 +227,7 @@ class _Probe:
         return max(_error(expected[row, : len(logits)], logits) for row, logits in enumerate(rows))
 
     def wide_error(self, width: int) -> float:
-        """Of a forward over so many tokens per row, all of them alike, against narrow ones.
+        """That of a forward over as many tokens in every row, against narrow ones.
 
         Trees are as many children of the root; chains go as deep as there are positions.
         """
@@ -337,16 +337,16 @@ class _Probe:
     def _plan(self, row: RowText, number: int) -> tuple[TokenTree, list[int]]:
         """A row's draft in a step, and the fed tokens of it that will be accepted."""
         text = self.texts[row.index]
-        in_step = self.service.tier is Tier.REPLAY
-        tokens = _PROGRESS[0 if in_step else row.index % 2][number]
-        # Up to here the draft is right; then it goes wrong.
+        lockstep = self.service.tier is Tier.REPLAY
+        tokens = _PROGRESS[0 if lockstep else row.index % 2][number]
+        # The draft is right up to here; then it goes wrong.
         known = text[len(row.generated) :][: tokens - 1]
         right = known + [text[-1]] * (2 - len(known))
         if number == 2:
             return TokenTree.empty(), [0]
         if number == 1:
             # Rows of a batch feed unequally much, unless they go in step.
-            right = right if in_step or row.index % 2 == 0 else right[:1]
+            right = right if lockstep or row.index % 2 == 0 else right[:1]
             return TokenTree.chain(right, [1.0] * len(right)), list(range(tokens))
         if self.service.tier is not Tier.TREE:
             return TokenTree.chain([*right, text[-1]], [1.0] * 3), list(range(tokens))

@@ -24,11 +24,11 @@ from ..host.transformers_private import (
     CACHE,
     attention_of,
     cache_name,
+    checkpoints_activations,
     input_device,
     is_compiled,
     is_pipeline,
     is_stateful,
-    keeps_no_activations,
     takes_dynamic_cache,
     takes_positions,
     why_no_mask,
@@ -40,8 +40,8 @@ from ..system.log import get_logger
 from ..system.memory import SHORTAGES
 from ..system.modules import modules_of
 from .engine import Engine, engine_of
-from .options import Demand
-from .self_test import examined
+from .options import ServiceDemand
+from .self_test import run_self_test
 from .tiers import Service, Tier, has_padding
 from .tree_attention import layer_masks, single_mask
 
@@ -76,7 +76,7 @@ class _Trial(NamedTuple):
     model_kwargs: dict[str, Any]
     rows: int
     packs: bool
-    demand: Demand
+    demand: ServiceDemand
 
     def run(self, ranks: Ranks, moving: Moving) -> tuple[Service, bool]:
         """The verdict, and whether it holds for later calls too."""
@@ -88,7 +88,7 @@ class _Trial(NamedTuple):
         self.engine.prepare(model)
         lookups = lookups_of(model)
         try:
-            service = replace(self._first_right(moving), lookups=lookups)
+            service = replace(self._first_passing(moving), lookups=lookups)
         except SHORTAGES as error:
             shortage = True
             why = f"no memory to test how drafts are verified ({error!r}); free some of it"
@@ -96,7 +96,7 @@ class _Trial(NamedTuple):
         worth = -[*Tier].index(service.tier)
         if ranks.lowest(worth) != worth:
             return Service(Tier.PLAIN, _OTHER_RANK), False
-        # As the test has shown.
+        # The test has shown it.
         if (shown := why_plain_with_hooks(model, self.model_kwargs)) is not None:
             return Service(Tier.PLAIN, shown), False
         if service.tier is Tier.PLAIN and any(map(only_looks, all_hooks(model))):
@@ -104,11 +104,11 @@ class _Trial(NamedTuple):
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
         return service, not shortage
 
-    def _first_right(self, moving: Moving) -> Service:
+    def _first_passing(self, moving: Moving) -> Service:
         model, reason = self.model, ""
         for service in _candidates(self.engine, model, self.packs, self.demand):
             width = self.demand.width
-            found = examined(model, service, self.model_kwargs, self.rows, width, moving)
+            found = run_self_test(model, service, self.model_kwargs, self.rows, width, moving)
             if isinstance(found, Service) and found.tier is Tier.PLAIN:
                 return found
             if isinstance(found, Service):
@@ -178,8 +178,8 @@ class _Verdicts:
         return again or self._new < _MOST_NEW
 
     def learn(self, model: Any) -> None:
-        """At the end of a call: what its forwards and hooks have made of the lists and objects that
-        the model holds makes no other model of it, if its verdict is new."""
+        """A call ends: what its forwards and hooks have made of the lists and objects that the
+        model holds makes no other model of it, if its verdict is new."""
         with self._lock:
             watched, self._watched = self._watched, None
             if watched is None:
@@ -198,7 +198,10 @@ _lock = Lock()
 
 
 def choose_service(
-    model: Any, model_kwargs: dict[str, Any], batch_size: int = 1, demand: Demand | None = None
+    model: Any,
+    model_kwargs: dict[str, Any],
+    batch_size: int = 1,
+    demand: ServiceDemand | None = None,
 ) -> Service:
     """The best tier the model is right at.
 
@@ -226,12 +229,12 @@ def choose_service(
         rows = batch_size
     engine = engine_of(input_device(model))
     packs = batch_size > 1 and engine.packs and _packs(model, model_kwargs)
-    trial = _Trial(engine, model, model_kwargs, rows, packs, demand or Demand())
+    trial = _Trial(engine, model, model_kwargs, rows, packs, demand or ServiceDemand())
     return verdicts.get_or_test(trial, ranks)
 
 
-def learn_moving(model: Any) -> None:
-    """At the end of a call: see what it has changed of the model."""
+def learn_changes(model: Any) -> None:
+    """See what a call that ends has changed of the model."""
     if (verdicts := _services.get(model)) is not None:
         verdicts.learn(model)
 
@@ -274,12 +277,12 @@ def _why_plain_in_training(model: Any) -> str | None:
     if any(x for name, x in settings if type(x) is float and any(part in name for part in noises)):
         whose = "the model is" if model.training else "parts of the model are"
         return f"{whose} in train mode and drops out; call model.eval()"
-    if model.training and keeps_no_activations(model):
+    if model.training and checkpoints_activations(model):
         return "gradient checkpointing keeps no cache; call model.eval()"
     return None
 
 
-def _candidates(engine: Engine, model: Any, packs: bool, demand: Demand) -> list[Service]:
+def _candidates(engine: Engine, model: Any, packs: bool, demand: ServiceDemand) -> list[Service]:
     """Tiers that the model's properties allow, best first."""
     config = model.config.get_text_config(decoder=True)
     name = cache_name(model) or CACHE

@@ -36,7 +36,7 @@ class Service:
         attention_by: "mask": the model's own attention under a mask; else the kernels that compute
             it, by the name that their engine gives them.
         packed: whether it feeds the rows of a batch behind one another, without padding.
-        static_buffers: whether the tree tier verifies in memory that stays where it is.
+        static_buffers: whether the tree tier verifies in static buffers.
         width: tokens per row that a forward may feed.
         reach: how far it may reach.
         lookups: what the model's forward looked up when it was tested; None: it was not.
@@ -61,7 +61,7 @@ class Service:
         """Whether layers with a window may forget what lies beyond it.
 
         Where layers of all kinds get one mask, they show equally many slots. Rows of a batch get on
-        unequally, by any number of slots, which memory that stays in place has no room for.
+        unequally, by any number of slots, which static buffers have no room for.
         """
         if self.static_buffers and batch > 1:
             return False

@@ -72,7 +72,7 @@ class Traces(TorchDispatchMode):
         self.wrote = False
         self._own: set[int] = set()
         self._stepping = False
-        # By addresses. Memory that ends leaves its own to other memory, so it is known of which
+        # Keys: addresses. Memory that ends leaves its own to other memory, so it is known of which
         # storages the rest is noted; those that would end before their memory are kept.
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._wrapped: list[torch.UntypedStorage] = []
@@ -88,12 +88,12 @@ class Traces(TorchDispatchMode):
         """Why other forwards than plain decoding's make another text; None: they do not."""
         if self._drawn or any(numbers.drawn for numbers in self._others):
             return DRAWS
-        if any(numbers.shared for numbers in self._others) and _has_strangers(self._model):
+        if any(numbers.shared for numbers in self._others) and _has_foreign_modules(self._model):
             return MAY_DRAW
         return WRITES if self._reads_left else None
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Scope of the test, at whose end tensors and random states are as before."""
         found = _own_objects(self._model)
         self._own, self._others = self._memories(found), _random_numbers(found)
@@ -141,7 +141,7 @@ class Traces(TorchDispatchMode):
         kwargs = kwargs or {}
         written = [x for x in _written(func, args, kwargs) if isinstance(x, torch.Tensor)]
         for tensor in written:
-            self._keep(tensor)
+            self._save(tensor)
         compute = self._noting_draws if _may_draw(func, args, kwargs) else _call
         result = compute(func, args, kwargs)
         over = [x for x in written if _overwrites(func, x)]
@@ -151,7 +151,7 @@ class Traces(TorchDispatchMode):
             holds |= self._holds.get(self._memory(tensor), 0)
         for tensor in written:
             self._write(self._memory(tensor), holds, any(tensor is x for x in over))
-        if isinstance(result, bool | int | float):  # by which Python decides
+        if isinstance(result, bool | int | float):  # Python decides by it
             self._reads_left |= bool(holds & _LEFT)
         kept = [*map(memory_of, written)]
         for tensor in _tensors((result,)):
@@ -178,7 +178,7 @@ class Traces(TorchDispatchMode):
             self._own.discard(memory)
         return memory
 
-    def _keep(self, tensor: torch.Tensor) -> None:
+    def _save(self, tensor: torch.Tensor) -> None:
         """Copy own memory before it is written to."""
         if self._memory(tensor) in self._own:
             self.wrote = True
@@ -248,15 +248,15 @@ class _Numbers:
         """A forward is done."""
         self._moves += self._has_moved()
         if self._moves > 1 and not (self.drawn or self.shared):
-            self.shared = self._moves_alone()
+            self.shared = self._changes_by_itself()
             self.drawn = not self.shared
 
     def _has_moved(self) -> bool:
         last, self._last = self._last, pickle.dumps(self._get())
         return self._last != last
 
-    def _moves_alone(self) -> bool:
-        """Whether it moves while this thread rests, for longer than it took to move twice."""
+    def _changes_by_itself(self) -> bool:
+        """Whether it moves while this thread waits, for longer than it took to move twice."""
         ends = time.monotonic() + max(_LEAST_REST, 2 * (time.monotonic() - self._began))
         while time.monotonic() < ends:
             time.sleep(_LEAST_REST / 10)
@@ -265,7 +265,7 @@ class _Numbers:
         return False
 
 
-def _has_strangers(model: nn.Module) -> bool:
+def _has_foreign_modules(model: nn.Module) -> bool:
     """Whether code that no library has written runs in a model's forwards."""
     return lookups_of(model).strange is not None or has_callers_hooks(model)
 

@@ -128,7 +128,7 @@ def single_mask(config: PreTrainedConfig) -> LayerMask:
     )
 
 
-class Fed(NamedTuple):
+class TreeLayout(NamedTuple):
     """Where the tokens of a forward lie and what they see, all counted from what is kept of a row.
 
     A line is a row of the batch, or one token where the tokens of all rows are packed. Where lines
@@ -150,13 +150,13 @@ class Fed(NamedTuple):
     offsets: Any = None
     rows: Int64Array | None = None
 
-    def to(self, device: torch.device) -> Fed:
-        """On a device, of rows that are not packed."""
-        return Fed(*(part.to(device) for part in self[:4]))
+    def to(self, device: torch.device) -> TreeLayout:
+        """The same on a device, for rows that are not packed."""
+        return TreeLayout(*(part.to(device) for part in self[:4]))
 
 
 @dataclass(frozen=True)
-class FedTokens:
+class TreeTokens:
     """A line of tokens for every row that is fed: its root, its tree's nodes, and filler.
 
     Attributes:
@@ -184,7 +184,7 @@ class FedTokens:
         lengths: Sequence[int],
         rows: Sequence[int] | None = None,
         width: int | None = None,
-    ) -> FedTokens:
+    ) -> TreeTokens:
         """The tokens of trees below their roots.
 
         Args:
@@ -206,19 +206,19 @@ class FedTokens:
         """int64 [n]: where each row's root stands among the tokens of all, filler left out."""
         return np.cumsum(self.counts) - self.counts
 
-    def lines(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
-        """On a device, row by row: int64 [n, width], the tokens, and where they lie."""
+    def lines(self, device: torch.device) -> tuple[torch.Tensor, TreeLayout]:
+        """Row by row on a device: int64 [n, width], the tokens, and where they lie."""
         arrays = self.token_ids, self.depths, self.sees
         ids, depths, sees = (torch.from_numpy(array).to(device) for array in arrays)
-        return ids, Fed(depths, depths, sees)
+        return ids, TreeLayout(depths, depths, sees)
 
-    def packed(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
-        """On a device, a line for every token, whose columns are the tokens of its row."""
+    def packed(self, device: torch.device) -> tuple[torch.Tensor, TreeLayout]:
+        """A line for every token on a device, whose columns are the tokens of its row."""
         row, column = np.nonzero(np.arange(self.token_ids.shape[1]) < self.counts[:, None])
         own = [a[row, column][:, None] for a in (self.token_ids, self.depths, self.sees)]
         arrays = *own, self.depths[row], column[:, None]
         ids, depths, sees, columns, offsets = (torch.from_numpy(a).to(device) for a in arrays)
-        return ids, Fed(depths, columns, sees, offsets, self.rows[row])
+        return ids, TreeLayout(depths, columns, sees, offsets, self.rows[row])
 
 
 def table_of(sees: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def seen_slots(
     return table.gather(2, places)
 
 
-def views_of(fed: Fed, slots: RowSlots, first: int) -> Views:
+def views_of(fed: TreeLayout, slots: RowSlots, first: int) -> Views:
     """Where tokens are written, and which slots layers show; of those that have a window, from the
     first one on."""
     (width, columns), offsets = fed.sees.shape[1:], fed.offsets
@@ -298,7 +298,7 @@ class TreeAttention:
     dtype: torch.dtype
 
     def masks(
-        self, fed: Fed, slots: RowSlots
+        self, fed: TreeLayout, slots: RowSlots
     ) -> tuple[dict[str, torch.Tensor | None] | torch.Tensor | None, Views]:
         """The masks of one forward, and what layers are to show.
 
@@ -314,7 +314,7 @@ class TreeAttention:
             # The query itself takes one place of its reach.
             first = max(0, kept.shortest - self._reach + 1)
         if isinstance(self.rules, LayerMask):
-            # Without a mask a model may take packed rows for one text.
+            # A model without a mask may take packed rows for one text.
             mask = self._mask(self.rules, fed, kept, first, fed.rows is not None)
             return mask, views_of(fed, slots, first)
         masks = {}
@@ -323,7 +323,7 @@ class TreeAttention:
             masks[kind] = self._mask(rule, fed, kept, begin, rule.explicit)
         return masks, views_of(fed, slots, first)
 
-    def _kept(self, fed: Fed, slots: RowSlots) -> _Kept:
+    def _kept(self, fed: TreeLayout, slots: RowSlots) -> _Kept:
         rows, columns = fed.rows, fed.sees.shape[2]
         lengths = slots.lengths if rows is None else [slots.lengths[row] for row in rows]
         shortest, longest = min(lengths), max(lengths)
@@ -337,7 +337,7 @@ class TreeAttention:
         return _Kept(shortest, longest, kept, (tail, places))
 
     def _mask(
-        self, rule: LayerMask, fed: Fed, kept: _Kept, first: int, needed: bool
+        self, rule: LayerMask, fed: TreeLayout, kept: _Kept, first: int, needed: bool
     ) -> torch.Tensor | None:
         """The mask of the slots from the first one on; None, unless it is needed anyway, where it
         would hide nothing."""
@@ -350,7 +350,7 @@ class TreeAttention:
         )
         if columns == 1 and near and kept.tail is None and not (padded or needed):
             return None
-        # Of the slots shown all rows have kept the first ones.
+        # All rows have kept the first ones of the slots shown.
         shown, common = kept.longest + columns - first, kept.shortest - first
         mask = torch.zeros((lines, 1, width, shown), dtype=self.dtype, device=device)
         hidden = torch.finfo(self.dtype).min

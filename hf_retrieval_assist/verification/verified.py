@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..types.row_text import RowText
-from .largest import greatest, largest
+from .largest import argmax_rows, largest
 
 # Logits looked at together, so that a long prompt needs no large temporaries.
 _CHUNK_CELLS = 1 << 25
@@ -150,7 +150,7 @@ class Verified:
         """The most probable token behind one fed token of each of these rows."""
         if self._logits.device.type == "cpu":
             # A token's logits cost as much as the walk saves by not looking at them.
-            return greatest(self.logits(rows, nodes)).tolist()
+            return argmax_rows(self.logits(rows, nodes)).tolist()
         best = self._find_best()
         return [best[place] for place in self.places(rows, nodes)]
 

@@ -25,7 +25,7 @@ from ..types.row_text import RowText
 from ..types.token_tree import Forest, Limits, TokenTree
 from .options import Bounds
 from .reach import UNLIMITED
-from .tree_attention import Fed, FedTokens, TreeAttention
+from .tree_attention import TreeAttention, TreeLayout, TreeTokens
 from .verified import Verified
 
 # Tokens per row that one forward catches up on at most, since each of them gets logits.
@@ -67,14 +67,14 @@ class Verifier:
         chains: whether drafts have to be single paths.
         compute: the model's forward; `call` may repeat what was recorded of it instead.
         attention_by: what computes attention.
-        manner: how forwards run; the cost of a width is its own.
+        cost_variant: how forwards run; the cost of a width is its own.
         repeated, recordings: forwards that were repeated from a recording, and recordings that were
             made.
     """
 
     packed = False
     chains = False
-    manner = ""
+    cost_variant = ""
     repeated = recordings = 0
 
     def __init__(
@@ -126,7 +126,7 @@ class Verifier:
         rows: Sequence[RowText],
         drafted: Sequence[RowText],
         depths: Sequence[int | None],
-        alike: bool = False,
+        lockstep: bool = False,
     ) -> Limits:
         """What the next forward can verify of drafts.
 
@@ -134,12 +134,12 @@ class Verifier:
             rows: all of the call's.
             drafted: those that are drafted for, and
             depths: how deep each of their drafts may be of use; None: any.
-            alike: see `Limits`.
+            lockstep: see `Limits`.
         """
-        total, packed = None, self.packed and not alike
+        total, packed = None, self.packed and not lockstep
         backlog, nodes = self._backlog(rows)
         if self.reach != UNLIMITED and drafted:
-            # Wherever rows in step have got to.
+            # Wherever rows in lockstep have got to.
             room = self.reach.room(self._first_root + len(drafted[0].generated) - 1)
             if room is not None:
                 depths = [room if depth is None else min(depth, room) for depth in depths]
@@ -150,7 +150,7 @@ class Verifier:
             else:
                 nodes = min(nodes, self.most_tokens // fed - 1)
         nodes = max(0, nodes - backlog)
-        return Limits(depths, nodes, total, backlog, alike or self.chains, packed, alike)
+        return Limits(depths, nodes, total, backlog, lockstep or self.chains, packed, lockstep)
 
     def _backlog(self, rows: Sequence[RowText]) -> tuple[int, int]:
         """Pending tokens that a forward carries besides roots and drafts, and how many nodes of
@@ -180,13 +180,13 @@ class Verifier:
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
-        """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none at rest."""
+        """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none of others."""
         raise NotImplementedError
 
     def drop(self, rows: Sequence[RowText], verified: Verified) -> None:
         """Keep nothing of a forward, and leave no number of it in the cache."""
         self.keep(rows, verified, [[] for _ in rows])
-        self.cache.wipe()
+        self.cache.zero_unused()
 
     def undo(self) -> None:
         """Leave nothing of a forward that was interrupted."""
@@ -201,7 +201,7 @@ class Verifier:
         """Feed some of what the cache lacks, see `lacking`; finished rows are fed their padding."""
         raise NotImplementedError
 
-    def finish(self, tokens: int) -> None:
+    def end(self, tokens: int) -> None:
         """Forget what rows generated beyond this many tokens; make the cache one of plain use."""
         self.cache.require_room(self.begun + tokens - 1)
         self.cache.truncate(self.begun + tokens - 1)
@@ -283,7 +283,7 @@ class TreeVerifier(Verifier):
     def __init__(self, *args: Any, attention: TreeAttention, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.attention = attention
-        self._unsound = False  # whether drafts since the last `forget` had NaN for logits
+        self._unsound = False  # whether drafts since the last `clear_draft` had NaN for logits
 
     def _bucket(self, width: int) -> int:
         fitting = (bucket for bucket in self.widths if width <= bucket <= self.most_fed)
@@ -306,19 +306,19 @@ class TreeVerifier(Verifier):
     def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
         """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
         width = self._bucket(1 + max(trees.sizes))
-        return self._feed_lines(FedTokens.of(roots, trees, self.cache.slots.lengths, None, width))
+        return self._feed_lines(TreeTokens.of(roots, trees, self.cache.slots.lengths, None, width))
 
-    def _feed_lines(self, fed: FedTokens) -> Verified:
+    def _feed_lines(self, fed: TreeTokens) -> Verified:
         """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
         outputs = self._run(ids, ids.shape[1], *self._tree_arguments(lines))
         return Verified(outputs.logits, [0] * len(ids), outputs)
 
-    def _tree_arguments(self, fed: Fed) -> tuple[dict[str, Any], Views]:
+    def _tree_arguments(self, fed: TreeLayout) -> tuple[dict[str, Any], Views]:
         """Masks and positions of each line, and where layers are written to."""
         slots, positions = self.cache.slots, self.next_position
         masks, views = self.attention.masks(fed, slots)
-        # Of each row's root: [batch, 1], or with a leading axis where ids have one.
+        # Each row's root's: [batch, 1], or with a leading axis where ids have one.
         if fed.rows is None and slots.is_even:
             positions = positions + (slots.longest - self.begun)
         else:
@@ -327,8 +327,8 @@ class TreeVerifier(Verifier):
             positions = positions[..., fed.rows, :]
         return {"attention_mask": masks, "position_ids": positions + fed.depths}, views
 
-    def draft(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
-        """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.
+    def draft(self, token_ids: torch.Tensor, fed: TreeLayout) -> torch.Tensor:
+        """Logits [batch, width, vocab_size] of nodes fed behind those since the last `clear_draft`.
 
         Neither these nor the rows' roots, which are fed first, are ever kept.
         """
@@ -339,17 +339,17 @@ class TreeVerifier(Verifier):
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits
 
-    def forget(self) -> None:
-        """Forget what `draft` has fed."""
+    def clear_draft(self) -> None:
+        """Drop what `draft` has fed."""
         self.cache.truncate(self.cache.slots.longest)
         self.feeding = False
         if self._unsound:
-            self.cache.wipe()
+            self.cache.zero_unused()
             self._unsound = False
 
     def undo(self) -> None:
         self._unsound = True
-        self.forget()
+        self.clear_draft()
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]

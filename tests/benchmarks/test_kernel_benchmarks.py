@@ -57,7 +57,7 @@ def test_products_are_timed_as_shares_of_the_lower_bound(report, options, monkey
 
 
 def test_logits_of_a_screened_output_layer_are_counted(monkeypatch):
-    """Of rows whose tokens are certain, and of rows that are too small for bounds."""
+    """Rows whose tokens are certain, and rows that are too small for bounds."""
     table = Report("kernel", {}).table("Screened", kernel.SCREEN_COLUMNS)
     choices = {name: kernel.CHOICES[name] for name in ("greedy", "T 1 top-p 0.9")}
     monkeypatch.setattr(kernel, "CHOICES", choices)

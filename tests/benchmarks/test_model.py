@@ -136,7 +136,7 @@ def test_a_busy_machine_is_waited_for_and_its_choices_are_forgotten(monkeypatch,
 
 
 def test_methods_of_llama_cpp_take_turns_with_ours():
-    """By an engine that writes what the model writes."""
+    """An engine writes what the model writes."""
     loaded, tokenizer = small_model()
     loaded.generation_config.eos_token_id = 0
     options = {"max_new_tokens": 6, "do_sample": False}

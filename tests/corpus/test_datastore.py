@@ -141,7 +141,7 @@ def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):
 
 
 def test_one_process_at_a_time_writes_to_a_store(tmp_path):
-    """By any path that leads there."""
+    """Any path that leads there will do."""
     (tmp_path / "inner").mkdir()
 
     def documents():

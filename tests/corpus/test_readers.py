@@ -20,7 +20,7 @@ def texts(*sources, **options):
 
 @pytest.mark.parametrize("ends", [(), (100,), (63, 64, 65, 300), range(9, 500, 10)])
 def test_long_text_files_come_in_pieces(tmp_path, monkeypatch, ends):
-    """Of whole lines where these are short."""
+    """Pieces are whole lines where these are short."""
     monkeypatch.setattr(readers, "_PIECE", 64)
     text = "".join("\n" if i in ends else chr(97 + i % 26) for i in range(500))
     (tmp_path / "a.txt").write_text(text)
@@ -60,7 +60,7 @@ def test_bad_files_are_named(tmp_path, name, content, error, message):
 
 
 def test_bad_rows_and_files_are_passed_over_if_wanted(tmp_path):
-    """Of Parquet one column is read."""
+    """One column of a Parquet file is read."""
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

@@ -148,7 +148,7 @@ def test_windows_hold_what_they_show_and_little_more(monkeypatch):
     assert torch.equal(turn(model, ids, cache, oracle_assistant(plain)), plain)
     more = torch.cat([plain, ids[:, :500]], dim=1)
     plain = turn(model, more, None)
-    ended = results_of(monkeypatch, Verifier, "finish", lambda _, verifier, tokens: sizes(verifier))
+    ended = results_of(monkeypatch, Verifier, "end", lambda _, verifier, tokens: sizes(verifier))
     assert torch.equal(turn(model, more, cache, oracle_assistant(plain)), plain)
     for held, window in ended[-1]:
         assert held <= (32 + 8 * 64 if window else 2048)
@@ -178,7 +178,7 @@ def test_one_token_behind_the_only_window_of_a_model(kind, window):
 @pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "MistralForCausalLM"])
 @pytest.mark.parametrize("turns", [(True, False), (False, True)], ids=["ours first", "ours second"])
 def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
-    """On MPS plain decoding asks a step late whether to stop, and takes that step back."""
+    """Plain decoding on MPS asks a step late whether to stop, and takes that step back."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):
         pytest.skip("transformers before 5.24 stops at once")
@@ -189,7 +189,7 @@ def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
         return late[-1]
 
     monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(is_supported))
-    monkeypatch.setattr(torch, "Event", MagicMock)  # on a CPU everything is done at once
+    monkeypatch.setattr(torch, "Event", MagicMock)  # a CPU does everything at once
     window = {"sliding_window": 12} if model_class == "MistralForCausalLM" else {}
     model = build(model_class, **window)
     options = {"eos_token_id": int(run(model, PROMPTS[:1])[0, -3]), "max_new_tokens": 30}

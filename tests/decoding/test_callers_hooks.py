@@ -81,7 +81,7 @@ def steer_all(module, args, out):
 
 
 def steer_single(module, args, out):
-    """As activation steering does that leaves the prompt alone."""
+    """Activation steering that leaves the prompt alone does so."""
     return out + torch.linspace(-3, 3, out.shape[-1]) if out.shape[1] == 1 else None
 
 

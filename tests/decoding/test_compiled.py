@@ -41,7 +41,7 @@ def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, optio
     assert compiled > before
     _, _, assistant = agreeing(model, INPUTS[inputs], tier="tree", seed=4, **options)
     assert compilations() == compiled
-    assert {key.manner for key in assistant.costs.timed()} == {""}
+    assert {key.cost_variant for key in assistant.costs.timed()} == {""}
 
 
 def test_settings_of_the_model_ask_for_it_too():
@@ -114,7 +114,7 @@ def test_conversations_on_a_callers_static_cache():
         found = run(model, text, **{CACHE: cache}, **options, assistant=assistant)
         assert torch.equal(plain, found)
         assert int(cache.get_seq_length()) == found.shape[1] - 1
-        # In each turn the caller adds tokens.
+        # The caller adds tokens in each turn.
         text = torch.cat([found, PROMPT[:, : 3 + turn]], dim=1)
     assert compilations() > before
     assert [type(layer) for layer in cache.layers] == kinds

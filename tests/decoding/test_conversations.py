@@ -85,7 +85,7 @@ MODELS = {
     "position table": lambda: build("GPT2LMHeadModel", n_positions=88),
     "not finite": model_with_poison,
     "adapters": adapted_model,
-    # With few heads many scores are exactly 0, and which of equal ones are kept is nobody's choice.
+    # Few heads make many scores exactly 0, and which of equal ones are kept is nobody's choice.
     "few keys": lambda: build("GlmMoeDsaForCausalLM", index_topk=24, index_n_heads=16),
     "dynamic rope": lambda: rope_model("dynamic", 24),
     "longrope": lambda: rope_model("longrope", 24),

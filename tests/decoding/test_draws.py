@@ -149,7 +149,7 @@ def test_sampled_batches_keep_the_seed(name, options):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_preview_is_the_choice_of_the_walk(do_sample, batch_size):
-    """Along a path of drafted tokens, with warpers and processors that look at the text."""
+    """The two go along a drafted path, with warpers and processors that look at the text."""
     seen = []
 
     def foreign(ids, scores):

@@ -44,7 +44,7 @@ STATES = ("output_attentions", "output_hidden_states")
 def test_scores_logits_attentions_and_hidden_states(model, ends):
     wanted = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
     wanted |= dict.fromkeys(STATES, True)
-    if ends:  # within a draft
+    if ends:  # a draft contains the end
         free = model.generate(**INPUTS, do_sample=False, max_new_tokens=16)[0, PROMPT.shape[1] :]
         wanted["eos_token_id"] = late_token(free, 9)
     plain, assisted, _ = equal(model, **wanted)

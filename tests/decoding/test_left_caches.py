@@ -91,7 +91,7 @@ LEAVING = {
 )
 def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
     """Its classes, its attributes, as many entries, and nothing that names this package."""
-    # With few heads and places, scores of the indexer are equal by chance.
+    # Few heads and places make scores of the indexer equal by chance.
     indexed = model_class == "GlmMoeDsaForCausalLM"
     model = build(model_class, **({"index_topk": 24, "index_n_heads": 16} if indexed else {}))
     options = {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
@@ -151,7 +151,7 @@ def test_a_cache_that_keeps_others_than_the_models_own_is_filled_plainly(kind):
 
     plain = left(None)
     assert left(assistant) == plain
-    # In early releases plain decoding fails where windows record.
+    # Plain decoding of early releases fails where windows record.
     assert assistant.stats.last.tier == ("" if isinstance(plain[0], tuple) else "plain")
 
 

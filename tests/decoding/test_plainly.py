@@ -164,7 +164,7 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     torch._dynamo.reset()
     model, options = build(), static(max_new_tokens=40)
     assistant, pace = SamAssistant(), []
-    account = assistant.policy.account(replace(cost_key(model, PROMPTS), manner="compiled"))
+    account = assistant.policy.account(replace(cost_key(model, PROMPTS), cost_variant="compiled"))
     eager = assistant.policy.account(cost_key(model, PROMPTS))
     count = Account.count_plain
     monkeypatch.setattr(
@@ -176,7 +176,7 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
         # The first one compiled the code, which says nothing of later ones.
         assert len(pace) == rests - 1
         assert assistant.stats.last.tier == "at rest"
-    assert pace == [(39, False, None)]  # in no kernels but its own
+    assert pace == [(39, False, None)]  # no kernels but its own compute
     assert account._plain[False].seconds > 0
     counted = []
     monkeypatch.setattr(Account, "count_drafted", lambda *told: counted.append(told[0]))
@@ -193,7 +193,7 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     [
         ({"use_cache": False}, "use_cache is False; set it to True"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "pass one row at a time"),
-        ({}, "; call model.eval()"),  # of a model that is in train mode
+        ({}, "; call model.eval()"),  # the model is in train mode
     ],
 )
 def test_a_call_that_cannot_be_assisted_says_so_once(told, options, why):

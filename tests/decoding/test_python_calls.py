@@ -18,7 +18,7 @@ PACKAGE = str(Path(hf_retrieval_assist.__file__).parent)
 
 
 def calls_of_steps(rows, budget, sampled, monkeypatch):
-    """Of each step of a batch of texts that repeat themselves; budget 0: no step has a draft."""
+    """Each step's, of a batch of texts that repeat themselves; budget 0: no step has a draft."""
     options = {"do_sample": sampled, "max_new_tokens": 40}
     model = build(LlamaForCausalLM)
     once = torch.randint(3, 60, (rows, 12), generator=torch.Generator().manual_seed(3))

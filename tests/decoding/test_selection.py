@@ -99,7 +99,7 @@ def test_rows_one_by_one_are_the_batches_rows(name):
         return
     rows = [RowText(i, ids, 4) for i, ids in enumerate(IDS)]
     select = TokenSelector(LogitsProcessorList([made]), do_sample=False, rows=rows)
-    # In another order than the batch's, and one of them twice.
+    # The order is not the batch's, and one row comes twice.
     single = {i: select.process([rows[i]], scores[i : i + 1].clone()) for i in (2, 0, 0, 1)}
     expected = made(IDS, scores.clone())
     assert torch.equal(expected, torch.cat([single[i] for i in range(ROWS)]))

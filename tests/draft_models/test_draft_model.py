@@ -61,7 +61,7 @@ def test_drafts_are_the_models_best_candidates_as_the_text_goes_on(model):
         tree = session.propose(12)
         assert len(tree) == 12
         assert_best_candidates(model, text, tree, session.shape.ranks)
-        # Along the draft for a while, then away from it.
+        # The text follows the draft for a while, then leaves it.
         node = int(rng.integers(-1, len(tree)))
         new = [*tree.token_ids[tree.path(node)].tolist(), int(rng.integers(VOCAB))]
         session.commit(new, None)
@@ -132,7 +132,7 @@ def test_proposals_tell_what_was_drawn_below_every_fed_node():
     assert session.draw_at([VOCAB]) is None
     session.commit([1], None)
     assert session.draw_at([]) is None
-    # Without a temperature nothing is drawn.
+    # Nothing is drawn without a temperature.
     session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
     session.propose(4)
     assert session.draw_at([]) is None

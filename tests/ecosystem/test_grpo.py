@@ -66,7 +66,7 @@ GREEDY = {"generation_kwargs": {"do_sample": False}, "weight_decay": 5.0}
 KINDS = {
     "greedy": GREEDY,
     "LoRA": GREEDY | {"peft_config": peft.LoraConfig(r=2, init_lora_weights=False)},
-    # In bfloat16 a token would depend on what is fed beside it.
+    # A token in bfloat16 would depend on what is fed beside it.
     "sampled": {"bf16": False},
     "batching": {
         **GREEDY,

@@ -42,7 +42,7 @@ def by_bitsandbytes(model, threshold=0.0):
         )
         other.load_state_dict(layer.state_dict())
         model.set_submodule(name, other.to("cpu"))
-    return model.eval()  # in training it widens the weight and rounds no row
+    return model.eval()  # training widens the weight and rounds no row
 
 
 @pytest.fixture

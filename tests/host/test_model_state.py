@@ -252,11 +252,11 @@ def test_what_hooks_note_on_a_module_is_no_other_model(grow, tests):
 
 
 def test_parameters_can_be_exchanged_after_assisted_calls():
-    """As `module.to` does with quantised ones; PyTorch refuses it where anything refers to them
+    """`module.to` exchanges quantised ones; PyTorch refuses it where anything refers to them
     weakly."""
     model = build()
     assistant = knowing(run(model), budget=6)
-    for _ in range(6):  # until forwards are repeated
+    for _ in range(6):  # forwards are repeated then
         run(model, assistant=assistant)
     for parameter in model.parameters():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 1.5))

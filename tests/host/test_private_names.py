@@ -116,8 +116,8 @@ PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
 PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {
     "_handle",  # where xgrammar keeps the vocabulary that it would otherwise list anew
-    "_replace",  # of Python's named tuples
-    "_at_fork_reinit",  # by which Python's own modules make locks anew in a forked child
+    "_replace",  # Python's named tuples have it
+    "_at_fork_reinit",  # Python's own modules make locks anew in a forked child by it
 }
 
 

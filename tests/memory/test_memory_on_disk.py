@@ -62,7 +62,7 @@ def test_only_the_newest_outputs_are_kept(path):
 # Forgetting.
 
 
-# Of the header, 18 says that the file must not be written to, 43 that its tables never changed.
+# Byte 18 of the header says that the file must not be written to, 43 that no table ever changed.
 DAMAGE = [*((place, b"\xff" * 9) for place in (0, 20, 30, 100, 5000)), (18, b"\xff"), (43, b"\0")]
 
 
@@ -118,7 +118,7 @@ def test_running_outputs_stay_forgotten_though_they_end_while_the_log_is_emptied
 
 
 def restored(path):
-    """Under running processes a log becomes an older copy of itself."""
+    """A log becomes an older copy of itself under running processes."""
     shutil.copy(path.with_name("copy"), path)
 
 

@@ -65,7 +65,7 @@ def test_no_step_tells_of_another_tenant(make, half_life):
     """Equal step counts with and without the other's text, which the same tenant's would change."""
 
     def steps_of_b(*others):
-        """Of b's outputs, each of which others' outputs come before."""
+        """Steps of b's outputs, each of which others' outputs come before."""
         memory, costs = OutputMemory(half_life=half_life), CostModels()
         tenants = {name: make(memory=memory.namespace(name), costs=costs) for name in "ab"}
         found = []
@@ -224,7 +224,7 @@ def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_
 
 @pytest.mark.parametrize("name", [None, 7, b"a", ["a"], ""])
 def test_what_is_no_name(name):
-    """As the bounds and ids of a memory are looked at."""
+    """It is checked as the bounds and ids of a memory are."""
     with pytest.raises(ValueError, match="max_bytes: expected at least"):
         OutputMemory(max_bytes=100)
     with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):

@@ -157,7 +157,7 @@ EARLIER = TokenTree.build([7, 8], [-1, 0], [0.3, 0.2])
 
 
 def test_what_others_have_drafted_they_judge():
-    session = Session(Calibrator(EvidenceClasses([0.5, 0.9]), beside=True))
+    session = Session(Calibrator(EvidenceClasses([0.5, 0.9]), conditional=True))
     tree = TokenTree.build([9, 7, 8, 6], [-1, -1, 1, 2], [0.9, 0.8, 0.7, 0.6], [1, 0, 1, 0])
     calibrated = session.calibrate(tree, EARLIER)
     assert calibrated.fault(1 << 30, 1 << 30) is None
@@ -167,7 +167,7 @@ def test_what_others_have_drafted_they_judge():
 
 
 def test_what_a_drafter_has_alone_is_counted_apart():
-    calibrator = Calibrator(EvidenceClasses([0.5]), beside=True)
+    calibrator = Calibrator(EvidenceClasses([0.5]), conditional=True)
     for _ in range(400):
         session = Session(calibrator)
         session.calibrate(TokenTree.build([7, 9], [-1, -1], [0.5, 0.5], [0, 0]), EARLIER)
@@ -181,8 +181,8 @@ def test_what_a_drafter_has_alone_is_counted_apart():
 
 
 def test_drafters_without_classes_judge_for_themselves_beside_others():
-    session = Session(Calibrator(EvidenceClasses(), beside=True))
-    session.commit([1, 2, 3])  # for which nothing was proposed
+    session = Session(Calibrator(EvidenceClasses(), conditional=True))
+    session.commit([1, 2, 3])  # nothing was proposed for these
     tree = TokenTree.chain([7, 8], [0.9, 0.8])
     assert session.calibrate(tree, EARLIER).probs == near([0.9, 0.8])
     assert len(session.calibrate(TokenTree.empty())) == 0

@@ -190,7 +190,7 @@ def source(clock, seconds, text, known, costly):
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0])
 def test_a_costly_drafter_that_does_not_pay_slows_no_others_down(monkeypatch, seconds):
-    """In simulated seconds, its drafting included: law 7."""
+    """Simulated seconds, its drafting included, are compared: law 7."""
     text = list(range(20, 3010))
 
     def duration(*costly):
@@ -319,5 +319,5 @@ def test_a_token_is_credited_to_the_first_drafter_that_has_it(monkeypatch):
         step = asked.draft(Ask([session], FLAT, account))
         (tree,) = step.trees
         asked.learn(step, [Outcome(session, [1, 2, 3, 9], tree)], 4)
-        assert credited.pop() == [*brought, 0.0]  # of the grammar nothing
+        assert credited.pop() == [*brought, 0.0]  # the grammar has nothing
         assert [*asked.stats.sources.values()] == [*sources, 0]

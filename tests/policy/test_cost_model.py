@@ -139,17 +139,17 @@ STEPS = (1, 2, 4, 8)
 VIEWS = {
     "filled up": (lambda cost: CostView(cost, STEPS), [1, 2, 4, 4, 8, 8, 8, 8, 9, 10], 0),
     "packed": (lambda cost: CostView(cost, rows=4), [4, 5, 6], 3),
-    "packed, in step": (lambda cost: CostView(cost, rows=4, alike=True), [4, 8, 12], 0),
+    "packed, in lockstep": (lambda cost: CostView(cost, rows=4, lockstep=True), [4, 8, 12], 0),
 }
 
 
-@pytest.mark.parametrize(("view", "fed", "company"), VIEWS.values(), ids=VIEWS)
-def test_a_view_is_what_was_measured_at_the_tokens_that_are_fed(view, fed, company):
+@pytest.mark.parametrize(("view", "fed", "shared_width"), VIEWS.values(), ids=VIEWS)
+def test_a_view_is_what_was_measured_at_the_tokens_that_are_fed(view, fed, shared_width):
     measured, most = CostModel("cuda"), len(fed)
     for _ in range(5):
         measured.observe(4, 0.02)
     cost, places = view(measured), np.array(fed) - 1
-    assert (cost.observations, cost.company) == (5, company)
+    assert (cost.observations, cost.shared_width) == (5, shared_width)
     assert cost.curve(most) == near(measured.curve(fed[-1])[places])
     assert cost.seconds(3) == near(measured.seconds(fed[2]))
     assert cost.spread(most, 3) == near(measured.spread(fed[-1], fed[2])[places])
@@ -166,5 +166,7 @@ def test_a_width_that_is_paid_for_is_filled():
 
 
 def test_a_rows_share_of_what_was_fed():
-    packed, in_step = (CostView(CostModel(), rows=4, alike=alike) for alike in (False, True))
-    assert [packed.share(4), packed.share(9), in_step.share(12)] == [1, 6, 3]
+    packed, lockstep = (
+        CostView(CostModel(), rows=4, lockstep=lockstep) for lockstep in (False, True)
+    )
+    assert [packed.share(4), packed.share(9), lockstep.share(12)] == [1, 6, 3]

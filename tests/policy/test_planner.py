@@ -91,10 +91,10 @@ def test_only_the_likeliest_path_is_kept_where_trees_cannot_be_verified():
     assert kept.token_ids.tolist() == [2, 3]
 
 
-def test_rows_in_step_are_planned_for_by_what_they_would_accept_together():
+def test_rows_in_lockstep_are_planned_for_by_what_they_would_accept_together():
     first = TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6])
     second = TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4])
-    limits = Limits(chains=True, alike=True)
+    limits = Limits(chains=True, lockstep=True)
     # Together 0.45 and 0.32 tokens: the second one does not pay, which it does for either row.
     cost = CostModel.fixed(lambda n: [1.0, 1.1, 1.4, 1.9][n - 1])
     kept = Planner(exploration=0).plan([first, second], cost, limits)
@@ -142,7 +142,7 @@ MIXED = (0.98, 0.8, 0.4, 0.1)
 
 
 def mean_loss(before, after):
-    """Of 200 steps under the curve `after`, 60 steps after it took the place of `before`."""
+    """The loss of 200 steps under the curve `after`, 60 steps after it followed on `before`."""
     runs = [Run(seed=seed) for seed in range(4)]
     for run in runs:
         run.steps(CURVES[before], MIXED, 200)

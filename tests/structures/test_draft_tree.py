@@ -11,7 +11,7 @@ from tests.support.trees import paths, trees
 
 
 def probs_of(tree):
-    """By the tokens that lead to each node."""
+    """Each node's, by the tokens that lead to it."""
     return dict(zip(paths(tree), tree.probs.tolist(), strict=True))
 
 

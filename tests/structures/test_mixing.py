@@ -76,7 +76,7 @@ class Plain:
                 ]
                 if following:
                     found[source, kind] = following
-        # In the text itself, of lengths that occur alike the longest alone.
+        # The longest alone of lengths that occur alike in the text itself.
         for kind in range(ORDERS - 1):
             if len(found.get((0, kind), ())) == len(found.get((0, kind + 1), [None] * 99)):
                 del found[0, kind]
@@ -203,7 +203,7 @@ def test_probabilities_are_those_of_the_definition(memory, text, corpus):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(few, min_size=1, max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_below_a_node_is_what_would_be_drafted_behind_its_token(memory, context):
-    """Of texts so short that every length has an order of its own."""
+    """The texts are so short that every length has an order of its own."""
     tree, mixer = grown(memory), Mixer(*mixture())
     tokens, parents, probs, _ = drafted(mixer, beside(tree, context), 60)
     for node in np.flatnonzero(parents < 0):

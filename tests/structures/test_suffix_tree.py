@@ -227,7 +227,7 @@ def test_memory_is_reused_and_never_above_the_limit():
     st.sampled_from([None, 10_000, 14_000, 20_000]),
 )
 def test_sequences_extended_together_are_as_one_after_another(sequences, max_bytes):
-    """Up to the first token that does not fit."""
+    """They are so up to the first token that does not fit."""
     together, each = SuffixTree(8, max_bytes=max_bytes), SuffixTree(8, max_bytes=max_bytes)
     names = [[tree.add_sequence() for _ in sequences] for tree in (together, each)]
     offsets = np.cumsum([0, *map(len, sequences)])

@@ -195,7 +195,7 @@ class Accelerator(TorchDispatchMode):
         if func.overloadpacket is aten.copy_:
             return self._copy(func, args, inner)
         given = tree_map(_held, args)
-        if func.overloadpacket is aten.histc:  # of integers, which CPUs do not count
+        if func.overloadpacket is aten.histc:  # CPUs do not count integers
             given = [given[0].float(), *given[1:]]
         out = func(*given, **inner)
         if func.overloadpacket is aten._to_copy and here != placed:

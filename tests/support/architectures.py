@@ -73,8 +73,8 @@ def table():
         "batch. `python -m tests.support.architectures` writes this page, with tiny float32 "
         f"models of transformers {transformers.__version__}.",
         "",
-        "On the replay tier the rows of a batch stay in step: a recurrent state can only be kept "
-        "or restored as a whole, so every row accepts as many tokens as the one that accepts "
+        "On the replay tier the rows of a batch stay in lockstep: a recurrent state can only be "
+        "kept or restored as a whole, so every row accepts as many tokens as the one that accepts "
         "fewest.",
         "",
         "| one row | batch | why not higher | classes |",

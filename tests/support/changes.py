@@ -98,7 +98,7 @@ def first(model):
     return model.model.layers[0]
 
 
-# After these, forwards can be recorded anew.
+# Forwards can be recorded anew after these.
 RECORDABLE = {
     "a setting": lambda m: exchanged(first(m).self_attn, "scaling", lambda x: x * 4),
     "weights in place": lambda m: written(first(m).mlp.down_proj.weight),

@@ -195,7 +195,7 @@ class Cuda:
 
 @dataclass
 class RandomState:
-    """Of a generator: how many numbers were drawn, and whether a capture holds it."""
+    """A generator's: how many numbers were drawn, and whether a capture holds it."""
 
     drawn: int = 0
     captured: bool = False

@@ -63,7 +63,7 @@ def give_mtp_layer(target):
 
 
 def _eagle(target):
-    """Of a head for every second id."""
+    """The drafter of a head for every second id."""
     head = eagle_head(target, EVERY_SECOND)
     randomise(head)
     return EagleDrafter(head)

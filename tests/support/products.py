@@ -30,7 +30,7 @@ paths = pytest.mark.parametrize("path", PATHS)
 
 
 def everywhere(test):
-    """Of every dtype on every instruction set."""
+    """Run a test for every dtype on every instruction set."""
     return paths(pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])(test))
 
 
@@ -97,7 +97,7 @@ class Whole:
         return 0.0
 
     def check(self, x, bias=None):
-        """Within the textbook bound of a float32 sum of k products, plus one rounding to the
+        """Allow the textbook bound of a float32 sum of k products, plus one rounding to the
         dtype."""
         y, weight = self(x, bias), self.exact.double()
         exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
@@ -113,7 +113,7 @@ class Whole:
 
 
 class Packed(Whole):
-    """In eight bits, by which rows are rounded to fourteen."""
+    """The product in eight bits, by which rows are rounded to fourteen."""
 
     def __init__(self, weight, path):
         self.weight = packed(weight, path)

@@ -29,7 +29,7 @@ def imported():
         if not info.name.endswith("__main__"):
             try:
                 module = importlib.import_module(info.name)
-            except ImportError:  # of an extra
+            except ImportError:  # an extra is missing
                 continue
             if module.__file__.endswith(".py"):
                 yield info.name
@@ -41,7 +41,7 @@ def reloaded(*names):
 
 
 def cleared(*names):
-    """As IPython's autoreload does it."""
+    """Clear modules the way that IPython's autoreload does."""
     for name in names:
         module = sys.modules[name]
         loader = module.__loader__

@@ -78,7 +78,7 @@ def no_home(request, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     for name, value in HOMES[request.param].items():
         monkeypatch.setenv(name, value)
-    if request.param == "unresolved":  # as older platformdirs leave it
+    if request.param == "unresolved":  # older platformdirs leave it so
         monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")
     monkeypatch.chdir(tmp_path)
     files._tell_of_no_home.cache_clear()

@@ -172,7 +172,7 @@ def test_nothing_but_this_module_makes_locks():
 def test_children_of_a_generating_process_generate(forks):
     model, assistant = build(), SuffixAssistant()
 
-    def generate():  # without a seed, for which torch holds a lock of its own
+    def generate():  # no seed, for which torch holds a lock of its own
         model.generate(**INPUTS["one row"], do_sample=False, max_new_tokens=20, assistant=assistant)
 
     generate()

@@ -15,7 +15,7 @@ from hf_retrieval_assist.tools.demo_model import MODELS, converted_model, load_d
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """In the place of the user's."""
+    """A cache in the place of the user's."""
     monkeypatch.setattr(demo_model, "user_cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -45,7 +45,7 @@ def test_what_is_not_installed_is_named(name, missing, monkeypatch, cache):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_conversion_that_fails_leaves_nothing(packed, monkeypatch, cache, wrong):
-    """Of parts that are put together and checked."""
+    """Parts are put together and checked."""
 
     def halfway(folder, gguf_file, **options):
         assert (Path(folder) / gguf_file).read_bytes() == packed[1]

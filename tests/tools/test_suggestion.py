@@ -53,7 +53,7 @@ def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(m
 
 
 def suggestion_of(kernels=None, **ratios):
-    """From the ratios of each repeat to plain."""
+    """The suggestion from the ratios of each repeat to plain."""
     plain = Trial(PLAIN, None, Record(), rounds=[[1.0, 3.0]] * 3)
 
     def trial(name, ratios, make=SamAssistant):

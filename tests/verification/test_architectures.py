@@ -125,7 +125,7 @@ def with_near_thresholds(name):
     text, changed = config.get_text_config(decoder=True), False
     rope = getattr(text, "rope_parameters", None)
     if hasattr(text, "index_topk"):
-        # Of few heads many scores are exactly 0, and which of equal ones are kept is no rule.
+        # Few heads make many scores exactly 0, and which of equal ones are kept is no rule.
         text.index_topk, text.index_n_heads, changed = 16, 16, True
     elif name not in FIXED_ROPE and isinstance(rope, dict) and rope.get("rope_type") == "default":
         text.rope_parameters = rope | {"rope_type": "dynamic", "factor": 2.0}
@@ -151,11 +151,11 @@ def test_class_generates_past_its_thresholds(name):
 # Chunks, which begin behind the padding.
 @pytest.mark.parametrize("name", quick(classes.architectures(), {"Llama4ForCausalLM"}))
 def test_class_is_served_from_recordings(name, served, monkeypatch):
-    """Padded batches in memory that stays in place, a recorder standing where CUDA graphs are."""
+    """Padded batches in static buffers, a recorder standing where CUDA graphs are."""
     if served.get(name, ("", ""))[1] != "tree":
         pytest.skip("no trees, so nothing is recorded")
     serve_in_place(monkeypatch)
-    model, finished = classes.build(name), calls_of(monkeypatch, FixedVerifier, "finish")
+    model, finished = classes.build(name), calls_of(monkeypatch, FixedVerifier, "end")
     for _ in range(2):
         options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
         *_, assistant = agreeing(model, padded_batch(), **options)
@@ -188,7 +188,7 @@ def hybrids():
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("name", quick(hybrids(), {"Mamba2ForCausalLM", "Qwen3NextForCausalLM"}))
 def test_hybrids_in_batches_take_fewer_forwards(name, pads):
-    """Three rows in step, greedy and sampled; drafts are right but for every tenth token."""
+    """Three rows in lockstep, greedy and sampled; drafts are right but for every tenth token."""
     prompts = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3)])
     mask = torch.ones_like(prompts)
     if pads:

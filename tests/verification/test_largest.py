@@ -26,7 +26,7 @@ def scores_of(seed, rows, columns, dtype, padded=False, spread=None):
 
 @given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans(), dtypes)
 def test_largest_is_torch_topk(k, extra, seed, padded, dtype):
-    """Of some rows, of parts of rows, of columns that lie apart, of more dimensions."""
+    """Some rows, parts of rows, columns that lie apart, more dimensions."""
     columns = max(k, extra) + (9000 if seed % 2 else 0)
     scores = scores_of(seed, 4, columns, dtype, padded)
     rows = np.array([0, 2, 3])

@@ -60,7 +60,7 @@ def test_borders_and_lengths_at_which_the_cache_is_dropped_are_found(make, reach
     ("lengths", "new", "tier"),
     [
         *(([14], 40, "plain"), ([14], 12, "tree"), ([40], 20, "plain")),
-        # Of many rows a forward feeds more tokens than the length at which the cache is dropped.
+        # A forward of many rows feeds more tokens than the length at which the cache is dropped.
         *(([14, 11, 6], 30, "plain"), ([14, 11, 6] * 4, 14, "tree")),
     ],
 )

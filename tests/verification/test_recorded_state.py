@@ -67,7 +67,7 @@ UNKNOWN = {name: COMPUTED[name] for name in ("a hook", "a forward", "autocast")}
 
 @pytest.mark.parametrize("name", [*UNSEEN, *UNKNOWN])
 def test_every_change_is_seen(name):
-    """Of what nobody can know, nothing is recorded."""
+    """Nothing is recorded of what nobody can know."""
     model = build()
     model.lm_head = Around(model.lm_head, lambda logits, held: logits * held.strength, strength=1.0)
     before = recorded_state(model, {}, CPU)
@@ -110,7 +110,7 @@ def test_keywords_are_part_of_the_state():
 
     assert state(names=["a"]) == state(names=["a"])
     assert state(names=["a"]) != state(names=["b"])
-    # Of what cannot be looked into nobody knows what it says next.
+    # Nobody knows what something that cannot be looked into says next.
     assert state(names=iter(())) is None
     assert state(names=[*range(100_000)]) is None
 
@@ -202,7 +202,7 @@ def test_how_sums_are_rounded_is_part_of_the_state(name):
 
 
 def test_pytorchs_own_switch_for_tf32(monkeypatch):
-    """After which its older getters raise."""
+    """Its older getters raise afterwards."""
     serve_in_place(monkeypatch)
     model = build()
     plain, before = run(model), recorded_state(model, {}, CPU)

@@ -11,7 +11,7 @@ from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.verification import service
 from hf_retrieval_assist.verification.engine import Engine
 from hf_retrieval_assist.verification.recorded_state import recorded_state
-from hf_retrieval_assist.verification.service import Demand, choose_service
+from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, knowing, outcome, run, same
@@ -97,7 +97,7 @@ def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(tests)
     assert len(tests) < 10
     assert found.tier is Tier.PLAIN
     assert "in every call" in found.reason
-    # Until they stay.
+    # They stay now.
     assert choose_service(model, {}).tier is Tier.TREE
 
 
@@ -109,7 +109,7 @@ def test_hooks_of_trainers_and_of_our_own_taps_mean_nothing():
 
     before = known()
     for _ in range(12):
-        # As a trainer does that turns gradient checkpointing off while it generates.
+        # A trainer that turns gradient checkpointing off while it generates does so.
         model.enable_input_require_grads()
         same(model, tier="tree")
     assert len(model.model.embed_tokens._forward_hooks) == 12
@@ -121,10 +121,10 @@ def test_hooks_of_trainers_and_of_our_own_taps_mean_nothing():
 
 def test_wider_forwards_are_tested_when_they_are_wanted():
     model = build()
-    narrow = choose_service(model, {}, demand=Demand(width=9))
+    narrow = choose_service(model, {}, demand=ServiceDemand(width=9))
     assert narrow.width == 9
-    assert choose_service(model, {}, demand=Demand(width=5)) is narrow
-    assert choose_service(model, {}, demand=Demand(width=129)).width == 129
+    assert choose_service(model, {}, demand=ServiceDemand(width=5)) is narrow
+    assert choose_service(model, {}, demand=ServiceDemand(width=129)).width == 129
 
 
 @pytest.mark.parametrize("options", [{}, {"output_hidden_states": True}])
@@ -136,7 +136,7 @@ def test_the_verifier_that_serves_is_the_one_that_was_tested(options, monkeypatc
 
 
 def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
-    """As accelerate prepares a model: the wrapper returns logits in float32."""
+    """Accelerate prepares a model so: the wrapper returns logits in float32."""
     model = build()
     forward = model.forward
 
@@ -152,7 +152,7 @@ def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
 def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):
     slow, other = build(), build()
     began, ends = threading.Event(), threading.Event()
-    examined = service.examined
+    examined = service.run_self_test
 
     def wait(model, *rest):
         if model is slow:
@@ -160,7 +160,7 @@ def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):
             assert ends.wait(60)
         return examined(model, *rest)
 
-    monkeypatch.setattr(service, "examined", wait)
+    monkeypatch.setattr(service, "run_self_test", wait)
 
     def choose(model):
         if model is other:

@@ -134,7 +134,7 @@ def with_spectral_norm(wrap):
 
 
 class Batched(nn.BatchNorm1d):
-    """Over all elements of a token."""
+    """A norm over all elements of a token."""
 
     def forward(self, x):
         return super().forward(x.view(-1, 1, WIDTH)).view_as(x)
@@ -162,7 +162,7 @@ REMEMBERING |= {
 
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_models_whose_forwards_remember_are_plain(kind):
-    """From the first call on, which tests the model: each call begins in the same state."""
+    """They are so from the first call on, which tests the model: calls begin in one state."""
     model = REMEMBERING[kind]()
     before = copy.deepcopy(model)
     plain = run(copy.deepcopy(before))

@@ -104,7 +104,7 @@ def test_rows_that_have_ended_leave(model, pads):
 
 
 @torch.no_grad()
-def test_a_forward_to_keep_others_company_feeds_something(model):
+def test_a_dummy_forward_feeds_something(model):
     verifier, rows = started(model, True, True)
     for row in rows:
         row.finished = True
@@ -116,7 +116,7 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
 
 
 def assert_goes_on(model, cache, plain, mask, options):
-    """From a cache that a text has left in its middle as from none."""
+    """A cache that a text has left in its middle serves as none does."""
     length = max(cache.get_seq_length() + 1, LENGTH)
     ids, mask = plain[:, :length], torch.cat([mask, mask.new_ones(ROWS, length - LENGTH)], dim=1)
     options = options | {"max_new_tokens": plain.shape[1] - length}
@@ -214,7 +214,7 @@ def test_neighbours_are_one_span_where_that_takes_little_filler():
 
 
 def many(budget):
-    """As many nodes as are asked for, in chains below the root."""
+    """All nodes that are asked for, in chains below the root."""
     return TokenTree.build(
         [3 + node % 50 for node in range(budget)],
         [node - 50 if node >= 50 else -1 for node in range(budget)],
@@ -233,7 +233,7 @@ def many(budget):
     ],
 )
 def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, limited):
-    """Beyond, a token would not round as in plain decoding by the same kernels."""
+    """A token beyond that would not round as in plain decoding by the same kernels."""
     model = build().to(dtype)
     ids = arguments(False)[0][:1].repeat(rows, 1)
     assistant = Assistant([Scripted(many)], budget=100, reroute=rerouted)
@@ -256,7 +256,7 @@ def test_limits_are_those_of_one_forward(packed):
     limits = verifier.limits(rows, rows, [None] * ROWS)
     assert limits.total == (65 - ROWS if packed else None)
     assert packed or limits.nodes == 65 // ROWS - 1
-    alike = verifier.limits(rows, rows, [None] * ROWS, alike=True)
+    alike = verifier.limits(rows, rows, [None] * ROWS, lockstep=True)
     assert (alike.nodes, alike.total, alike.chains) == (65 // ROWS - 1, None, True)
 
 
@@ -331,8 +331,8 @@ def test_tokens_of_several_rows_are_looked_at_as_one(on_host, monkeypatch):
 
 @pytest.mark.parametrize("screened", [False, True])
 def test_a_forward_tells_those_of_a_rows_tokens_in_their_order(screened):
-    """Of two rows of five tokens, the second one's root stands behind a pending token; a screen's
-    logits have not been rounded to the model's dtype."""
+    """The second of two rows of five tokens has its root behind a pending token; a screen's logits
+    have not been rounded to the model's dtype."""
     logits = torch.stack([torch.randperm(30) for _ in range(10)]).view(2, 5, 30).bfloat16()
     near = torch.randn(10, 30)
     verified = Verified(logits, [0, 1], None)

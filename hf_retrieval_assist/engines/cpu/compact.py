@@ -59,7 +59,7 @@ class CompactWeight:
 
 
 COMPACT = WeightCopies(CompactWeight.pack, lambda weight: 2 * weight.numel())
-"""Of all models in this process."""
+"""Copies for all models in this process."""
 
 
 def compactable(model: nn.Module) -> list[torch.Tensor]:

@@ -24,9 +24,9 @@ from ...types.token_tree import Forest
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier, Verifier
 from .compact import COMPACT, CompactProduct, compactable
-from .linear import MAX_ROWS, StandIn, is_kernel
+from .linear import MAX_ROWS, Override, is_kernel
 from .quantized import WEIGHTS
-from .reroute import standing_in
+from .reroute import overriding
 from .screen import Screen, Screened
 from .screened import ScreenedVerified, may_screen, sampling_of
 from .skinny import routed_linear
@@ -60,13 +60,13 @@ class _Part:
         pairs = zip(self.weights, self.kept, strict=True)
         return sum(self.copies.size_of(weight) for weight, kept in pairs if kept is None)
 
-    def take(self, weights: list[torch.Tensor], limit: int | None, beside: int = 0) -> None:
+    def take(self, weights: list[torch.Tensor], limit: int | None, other_bytes: int = 0) -> None:
         """Have copies of these weights, if there is memory for them."""
         self.weights, self.kept = weights, [self.copies.find(weight) for weight in weights]
-        if not may_take(self.missing_bytes, limit, beside):
-            self.leave()
+        if not may_take(self.missing_bytes, limit, other_bytes):
+            self.drop()
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         """Read the weights themselves for the rest of the call."""
         self.weights, self.kept, self.serves = [], [], False
 
@@ -94,8 +94,8 @@ class Copies:
         self._output, self._compact = _Part(WEIGHTS), _Part(COMPACT)
         self._sampled = False  # whether hooks may write to weights while forwards run
         self._screen: Screen | None = None
-        self._products: dict[int, StandIn] = {}
-        # Of the last forward: what its rows looked like, and what the output layer returned.
+        self._products: dict[int, Override] = {}
+        # What the last forward's rows looked like, and what the output layer returned.
         self._screened: Screened | None = None
         self._returned: torch.Tensor | None = None
         self._state: Any = None
@@ -115,11 +115,11 @@ class Copies:
         copies._sampled = has_callers_hooks(model)
         if select is not None and may_screen(select):
             output = _output_weight(model)
-            draws = sampling_of(select) is not None  # from all tokens
+            draws = sampling_of(select) is not None  # any token may be drawn
             if output is not None and not (draws and _saved_bytes(output) < LEAST_SAVED):
                 copies._output.take([output], extra_memory)
-        beside = sum(map(WEIGHTS.size_of, copies._output.weights))
-        copies._compact.take(compactable(model), extra_memory, beside)
+        other_bytes = sum(map(WEIGHTS.size_of, copies._output.weights))
+        copies._compact.take(compactable(model), extra_memory, other_bytes)
         return copies if any(part.weights for part in copies._parts) else None
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -128,13 +128,13 @@ class Copies:
         others = dict(self._products)
         if self._output.weights and not torch.is_autocast_enabled("cpu"):
             others[id(self._output.weights[0])] = self._logits
-        return standing_in(others) if others else nullcontext()
+        return overriding(others) if others else nullcontext()
 
     def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
         """Read copies in forwards to come, those that there are and the prompt's forward has shown
         nothing against."""
         if not (isinstance(verifier, TreeVerifier) and self._are_own(logits)):
-            self._output.leave()
+            self._output.drop()
         self._pack([part for part in self._parts if part.weights and all(part.kept)])
 
     def pack_due(self) -> None:
@@ -151,11 +151,11 @@ class Copies:
         if self._are_own(verified.outputs.logits):
             return verified if screened is None else ScreenedVerified(verified, screened)
         # The model makes something else of its logits, this time.
-        self._output.leave()
+        self._output.drop()
         if screened is None:
             return verified
         assert isinstance(verifier, TreeVerifier)
-        verifier.forget()
+        verifier.clear_draft()
         return self.forward(verifier, rows, trees)
 
     @property
@@ -180,7 +180,7 @@ class Copies:
                 if kept.copy.values is not None
             }
             if not self._products:  # the values of all weights need float32
-                self._compact.leave()
+                self._compact.drop()
 
     def _logits(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Stands for the output layer."""

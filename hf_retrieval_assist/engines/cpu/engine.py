@@ -12,7 +12,7 @@ import torch
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
 from ...verification.engine import Engine, EngineCall
-from ...verification.options import Bounds, Demand, ForwardOptions, Wanted
+from ...verification.options import Bounds, CallOptions, ForwardOptions, ServiceDemand
 from ...verification.tiers import Service
 from ...verification.tree_attention import TreeAttention
 from ...verification.verified import Verified
@@ -37,7 +37,7 @@ class CpuEngine(Engine):
         learn_norms(model)
 
     def candidates(
-        self, model: Any, trees: Sequence[Service], demand: Demand, packs: bool
+        self, model: Any, trees: Sequence[Service], demand: ServiceDemand, packs: bool
     ) -> list[Service]:
         packed = [replace(tree, packed=True) for tree in trees if packs]
         return [*packed, *trees]
@@ -48,7 +48,7 @@ class CpuEngine(Engine):
     def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
         return reroute() if by_kernels else nullcontext()
 
-    def call(self, model: Any, wanted: Wanted) -> CpuCall:
+    def call(self, model: Any, wanted: CallOptions) -> CpuCall:
         return CpuCall(model, wanted)
 
     def tree_verifier(
@@ -73,7 +73,7 @@ class CpuEngine(Engine):
 class CpuCall(EngineCall):
     """The kernels' part in one call, and that of copies of its model's weights."""
 
-    def __init__(self, model: Any, wanted: Wanted):
+    def __init__(self, model: Any, wanted: CallOptions):
         # Methods that are chosen by timings need not give the same bits on every rank.
         self.by_kernels = wanted.reroute and not wanted.several
         self._copies: Copies | None = None
@@ -99,10 +99,10 @@ class CpuCall(EngineCall):
             return verifier.forward(rows, trees)
         return self._copies.forward(verifier, rows, trees)
 
-    def go_on_plainly(self) -> None:
+    def stop_drafting(self) -> None:
         self._copies = None
 
     def cost_variant(self, verifier: Verifier) -> str:
         if self._copies is None:
-            return verifier.manner
-        return " ".join(filter(None, (self._copies.names, verifier.manner)))
+            return verifier.cost_variant
+        return " ".join(filter(None, (self._copies.names, verifier.cost_variant)))

@@ -60,7 +60,7 @@ class Parts(NamedTuple):
     def product(
         self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """By the kernel; None of what it does not take."""
+        """The kernel's product; None of what it does not take."""
         values, scales = getattr(weight, self.values), getattr(weight, self.scales)
         return routed_scaled(x, values, scales, self.dtype, bias)
 
@@ -88,7 +88,7 @@ def _parts_of(weight: Any) -> Parts | None:
     with _lock, torch.no_grad():
         parts = Parts.of(weight)
         read = False if parts is None else parts.are_all_of(weight)
-        if read is None:  # within autocast, say
+        if read is None:  # autocast is on, say
             return None
         _known[weight] = found = parts if read else None
         return found

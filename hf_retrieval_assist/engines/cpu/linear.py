@@ -26,7 +26,7 @@ from torch import nn
 
 from ...system.tensors import thread
 from .library_weights import library_linear
-from .recording import stand_ins
+from .recording import overrides
 from .skinny import (
     MAX_ROWS,
     RepeatedLinears,
@@ -150,9 +150,9 @@ def linear(
         return plain_linear(input, weight, bias)
     if (recording := thread.recorder) is not None:
         return recording.linear(linear, RepeatedLayers, input, weight, bias)
-    stand_in = stand_ins.by_id.get(id(weight))
-    if stand_in is not None and in_route():
-        return stand_in(input, bias)
+    override = overrides.by_id.get(id(weight))
+    if override is not None and in_route():
+        return override(input, bias)
     if type(weight) in _DENSE:
         return routed_linear(input, weight, bias)
     return library_linear(input, weight, bias)
@@ -196,12 +196,12 @@ class RepeatedLayers:
         return self if self._kernels is None else self._kernels
 
     def __call__(self) -> None:
-        if self._kernels is not None and self.weights.isdisjoint(stand_ins.by_id):
+        if self._kernels is not None and self.weights.isdisjoint(overrides.by_id):
             self._kernels()
             return
         for x, weight, bias, out in self._layers:
             out.copy_(linear(x, weight, bias))
 
 
-StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Override = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x, bias) -> `x @ weight.T + bias`, of the weight that it stands for, or nearly so."""

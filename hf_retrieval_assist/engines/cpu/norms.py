@@ -26,7 +26,7 @@ from ...system.locks import Lock
 from ...system.tensors import thread
 from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
 
-__all__ = ["learn_norms", "put", "take_back"]
+__all__ = ["learn_norms", "put", "restore"]
 
 # Names under which transformers' norms keep what is added to the mean.
 _EPSILONS = ("variance_epsilon", "eps")
@@ -63,7 +63,7 @@ class _Form:
 _lock = Lock()
 _forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
 _forwards: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any], Lookups]] = {}
-"""Of each class that a known norm has: its own `forward`, the one that takes its place, and what
+"""Each class that a known norm has: its own `forward`, the one that takes its place, and what
 names in its own led to when it was learned."""
 
 
@@ -89,8 +89,8 @@ def put() -> None:
             kind.forward = fused
 
 
-def take_back() -> None:
-    """Undo `put`."""
+def restore() -> None:
+    """Restore what `put` has exchanged."""
     for kind, (plain, fused, _) in tuple(_forwards.items()):
         if kind.forward is fused:
             kind.forward = plain
@@ -158,7 +158,7 @@ def _right_forms(module: nn.Module) -> Iterator[_Form]:
             twin.weight = nn.Parameter(trials[0][0, 0] * scale, requires_grad=False)
             with torch.no_grad():
                 expected += [(twin, x, plain(twin, x)) for x in trials]
-    except Exception:  # of a module that takes more than rows; it may be of any kind
+    except Exception:  # a module that takes more than rows raises, anything
         return
     names = [name for name in _EPSILONS if isinstance(vars(module).get(name), float)]
     kinds = itertools.product((weight.dtype,), names, (False, True), (False, True))
@@ -169,7 +169,7 @@ def _right_forms(module: nn.Module) -> Iterator[_Form]:
 
 @lru_cache(maxsize=1)
 def _lanes() -> int:
-    """Of PyTorch's vectors here. Where none is right, no module's bits are repeated."""
+    """The lanes of PyTorch's vectors here. Where none is right, no module's bits are repeated."""
     x = torch.randn(8, 1 << 10, generator=torch.Generator().manual_seed(0))
     expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
     ones = torch.ones(x.shape[1])

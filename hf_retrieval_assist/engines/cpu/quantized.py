@@ -94,12 +94,12 @@ class QuantizedWeight:
         """Whether rows of a weight from `first` on are those that were packed."""
         again, end = QuantizedWeight.pack(rows), first + len(rows)
         pairs = ((one, own[first:end]) for one, own in zip(again._parts, self._parts, strict=True))
-        # As bytes, in which what is not a number equals itself.
+        # Bytes are compared, in which what is not a number equals itself.
         return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in pairs)
 
 
 WEIGHTS = WeightCopies(QuantizedWeight.pack, QuantizedWeight.size_of)
-"""Of all models in this process."""
+"""Copies for all models in this process."""
 
 
 def quantized_model(model: nn.Module) -> dict[int, QuantizedWeight]:

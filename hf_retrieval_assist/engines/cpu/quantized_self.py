@@ -27,9 +27,9 @@ from ...system.arguments import require_at_least
 from ...system.locks import Lock
 from ...types.evidence import EvidenceClasses
 from ...types.token_tree import Float32Array, Forest, Int32Array, TokenTree
-from ...verification.own_forwards import OwnForwards
+from ...verification.own_forwards import TargetForwards
 from .quantized import QuantizedWeight, quantized_model
-from .reroute import reroute, standing_in
+from .reroute import overriding, reroute
 
 # Evidence: the place among the model's choices, and how far the first one's score lies above the
 # second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
@@ -51,7 +51,7 @@ EVIDENCE = EvidenceClasses([*_FIRST, *_SECOND, *_THIRD, *_CHANCE])
 _LEAST_DRAFTED = 0.02
 _LEAST_EXPANDED = 0.08
 
-# Above any number of nodes.
+# More than any number of nodes.
 _ALL = 1 << 30
 
 _MEMORY = 0.1  # share of a new draft in how likely a first choice is taken to be
@@ -67,7 +67,7 @@ _prices: dict[str, CostModel] = {}
 
 
 Weights = Mapping[int, QuantizedWeight]
-"""Of linear layers in eight bits, by the identity of the parameter."""
+"""Linear layers' weights in eight bits, by the identity of the parameter."""
 
 
 class QuantizedSelf(Drafter):
@@ -99,9 +99,11 @@ class QuantizedSelf(Drafter):
         require_at_least(1, max_levels=max_levels, width=width)
         self.bits, self.max_levels, self.width = bits, max_levels, width
         self.calibrator = Calibrator(EVIDENCE)
-        self.certainty = 0.9  # of a first choice, lately
+        self.certainty = 0.9  # a first choice's, lately
         self.refusals = 0
-        self._weights: weakref.WeakKeyDictionary[OwnForwards, Weights] = weakref.WeakKeyDictionary()
+        self._weights: weakref.WeakKeyDictionary[TargetForwards, Weights] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> QuantizedSession:
@@ -114,7 +116,7 @@ class QuantizedSelf(Drafter):
         if target.own is None:
             return QuantizedSession(self, target, {})
         with self._lock:
-            # As they are in this call, the same for all of its rows.
+            # All rows of a call use the same.
             if target.own not in self._weights:
                 self._weights[target.own] = quantized_model(model)
             return QuantizedSession(self, target, self._weights[target.own])
@@ -129,7 +131,7 @@ class QuantizedSelf(Drafter):
         if own.ready and asked and not torch.is_autocast_enabled("cpu"):
             growth = _Growth(own, [sessions[i] for i in asked], [budgets[i] for i in asked])
             if growth.goes_on():
-                with own.drafting(), reroute(), standing_in(sessions[0].weights):
+                with own.drafting(), reroute(), overriding(sessions[0].weights):
                     growth.grow(growth.run)
                 self.certainty += _MEMORY * (mean(growth.certainties) - self.certainty)
                 trees = growth.grown().trees(lambda classes, *_: classes.astype(np.int32))
@@ -184,7 +186,7 @@ class _Growth(BestFirst):
     """
 
     def __init__(
-        self, own: OwnForwards, sessions: Sequence[QuantizedSession], budgets: Sequence[int]
+        self, own: TargetForwards, sessions: Sequence[QuantizedSession], budgets: Sequence[int]
     ) -> None:
         drafter = sessions[0].drafter
         limits = GrowthLimits(CHOICES, drafter.width, drafter.max_levels - 1, 2, _LEAST_EXPANDED)

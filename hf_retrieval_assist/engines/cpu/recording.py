@@ -53,13 +53,13 @@ class UnrecordableError(Exception):
     """Why a forward cannot be computed again from what was recorded of it."""
 
 
-class _StandIns(threading.local):
+class _Overrides(threading.local):
     """What stands for weights of this thread's linear layers, by the identity of the parameter."""
 
     by_id: Mapping[int, Any] = MappingProxyType({})
 
 
-stand_ins = _StandIns()
+overrides = _Overrides()
 
 
 class Given:
@@ -123,8 +123,8 @@ class Program:
         # What is not a kernel's of these is routed, too; nothing has to be exchanged for that.
         set_route_depth(depth + 1)
         try:
-            nothing_stands_in = self._weights.isdisjoint(stand_ins.by_id)
-            for operator in self._direct if nothing_stands_in else self._operators:
+            not_overridden = self._weights.isdisjoint(overrides.by_id)
+            for operator in self._direct if not_overridden else self._operators:
                 operator()
             return self._last()
         finally:
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
         self._writers: dict[int, int] = {}
         self._constants: list[torch.Tensor] = []
         self._shown: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        # Of the last linear layer: what it gave, what gives it again, and its place.
+        # What the last linear layer gave, what gives it again, and its place.
         self._linear: tuple[torch.Tensor, Callable[[], torch.Tensor], int] | None = None
         # Linear layers by the rows that they read, with the place at which they are computed.
         self._together: dict[Any, tuple[Any, int]] = {}
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
             found, place = self._together.get(rows, (None, 0))
             written = max(self._writers.get(memory_of(tensor), -1) for tensor in given)
             if found is not None and written < place and found.add(x, weight, bias, out):
-                self._keep([out], place)
+                self._note_tensors([out], place)
                 self._linear = None
             else:
                 again, place = layers(), len(self._operators)
@@ -317,7 +317,7 @@ class Recorder(TorchDispatchMode):
             self._known.add(memory_of(results[0]))
             self._constants.append(results[0])
         elif packet in _EMPTY:
-            self._keep(results, -1)
+            self._note_tensors(results, -1)
         elif not {memory_of(x) for x in results} <= {memory_of(x) for x in given}:  # no view
             if len(results) == 1:
                 self._note(_into(func, packet, args, kwargs, results[0]), results[0])
@@ -338,9 +338,9 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, operator: Operator, *results: torch.Tensor) -> None:
         self._operators += operator.copies if isinstance(operator, _Joined) else [operator]
-        self._keep(results, len(self._operators) - 1)
+        self._note_tensors(results, len(self._operators) - 1)
 
-    def _keep(self, results: Sequence[torch.Tensor], place: int) -> None:
+    def _note_tensors(self, results: Sequence[torch.Tensor], place: int) -> None:
         """Note tensors that the operator of a place has made."""
         for tensor in results:
             self._made[memory_of(tensor)] = tensor

@@ -36,7 +36,7 @@ PATIENCE = 4
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tokens that forwards of one row are filled up to, so that there are few kinds of them."""
 
-# Of one model, all programs together.
+# All programs of one model together.
 MOST_BYTES = 256 << 20
 
 _INPUTS = ("input_ids", "position_ids", "cache_position")
@@ -54,7 +54,7 @@ class _Asked(NamedTuple):
     programs: Programs
 
 
-class _Kind(Recording):
+class _ShapeRecording(Recording):
     """Forwards of one shape, repeated by a program and the class of their outputs."""
 
     content: tuple[Program, Any] | None
@@ -63,7 +63,7 @@ class _Kind(Recording):
         return asked.compute(**asked.arguments)
 
     def record(self, asked: _Asked) -> Any:
-        with self.trying(), _taken_back(asked.layers) as kept:
+        with self.trying(), _undone(asked.layers) as kept:
             recorder = Recorder(asked.compute.model, asked.inputs, asked.layers, asked.masks)
             with recorder:
                 outputs = asked.compute(**asked.arguments | recorder.inputs)
@@ -79,7 +79,7 @@ class _Kind(Recording):
 
     def repeat(self, asked: _Asked, aside: bool) -> Any:
         if aside:
-            with _taken_back(asked.layers):
+            with _undone(asked.layers):
                 return self.repeat(asked, False)
         assert self.content is not None
         program, outputs = self.content
@@ -91,7 +91,7 @@ class _Kind(Recording):
 
 
 @contextmanager
-def _taken_back(layers: list[Any]) -> Iterator[list[Any]]:
+def _undone(layers: list[Any]) -> Iterator[list[Any]]:
     """Scope of a forward that counts for none, unless the layers' lengths are cleared."""
     lengths = [(layer, layer.get_seq_length()) for layer in layers]
     try:
@@ -119,8 +119,8 @@ class Programs(Recordings):
         return sum(kind.content[0].nbytes for kind in self.kinds.values() if kind.content)
 
 
-PROGRAMS: Pool[Programs] = Pool(most=2, rest=32)
-"""Looking at the state of a model takes milliseconds, so one that cannot be recorded rests."""
+PROGRAMS: Pool[Programs] = Pool(most=2, skipped_calls=32)
+"""Looking at the state of a model takes milliseconds, so one that cannot be recorded is skipped."""
 
 
 def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
@@ -130,7 +130,7 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
-    if PROGRAMS.rests(model):
+    if PROGRAMS.skips(model):
         return False
     modules = modules_of(model)
     kinds: set[Any] = set(map(type, modules))
@@ -219,7 +219,7 @@ class RepeatedForward(Borrower[Programs]):
             torch.get_num_threads(),
         )
         if key not in (kinds := programs.kinds):
-            kinds[key] = _Kind(PATIENCE)
+            kinds[key] = _ShapeRecording(PATIENCE)
         seen = [one for one in masks if one is not None]
         asked = _Asked(self._compute, given, inputs, self._cache.layers, seen, programs)
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
@@ -244,5 +244,5 @@ def _memory_kept(tensor: torch.Tensor) -> torch.Tensor:
     """What keeps a tensor's memory where it is."""
     try:
         return tensor.detach()
-    except Exception:  # of a kind that nobody computes with yet, or that has no memory of its own
+    except Exception:  # nobody computes with its kind yet, or it has no memory of its own
         return tensor

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
 from . import norms, skinny
 from .attention import attention, plain_attention
-from .linear import StandIn, linear, plain_linear
-from .recording import stand_ins
+from .linear import Override, linear, plain_linear
+from .recording import overrides
 from .skinny import route_depth, set_route_depth
 
-__all__ = ["all_scopes_left", "reroute", "standing_in"]
+__all__ = ["all_scopes_left", "overriding", "reroute"]
 
 
 def _put() -> None:
@@ -40,13 +40,13 @@ def _put() -> None:
     norms.put()
 
 
-def _take_back() -> None:
+def _restore() -> None:
     if F.linear is linear:
         F.linear = plain_linear
-    norms.take_back()
+    norms.restore()
 
 
-_exchange = Exchange(_put, _take_back)
+_exchange = Exchange(_put, _restore)
 
 _NAME = "sdpa"  # transformers' for the attention that the kernel computes
 OUTSIDE[plain_attention] = attention
@@ -64,12 +64,12 @@ def _go_to_depth(depth: int) -> None:
 def all_scopes_left() -> Iterator[None]:
     """Scope at whose end the running thread is in the scopes that it was in before, those of the
     kernels included; see :func:`~...host.scopes.scopes_left`."""
-    depth, outer = route_depth(), stand_ins.by_id
+    depth, outer = route_depth(), overrides.by_id
     try:
         with scopes_left():
             yield
     finally:
-        stand_ins.by_id = outer
+        overrides.by_id = outer
         _go_to_depth(depth)
 
 
@@ -121,7 +121,7 @@ class reroute:  # noqa: N801, a context manager reads as a verb
 
 
 @contextmanager
-def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
+def overriding(others: Mapping[int, Override]) -> Iterator[None]:
     """Scope in which `others`, and nothing else, stand for weights of this thread's linear layers,
     wherever it is in a scope of :class:`reroute`.
 
@@ -129,10 +129,10 @@ def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
     Nothing is stored on the model, and other threads see nothing of it. Inside a mode that watches
     operators it does nothing, as `reroute`.
     """
-    outer = stand_ins.by_id
+    outer = overrides.by_id
     try:
         if not _is_traced():
-            stand_ins.by_id = others
+            overrides.by_id = others
         yield
     finally:
-        stand_ins.by_id = outer
+        overrides.by_id = outer

@@ -27,7 +27,7 @@ MOST_NORM = 2.0**60
 LEAST_NORM = 1e-20
 LEAST_MARGIN = 1e-30
 
-# With more candidates than this share of all tokens, the whole layer is computed.
+# The whole layer is computed where more than this share of all tokens are candidates.
 MOST_CANDIDATES = 1 / 16
 
 # Two scores closer than this, as logarithms, may change places when probabilities are rounded. A
@@ -74,7 +74,7 @@ class Screen:
             raise ValueError(f"packed: expected {list(weight.shape)}, got {list(packed.shape)}")
         self.weight = weight.detach()
         self.packed = packed
-        # Of a row of x of norm 1.
+        # Bounds for a row of x of norm 1.
         self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
 
     def look(self, x: torch.Tensor) -> Screened:
@@ -220,7 +220,7 @@ class _Draw:
             if not 0 < len(ids) <= MOST_CANDIDATES * len(gains):
                 return None
             first = self._first(ids, gains)
-            kept = None if first is None else self._keeps(first)
+            kept = None if first is None else self._passes(first)
             if first is None or kept is None:
                 return None
             if kept:
@@ -245,7 +245,7 @@ class _Draw:
         known = lead > CERTAIN_LEAD and depth < CERTAIN_DEPTH and bool(logits[first].isfinite())
         return int(ids[first]) if known else None
 
-    def _keeps(self, token: int) -> bool | None:
+    def _passes(self, token: int) -> bool | None:
         """Whether top-p and min-p keep a token of known logit; None: it is not certain."""
         if self._sampling.top_p >= 1 and self._sampling.min_p <= 0:
             return True

@@ -41,7 +41,7 @@ def shortlist_of(select: TokenSelector) -> int:
     count = 0 if select.do_sample else 1
     for processor, kind in zip(select.processors, kinds, strict=True):
         if count and kind in BLIND and select.do_sample:
-            continue  # behind top-k
+            continue  # top-k excludes it
         if kind is logits_process.TopKLogitsWarper:
             count = processor.top_k
         elif kind is not logits_process.TemperatureLogitsWarper and kind not in TOUCHING:

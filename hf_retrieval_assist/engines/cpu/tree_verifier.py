@@ -10,7 +10,7 @@ import numpy as np
 from ...host.lookups import ForwardLookups
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
-from ...verification.tree_attention import FedTokens
+from ...verification.tree_attention import TreeTokens
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier
 from .packed_attention import PackedAttention, spans_of
@@ -45,7 +45,7 @@ class CpuTreeVerifier(TreeVerifier):
             self.call = self._repeated = RepeatedForward(
                 self.compute, self.cache, self.kwargs, repeats
             )
-            self.manner = "repeated" if self._repeated.repeats else ""
+            self.cost_variant = "repeated" if self._repeated.repeats else ""
             if len(self.prompt_ids) == 1 and not packed:
                 self.widths = self._repeated.widths
 
@@ -67,7 +67,7 @@ class CpuTreeVerifier(TreeVerifier):
         # Other processes may wait for a forward in which no row has anything to feed.
         members = [row.index for row in rows] or [0]
         width = self._bucket(1 + max(trees.sizes))
-        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members, width)
+        fed = TreeTokens.of(roots, trees, self.cache.slots.lengths, members, width)
         if len(fed.rows) == len(trees) and fed.counts.min() == width:
             lined = self._feed_lines(fed)
             return Verified(lined.outputs.logits.flatten(0, 1)[None], lined.roots, lined.outputs)
@@ -86,15 +86,15 @@ class CpuTreeVerifier(TreeVerifier):
         begins[fed.rows] = fed.begins
         return Verified(outputs.logits, begins.tolist(), outputs)
 
-    def finish(self, tokens: int) -> None:
-        self._leave_recordings()
-        super().finish(tokens)
+    def end(self, tokens: int) -> None:
+        self._give_back_recordings()
+        super().end(tokens)
 
     def abandon(self) -> None:
-        self._leave_recordings()
+        self._give_back_recordings()
         super().abandon()
 
-    def _leave_recordings(self) -> None:
+    def _give_back_recordings(self) -> None:
         """Leave what was recorded to the model's next calls."""
         if self._repeated is not None:
             self.repeated, self.recordings = self._repeated.repeated, self._repeated.recordings

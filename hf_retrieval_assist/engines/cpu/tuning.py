@@ -19,7 +19,7 @@ from ...system.locks import Lock
 from . import skinny
 
 TUNING_REPEATS = 7
-TUNING_SECONDS = 0.1  # for one case, after which repeating stops
+TUNING_SECONDS = 0.1  # one case's, after which repeating stops
 # The kernel keeps its place unless another method is so many times faster: what it promises about
 # bits is worth something, and a choice that is remembered should not hang on a moment's noise.
 KERNEL_MARGIN = 1.1

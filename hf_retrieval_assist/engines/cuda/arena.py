@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...cache.blocks import Block, BlockRef, Kind
+from ...cache.blocks import Block, BlockRef, BlockShape
 from ...cache.slot_layers import SlotLayer, attach_in_turn, kinds_of
 from ...verification.tree_attention import Rules
 
 # The smallest difference of two capacities.
 _MIN_STEP = 256
 
-# Up to so many bytes an arena has room for longer texts than the call's: reading them all takes a
-# fraction of a millisecond, recording all widths anew takes as long as many steps.
+# An arena of up to so many bytes has room for longer texts than the call's: reading them all takes
+# a fraction of a millisecond, recording all widths anew takes as long as many steps.
 _MOST_ROOMY = 1 << 30
 _LEAST_ROOMY = 2048
 
@@ -118,10 +118,10 @@ class Arena:
 
     def __init__(self, shape: Shape):
         self.shape, self.first = shape, 0
-        # By kind the numbers of buffers, see `kinds_of`.
-        self._members: dict[Kind, list[int]] = {}
+        # Numbers of buffers by kind, see `kinds_of`.
+        self._members: dict[BlockShape, list[int]] = {}
         self._groups: list[torch.Tensor] = []
-        # Of each group the one that its present layers write to. One that grows leaves the group.
+        # The one of each group that its present layers write to. One that grows leaves the group.
         self._blocks: list[Block] = []
 
     @property
@@ -133,7 +133,7 @@ class Arena:
         that did so before."""
         if 2 * len(layers) != sum(map(len, self._members.values())):
             return
-        self._empty()
+        self._clear()
         refs = self._block_refs()
         for i, layer in enumerate(layers):
             if not layer.forgets:
@@ -157,12 +157,12 @@ class Arena:
         if not begun or not all(layer in begun or layer.forgets for layer in layers):
             for layer in begun:
                 layer.detach()
-            self._empty()
+            self._clear()
         self.first = max(0, first)
         groups = enumerate(members.items())
         attach_in_turn(layers, ((group[1], self._block(i, *group)) for i, group in groups))
 
-    def _block(self, i: int, kind: Kind, numbers: Sequence[int]) -> Block:
+    def _block(self, i: int, kind: BlockShape, numbers: Sequence[int]) -> Block:
         """That of a group, which is made where it is missing."""
         if i == len(self._groups):
             self._groups.append(kind.zeros(len(numbers), self._capacity(kind)))
@@ -170,7 +170,7 @@ class Arena:
         self._blocks[i].replace(self._groups[i], self.first if kind.apart else 0)
         return self._blocks[i]
 
-    def _empty(self) -> None:
+    def _clear(self) -> None:
         """Leave nothing of earlier caches in the tensors."""
         for group in self._groups:
             group.zero_()
@@ -181,7 +181,7 @@ class Arena:
         pairs = zip(self._members.values(), self._blocks, strict=False)
         return {n: BlockRef(block, i) for numbers, block in pairs for i, n in enumerate(numbers)}
 
-    def _capacity(self, kind: Kind) -> int:
+    def _capacity(self, kind: BlockShape) -> int:
         near = self.shape.near if kind.apart else None
         return self.shape.capacity if near is None else near
 

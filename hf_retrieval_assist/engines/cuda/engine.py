@@ -1,4 +1,4 @@
-"""The engine of CUDA devices: memory that stays in place, recorded there, attention by Triton."""
+"""The engine of CUDA devices: static buffers, recorded there, attention by Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
 from ...host.transformers_private import input_device
 from ...verification.engine import Engine, tree_attention
-from ...verification.options import Bounds, Demand, ForwardOptions
+from ...verification.options import Bounds, ForwardOptions, ServiceDemand
 from ...verification.tiers import Service
 from ...verification.verifiers import Verifier
 from .fixed_attention import has_triton
@@ -36,7 +36,7 @@ class CudaEngine(Engine):
         return WORKSPACES.records(model, input_device(model))
 
     def candidates(
-        self, model: Any, trees: Sequence[Service], demand: Demand, packs: bool
+        self, model: Any, trees: Sequence[Service], demand: ServiceDemand, packs: bool
     ) -> list[Service]:
         # Attentions that a call returns have as many columns as slots are in use.
         if demand.states:

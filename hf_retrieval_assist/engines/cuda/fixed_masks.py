@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ...verification.tree_attention import (
-    Fed,
     Int64Array,
     LayerMask,
+    TreeLayout,
     by_kind,
     every_rule,
     seen_slots,
@@ -28,7 +28,7 @@ from .packed_buffer import Field
 _NOWHERE = 1 << 40
 
 Masks = dict[str, torch.Tensor] | torch.Tensor
-"""Of each kind of layer, or one of all."""
+"""Each kind of layer's, or one for all."""
 
 
 class FixedMasks:
@@ -83,7 +83,7 @@ class FixedMasks:
         return fields
 
     def write(
-        self, host: Mapping[str, torch.Tensor], fed: Fed, kept: Int64Array, begin: int = 0
+        self, host: Mapping[str, torch.Tensor], fed: TreeLayout, kept: Int64Array, begin: int = 0
     ) -> None:
         """Tell of tokens behind `kept` slots, int64 [batch, 1]; `begin`: the slot that buffers of
         layers begin with which forget."""

@@ -1,4 +1,4 @@
-"""Memory that stays where it is for the forwards over some caches, lent to call after call."""
+"""Static buffers for the forwards over some caches, lent to call after call."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STAYING = ("cuda",)
 
 
 def stays_in_place(device: torch.device) -> bool:
-    """Whether forwards on a device are worth memory that stays where it is; elsewhere views of what
+    """Whether forwards on a device are worth static buffers; elsewhere views of what
     is in use are read faster than whole buffers."""
     return device.type in _STAYING
 
 
 def can_stay(cache: SlotCache, device: torch.device) -> bool:
-    """Whether a cache can be served in memory that stays where it is.
+    """Whether a cache can be served in static buffers.
 
     Layers with more than keys and values, or spread over devices, go on as they are.
     """
@@ -56,7 +56,7 @@ class FixedMemory(Borrower[Workspace]):
         recorded: whether forwards may be repeated from a recording.
         room: tokens that there is room for behind each row, whenever memory is taken.
         prompt_mask: bool [batch, length], which slots of the prompts hold tokens; None: all.
-        reserved: what the layers were filled in, where that was done in memory that stays.
+        reserved: what the layers were filled in, where that was done in static buffers.
 
     Attributes:
         workspace: lent by :data:`~.workspace.WORKSPACES`.
@@ -79,7 +79,7 @@ class FixedMemory(Borrower[Workspace]):
         reserved: Workspace | None = None,
     ) -> None:
         read = partial(recorded_state, model, arguments, shape.device)
-        recorded = recorded and not WORKSPACES.rests(model)
+        recorded = recorded and not WORKSPACES.skips(model)
         super().__init__(WORKSPACES, model, read if recorded else None)
         self._caches, self._shape, self._room = caches, shape, room
         self._prompt_mask = prompt_mask
@@ -87,7 +87,7 @@ class FixedMemory(Borrower[Workspace]):
         self.moves = self._still = np.empty((2, shape.batch, 0), np.int64)
         self.grow(self._longest + room, reserved)
         for cache in caches:
-            # In no circle, so that what a verifier holds goes with it.
+            # A weak reference makes no circle, so that what a verifier holds goes with it.
             cache.memory = weakref.proxy(self)
 
     @property
@@ -135,16 +135,16 @@ class FixedMemory(Borrower[Workspace]):
             for layer in cache.slot_layers:
                 layer.set_length(cache.slots.longest)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Leave the caches as others are, though their layers lie here."""
         self.show()
         for cache in self._caches:
             cache.memory = None
 
-    @torch.no_grad()  # as it was recorded
+    @torch.no_grad()  # the recording's mode
     def release(self) -> None:
         """Serve the caches no longer, and whoever drafts next."""
-        self.leave()
+        self.detach()
         self.give_back()
 
     def grow(self, slots: int, reserved: Workspace | None = None) -> None:

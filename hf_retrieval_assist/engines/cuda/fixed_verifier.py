@@ -1,4 +1,4 @@
-"""Verification of token trees in memory that stays where it is: a step is one launch.
+"""Verification of token trees in static buffers: a step is one launch.
 
 The host fills one small buffer and sends it, the device moves the last step's accepted paths,
 builds positions and masks, runs the model, and leaves each node's best token (and its largest
@@ -23,7 +23,7 @@ from ...host.transformers_private import attention_of, why_no_mask
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
 from ...verification.options import ForwardOptions
-from ...verification.tree_attention import Fed, FedTokens, Int64Array
+from ...verification.tree_attention import Int64Array, TreeLayout, TreeTokens
 from ...verification.verified import TopLogits, Verified
 from ...verification.verifiers import TreeVerifier
 from .arena import Shape
@@ -163,17 +163,17 @@ class FixedVerifier(TreeVerifier):
         self._prepared(ids, 1, self._token_types | arguments)
 
     @property
-    def manner(self) -> str:  # type: ignore[override]
-        manner = "recorded" if self.memory.records else "in place"
-        return manner if self._choose is None else f"{manner} choosing"
+    def cost_variant(self) -> str:  # type: ignore[override]
+        cost_variant = "recorded" if self.memory.records else "in place"
+        return cost_variant if self._choose is None else f"{cost_variant} choosing"
 
     def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
         fed = 1 + max(trees.sizes)
         width = self._bucket(fed)
         self.memory.reserve(width)
         step = self.memory.workspace.step(width, width)
-        tokens = FedTokens.of(roots, trees, self.cache.slots.lengths, width=width)
-        lines = Fed(tokens.depths, tokens.depths, tokens.sees, np.arange(width))
+        tokens = TreeTokens.of(roots, trees, self.cache.slots.lengths, width=width)
+        lines = TreeLayout(tokens.depths, tokens.depths, tokens.sees, np.arange(width))
         self._send(step, tokens.token_ids, lines)
         repeats = self._repeats
         # Where nothing repeats them, all forwards are alike.
@@ -187,7 +187,7 @@ class FixedVerifier(TreeVerifier):
         step.used = True
         return FixedVerified(shown, step, typical, chosen)
 
-    def _send(self, step: Step, token_ids: Int64Array, fed: Fed) -> None:
+    def _send(self, step: Step, token_ids: Int64Array, fed: TreeLayout) -> None:
         """Tell the device of the tokens of all rows, and move what the last step kept."""
         # Catching up, forwards follow one another without a look at their results.
         step.inputs.wait()
@@ -238,16 +238,16 @@ class FixedVerifier(TreeVerifier):
             step.summarise(outputs.logits)
         return Shown(outputs.logits, self.taps.shown())
 
-    def finish(self, tokens: int) -> None:
-        self.memory.leave()
+    def end(self, tokens: int) -> None:
+        self.memory.detach()
         self.repeated, self.recordings = self.memory.repeated, self.memory.recordings
-        super().finish(tokens)
-        if self.options.keeps_cache:
+        super().end(tokens)
+        if self.options.cache_outlives_call:
             self._detach()
         self.memory.give_back()
 
     def abandon(self) -> None:
-        self.memory.leave()
+        self.memory.detach()
         super().abandon()
         self._detach()
 

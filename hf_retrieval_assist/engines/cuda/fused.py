@@ -41,16 +41,16 @@ class fusing:  # noqa: N801, a context manager reads as a verb
 
     def __init__(self, model: nn.Module):
         classes = dict.fromkeys(type(module) for module in model.modules())
-        self._places = [_place(*found) for kind in classes for found in _functions(kind)]
+        self._attributes = [_attribute(*found) for kind in classes for found in _functions(kind)]
 
     def __enter__(self) -> fusing:
-        for place in self._places:
+        for place in self._attributes:
             place.want(True)
         return self
 
     def __exit__(self, *error: Any) -> None:
         with ExitStack() as all_of_them:
-            for place in self._places:
+            for place in self._attributes:
                 all_of_them.callback(place.want, False)
 
 
@@ -65,7 +65,7 @@ def _functions(kind: type[nn.Module]) -> Iterator[tuple[Any, str]]:
         yield module, _ROTATION
 
 
-class _Place(Exchange):
+class _Attribute(Exchange):
     """One attribute, in whose place its compiled form stands while any thread is in a scope."""
 
     def __init__(self, holder: Any, name: str):
@@ -105,15 +105,15 @@ class _Place(Exchange):
             setattr(self._holder, self._name, self._plain)
 
 
-_places: dict[tuple[int, str], _Place] = {}
+_attributes: dict[tuple[int, str], _Attribute] = {}
 _lock = Lock()
 
 
-def _place(holder: Any, name: str) -> _Place:
+def _attribute(holder: Any, name: str) -> _Attribute:
     """The one of an attribute, as long as that is the same function."""
     key = id(holder), name  # a class or module, which its place keeps
     with _lock:
-        found = _places.get(key)
+        found = _attributes.get(key)
         if found is None or getattr(holder, name) not in (found._plain, found._fused):
-            found = _places[key] = _Place(holder, name)
+            found = _attributes[key] = _Attribute(holder, name)
         return found

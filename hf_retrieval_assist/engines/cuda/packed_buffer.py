@@ -59,7 +59,7 @@ class PackedBuffer:
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=self._crossed is not None)
         if self._crossed is not None:
-            # Without a stream the event would be one of the current device, which need not be ours.
+            # An event without a stream is the current device's, which need not be ours.
             self._crossed.record(torch.cuda.current_stream(self._place))
 
     def wait(self) -> None:

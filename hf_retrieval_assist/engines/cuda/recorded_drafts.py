@@ -1,4 +1,4 @@
-"""A draft model's forwards on an accelerator, in memory that stays, recorded as the target's are.
+"""A draft model's forwards on an accelerator, in static buffers, recorded as the target's are.
 
 One recording serves every forward of a width, whether it feeds what is new in the texts or a level
 of their trees: its masks have a column for every token that a draft may feed behind a text. Levels
@@ -16,7 +16,7 @@ from ...draft_models.rows import DraftCache
 from ...host.transformers_private import with_cache
 from ...verification.options import ForwardOptions
 from ...verification.tiers import Service
-from ...verification.tree_attention import Fed, TreeAttention
+from ...verification.tree_attention import TreeAttention, TreeLayout
 from .fixed_verifier import FixedVerifier
 
 
@@ -49,7 +49,7 @@ class RecordedDrafts(FixedVerifier):
         # What fills a line up lies behind.
         self._columns = most + self._bucket(most)
 
-    def feed(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
+    def feed(self, token_ids: torch.Tensor, fed: TreeLayout) -> torch.Tensor:
         """Logits [rows, w, vocab_size], valid until the next forward.
 
         Args:
@@ -64,7 +64,7 @@ class RecordedDrafts(FixedVerifier):
         # Lines are filled up to a bucket, behind all that lies there.
         spare = self._bucket(width) - width
         filler, line = np.arange(known, known + spare)[None], ((0, 0), (0, spare))
-        lines = Fed(
+        lines = TreeLayout(
             depths=np.pad(fed.depths, line),
             columns=np.pad(fed.columns, line),
             sees=np.pad(fed.sees.expand(rows, -1, -1), (*line, (0, spare))),

@@ -26,13 +26,13 @@ from ...verification.recordings import BrokenRecordingError, Recording
 
 aten = torch.ops.aten
 
-# From this release on, a capture that something broke ends like others.
+# A capture that something broke ends like others since this release.
 _ENDS_BROKEN_CAPTURES = Version("2.13.0.dev0") <= Version(torch.__version__)
 
 # Whose operators may be captured before that release: others may wait where nobody sees it.
 _SAFE = ("aten", "prims", "flash_attn", "hf_retrieval_assist")
 
-# Of these PyTorch does not say that they wait.
+# PyTorch does not say that these wait.
 _WAITING = {aten._unique2, aten.unique_dim, aten.unique_consecutive}
 _COPYING = {aten.copy_, aten._to_copy}
 
@@ -166,8 +166,8 @@ class CudaGraphs:
                 # What is compiled there is compiled where that may wait.
                 with self._within:
                     compute()
-            # On the caller's stream: what cuBLAS allocates for the other one while it captures
-            # lies in the graphs' pool, and lives as long as they do.
+            # The caller's stream computes: what cuBLAS allocates for the other one while it
+            # captures lies in the graphs' pool, and lives as long as they do.
             with noting_waits() as waits:
                 compute()
             if waits:
@@ -188,7 +188,7 @@ class CudaGraphs:
 
     def _capture(self, graph: torch.cuda.CUDAGraph, compute: Callable[[], Shown]) -> Shown:
         with ExitStack() as capture:
-            # Up to torch 2.10 random states of captures to come would belong to the inference mode.
+            # Random states of captures to come would belong to the inference mode (torch 2.10).
             with torch.inference_mode(False), _random_state_apart(self._device):
                 # Other threads may use the device meanwhile.
                 scope = torch.cuda.graph(

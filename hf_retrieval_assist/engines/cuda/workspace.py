@@ -20,7 +20,7 @@ from .replay import Record, Replay, Shown
 # Slots by which one step moves an accepted path in the copy that all of its inputs share.
 MOST_MOVED = 64
 
-# Of the workspaces of a model that wait for calls.
+# The workspaces of a model that wait for calls.
 _MOST_IDLE_BYTES = 1 << 30
 
 # Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
@@ -51,7 +51,7 @@ class Repeated(Replay):
         super().__init__(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
 
 
-class LogitsPlace:
+class LogitsBuffer:
     """Where the recordings of one batch leave their logits, whatever their width."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Step(Repeated):
         record: Record | None,
         width: int,
         masks: Mapping[str, Field],
-        place: LogitsPlace,
+        place: LogitsBuffer,
     ) -> None:
         self.used = False
         self._vocab_size, self._place = shape.vocab_size, place
@@ -127,7 +127,7 @@ class Step(Repeated):
         return replace(shown, logits=self._place.of(shown.logits).copy_(shown.logits))
 
 
-Kind = TypeVar("Kind", bound=Repeated)
+RepeatedT = TypeVar("RepeatedT", bound=Repeated)
 
 
 class Workspace(Recordings):
@@ -153,16 +153,16 @@ class Workspace(Recordings):
         states = layers, shape.batch, width
         self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
         self._left: torch.cuda.Event | None = None
-        self._place = LogitsPlace()
+        self._place = LogitsBuffer()
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
         # Kernels look up holes of prompts only where there are some.
         key = width, columns, self.masks.gapless
         fields = self.masks.fields(width, columns)
-        return self.kept(key, lambda: Step(self.shape, self.record, width, fields, self._place))
+        return self.cached(key, lambda: Step(self.shape, self.record, width, fields, self._place))
 
-    def kept(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
+    def cached(self, key: Hashable, make: Callable[[], RepeatedT]) -> RepeatedT:
         """What was made for a key."""
         if key not in self.kinds:
             self.kinds[key] = made = make()
@@ -200,7 +200,7 @@ class Workspaces(Pool[Workspace]):
 
     def records(self, model: Any, device: torch.device) -> bool:
         """Whether forwards of a model are recorded, as far as that is known."""
-        return not self.rests(model) and recorded_state.why_unrecorded(model, device) is None
+        return not self.skips(model) and recorded_state.why_unrecorded(model, device) is None
 
     def reserve(self, model: Any, batch: int, slots: int) -> Workspace | None:
         """An idle workspace for a call whose prompt may be written into it; None: none fits.
@@ -213,7 +213,7 @@ class Workspaces(Pool[Workspace]):
             found = self._taken(idle, lambda kept: kept.shape.has_room(batch, slots))
             if found is None:
                 fits = [k for k in idle if k.nbytes <= few[k.shape.capacity < slots]]
-                self._leave(idle, fits)
+                self._drop_others(idle, fits)
         return found
 
     def workspace(

@@ -25,7 +25,7 @@ from ...host.transformers_private import with_cache
 from ...system.arguments import require_at_least
 from ...types.token_tree import Float32Array, TokenTree
 from ...verification.largest import largest
-from ...verification.tree_attention import Fed, LayerMask
+from ...verification.tree_attention import LayerMask, TreeLayout
 from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
 
 
@@ -126,7 +126,7 @@ class BlockFollower(Follower):
         width = text.token_ids.shape[1]
         counts, block = torch.tensor(text.counts)[:, None], torch.arange(size)
         column = torch.arange(width + size).expand(len(counts), -1)
-        fed = Fed(
+        fed = TreeLayout(
             offsets=torch.cat([fed_texts(width - counts, width).offsets, column[:, width:]], dim=1),
             depths=counts + block,
             columns=torch.cat([column[:, :width], counts + block], dim=1),

@@ -169,7 +169,7 @@ def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
 
 
 def _config_of(shapes: Shapes, raw: Settings, layer: Settings, target: TargetShape) -> HeadConfig:
-    """Of a checkpoint with tensors of these shapes, its config and what that says of its layers."""
+    """A checkpoint's, from its tensors' shapes, its config and what that says of its layers."""
     # Some publishers keep a part of it apart.
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
@@ -335,7 +335,7 @@ def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
 
 
 def layer_config(config: HeadConfig) -> LlamaConfig:
-    """Of a head's blocks."""
+    """The configuration of a head's blocks."""
     alike = ("hidden_size", "intermediate_size", "head_dim", "hidden_act")
     return LlamaConfig(
         **{name: getattr(config, name) for name in alike},

@@ -12,7 +12,7 @@ from .features import is_dflash
 def drafter_of(module: nn.Module) -> Drafter | None:
     """What drafts with a head that was given as a fallback; None: it is none of ours."""
     if isinstance(module, PreTrainedModel):
-        # By what the model is configured to be fed.
+        # The configuration tells what the model is fed.
         if not is_dflash(module):
             return None
         from .dflash import DFlashDrafter

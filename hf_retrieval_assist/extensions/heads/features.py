@@ -65,7 +65,7 @@ class Follower(ABC):
 
     @abstractmethod
     def caches(self) -> list[DraftCache]:
-        """For one text that has not begun."""
+        """The caches of one text that has not begun."""
 
     @abstractmethod
     def follow(self, group: Group, text: NewText) -> None:

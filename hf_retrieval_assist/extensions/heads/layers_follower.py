@@ -23,7 +23,7 @@ from ...types.token_tree import Forest, TokenTree
 from ...verification.engine import engine_of
 from .features import FeatureSession, Follower, NewText
 
-# Tokens of each text that one forward reads in memory that stays in place; more are read in parts.
+# Tokens of each text that one forward reads in static buffers; more are read in parts.
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -128,13 +128,13 @@ class LayersFollower(Follower):
         return [self.module.cache(k) for k in range(len(self.module))]
 
     def catch_up(self, group: Group) -> None:
-        if group.in_place is not None:
+        if group.static_drafts is not None:
             for text in self.waiting(group, WIDTHS[-1], WIDTHS):
-                group.in_place.follow(text)
+                group.static_drafts.follow(text)
             return
         super().catch_up(group)
         if _may_stay(group, self.device):
-            group.in_place = load("parts", "recorded_layers")(self, group)
+            group.static_drafts = load("parts", "recorded_layers")(self, group)
 
     def follow(self, group: Group, text: NewText) -> None:
         """Run all layers, given the target's hidden states before each token."""
@@ -164,8 +164,8 @@ class LayersFollower(Follower):
         self, group: Group, asked: Sequence[FeatureSession], keep: int
     ) -> Sequence[TokenTree]:
         self.catch_up(group)
-        if group.in_place is not None:
-            forest: Forest = group.in_place.draft()
+        if group.static_drafts is not None:
+            forest: Forest = group.static_drafts.draft()
             return forest
         # Texts that are too short for the further layers are drafted for without these.
         lengths = zip(*(cache.slots.lengths for cache in group.caches), strict=True)
@@ -213,7 +213,7 @@ class LayerNodes:
         self, module: Layers, caches: Sequence[DraftCache], known: int, reached: Tensor
     ) -> None:
         self._module, self._caches, self._reached = module, caches, reached
-        # By layer [rows, f, hidden_size] at the nodes of the level above, where it has read them.
+        # Each layer's [rows, f, hidden_size] at the nodes of the level above, if it has read them.
         said: list[Any] = [cache.last for cache in caches[:known]]
         self._above = {k: state[:, None] for k, state in enumerate(said)}
         # Nodes that were run before each layer began to read them.
@@ -231,7 +231,7 @@ class LayerNodes:
         first, below = min(level.depth, last), {}
         positions = (self._reached + level.depth).expand_as(level.token_ids)
         for k in range(first, last + 1):
-            # Past its own level the last layer goes on with its own output.
+            # The last layer goes on with its own output past its own level.
             hidden = self._above.get(k - 1 if level.depth <= last else k)
             if hidden is None:
                 # The texts are so short that the layer cannot read these nodes yet.

@@ -86,8 +86,8 @@ class MtpLayers(Layers):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        # Out of sight of nn.Module: moving, saving or freezing the layers must not do it to what
-        # they share with the model.
+        # Hidden from nn.Module: moving, saving or freezing the layers must not do it to what they
+        # share with the model.
         self.__dict__["module"] = module
         self.layers = module.layers
         if module.use_shared_post_norm:
@@ -117,7 +117,7 @@ class MtpLayers(Layers):
         embeddings = embeddings.to(self.device, self.dtype)
         rotary = None
         if module.rotary_emb is not None:
-            # Before 5.20 all layers share one rotary embedding.
+            # All layers share one rotary embedding before 5.20.
             by_layer = getattr(module, "has_per_layer_rope", False)
             kind = {"layer_type": self.config.layer_types[layer]} if by_layer else {}
             rotary = module.rotary_emb(embeddings, position_ids=positions, **kind)

@@ -1,4 +1,4 @@
-"""Layers behind texts in memory that stays in place, where their forwards are recorded."""
+"""Layers behind texts in static buffers, where their forwards are recorded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RecordedLayers:
         # What the layers said last lies there too.
         for cache, said in zip(self._caches, memory.states, strict=True):
             cache.last = said
-        step = memory.kept(key, lambda: kind(fields, memory.shape, memory.record))
+        step = memory.cached(key, lambda: kind(fields, memory.shape, memory.record))
         step.inputs.wait()
         for name, value in told.items():
             step.inputs.host[name].numpy()[:] = value

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...corpus.readers import load_encoder, text_batches
 from ...system.versions import of_extra
 
-_RETRIES = 10  # of a task whose worker or machine was lost
+_RETRIES = 10  # a task's whose worker or machine was lost
 _AHEAD = 2  # batches of text on their way for each processor
 
 

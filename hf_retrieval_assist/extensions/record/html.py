@@ -19,9 +19,9 @@ from .palette import colours
 from .pieces import readable, text_pieces
 from .steps import CallRecord, Step
 
-_MOST_NODES = 48  # of a tree that are shown, besides the accepted ones
-_MOST_TREES = 300  # of a row
-_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of forwards whose cost is shown
+_MOST_NODES = 48  # a tree's that are shown, besides the accepted ones
+_MOST_TREES = 300  # a row's
+_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # forwards whose cost is shown
 
 _STYLE = """
 .hfra{font:14px/1.5 system-ui,sans-serif;color:inherit;position:relative;max-width:72em}
@@ -143,7 +143,7 @@ class _Texts:
         call = self._call
         pieces = text_pieces(self._tokenizer, call.generated(row), call.prompts[row])
         shown = []
-        # Until the reader chooses a step, the one that brought most is open.
+        # The step that brought most is open until the reader chooses one.
         most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
         for number, step in enumerate(call.of_row(row)):
             mine = pieces[step.position : step.position + len(step.token_ids)]

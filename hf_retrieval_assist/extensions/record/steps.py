@@ -61,7 +61,7 @@ class Step:
 
     @cached_property
     def witnesses(self) -> list[list[Witness]]:
-        """For each verified node, the sources that named it, the most confident first."""
+        """The sources that named each verified node, the most confident first."""
         found: list[list[Witness]] = [[] for _ in range(len(self.tree))]
         for drafter, draft in zip(self.drafters, self.drafts, strict=True):
             names = [drafter.origins[i] for i in drafter.origins_of(draft.classes)]
@@ -118,7 +118,7 @@ class Step:
 
 
 def same_paths(tree: TokenTree, draft: TokenTree) -> list[int]:
-    """For each node of `tree` the node of `draft` at the end of the same path, or −1."""
+    """The node of `draft` at the end of the same path as each node of `tree`, or −1."""
     # Numbers in the place of probabilities, exact below 2 ** 24.
     numbered = replace(draft, probs=np.arange(len(draft), dtype=np.float32))
     return [int(node) for node in numbered.known_probs(tree)]
@@ -178,7 +178,7 @@ class CallRecord:
                     self._add(row, [token_ids[index]], {}, (), TokenTree.empty(), [])
             self._forward += 1
 
-    def finish(self, end: int) -> None:
+    def end(self, end: int) -> None:
         """What rows wrote beyond `end` tokens, waiting for others, is not part of the result."""
         self._end = end
 

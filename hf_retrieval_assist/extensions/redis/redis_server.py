@@ -146,7 +146,7 @@ class RedisServer:
             url,
             socket_timeout=_TIMEOUT,
             socket_connect_timeout=_TIMEOUT,
-            # Under the third protocol, newer clients hand out connections that hold old answers.
+            # Newer clients of the third protocol hand out connections that hold old answers.
             protocol=2,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.ConnectionError,)),
         )

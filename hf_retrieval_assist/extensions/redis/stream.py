@@ -24,7 +24,7 @@ _BUSY = 0.01  # and while there is
 _LONGEST_PAUSE = 5.0  # seconds between tries while the server is away
 _LAST_WORDS = 2.0  # seconds that the end of the process waits for outputs to be delivered
 _ENTRIES = 256  # read in one exchange
-_BYTES_SENT = 1 << 20  # in one exchange, about
+_BYTES_SENT = 1 << 20  # one exchange's, about
 _RANDOM = random.SystemRandom()  # the process's own numbers are its caller's
 _MOST_EPOCHS = 4  # that others may begin during one exchange
 

@@ -57,7 +57,7 @@ def build_app(
         OSError, ValueError: the model cannot be loaded.
     """
     state = State(continuous_batching=continuous_batching, cb_config=cb_config)
-    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # from 5.23 on
+    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # 5.23 and later
         loading["continuous_batching"] = continuous_batching
     models = _Models(assistant, state, force_model=model, **loading)
     handlers = handlers_of(models, state)

@@ -57,7 +57,7 @@ class Drafts(Protocol):
         self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
     ) -> list[list[int]]: ...
     def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None: ...
-    def keep(self, requests: Sequence[DraftedRequest]) -> None: ...
+    def close_others(self, requests: Sequence[DraftedRequest]) -> None: ...
     def time(self, tokens: int, seconds: float) -> None: ...
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None: ...
 
@@ -268,11 +268,11 @@ class _DraftingScheduler(Scheduler):
             self.proposes = False
             active = self.active_requests.values()
             going = [s for s in active if s.status == RequestStatus.DECODING and s.generated_len()]
-            # Of what is fed at once a sliding window keeps no more than its size, and what is
+            # A sliding window keeps no more than its size of what is fed at once, and what is
             # accepted has to stay.
             sizes = (window.sliding_window - 1 for window in _windows(self.cache))
             most = min(sizes, default=_LONGEST)
-            # Behind the last token that may be generated nothing is drafted.
+            # Nothing is drafted behind the last token that may be generated.
             longest = [
                 math.ceil(min(most, state.left - 1, self.most_tokens - state.position_offset - 1))
                 for state in going
@@ -376,11 +376,11 @@ class DraftingProcessor(ContinuousBatchProcessor):
             scheduler.block_new_requests = False
         ready = super().prepare_next_batch()
         running = chain(scheduler.active_requests.values(), scheduler.waiting_requests.values())
-        scheduler.drafts.keep([*running])
+        scheduler.drafts.close_others([*running])
         return ready
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
-        # With the tokens of this request; transformers looks them up by the id, which another
+        # The tokens are this request's; transformers looks them up by the id, which another
         # request may have.
         self.output_router.fail_and_deliver(state, error)
 
@@ -464,7 +464,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
             state, fed = future.state, 1 + len(future.state.draft)
             kept = _kept(state, tokens[place : place + fed])
             if state.draft:
-                self._take_back(future, fed - len(kept), len(kept))
+                self._undo(future, fed - len(kept), len(kept))
             for number, token in enumerate(kept[:-1], place):
                 state.update_and_check_completion(token, logprobs and logprobs[number])
                 if state.streaming:
@@ -479,8 +479,8 @@ class DraftingProcessor(ContinuousBatchProcessor):
         if fed == places:
             drafts.time(places, time.perf_counter() - self._started)
 
-    def _take_back(self, future: Any, rejected: int, kept: int) -> None:
-        """Forget the last fed tokens of a request; `kept` stay."""
+    def _undo(self, future: Any, rejected: int, kept: int) -> None:
+        """Undo the feeding of the last tokens of a request; `kept` stay."""
         state = future.state
         state.position_offset -= rejected + kept
         future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
@@ -489,7 +489,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
 
     def fail_all_requests(self, error: Exception) -> None:
         super().fail_all_requests(error)
-        self.scheduler.drafts.keep([])
+        self.scheduler.drafts.close_others([])
 
 
 def _drafted(requests: Sequence[Any]) -> list[DraftedRequest]:

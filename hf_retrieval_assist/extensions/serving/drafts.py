@@ -60,7 +60,7 @@ class RequestDrafts:
         self._texts: set[_Text] = set()
         self._told: set[type[Exception]] = set()
         self._step: DraftedStep | None = None
-        self._forwards = 0  # behind a prefill, and not counted for `stats` yet
+        self._forwards = 0  # those behind a prefill that `stats` has not counted yet
         self._engine = engine_of(model.device)
         self._rerouted = self._policy.reroute and self._engine.has_kernels
         if self._rerouted:
@@ -75,7 +75,7 @@ class RequestDrafts:
             )
 
     def scope(self) -> AbstractContextManager[Any]:
-        """In which steps are computed."""
+        """The scope in which steps are computed."""
         return self._engine.scope(self._rerouted)
 
     def propose(
@@ -141,7 +141,7 @@ class RequestDrafts:
             self._policy.learn(self._step, outcomes, 1 + drafted)
 
     def _outcome(self, state: DraftedRequest, new: list[int], logits: torch.Tensor) -> Outcome:
-        """By how much a text has grown, and what its logits show."""
+        """How much a text has grown, and what its logits show."""
         chain = state.text.chain
         tree = None if chain is None else chain.prune(len(state.draft))
         return Outcome(state.text.session, new, tree, self._feedback(state, new, logits))
@@ -162,7 +162,7 @@ class RequestDrafts:
             top=TopLogits(logits, places),
         )
 
-    def keep(self, requests: Sequence[DraftedRequest]) -> None:
+    def close_others(self, requests: Sequence[DraftedRequest]) -> None:
         """Finish the texts of all other requests, from which later ones draft."""
         kept = {state.text for state in requests}
         for text in self._texts - kept:

@@ -32,7 +32,7 @@ _BY_A_REQUEST = (
     *(TemplateError, TypeError, ValueError),
 )
 
-_MAX_LENGTH = 20  # of prompt and answer, where a configuration names none
+_MAX_LENGTH = 20  # prompt and answer, where a configuration names none
 
 
 def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
         most = 1000 if name.startswith("num_") else 2**63 - 1
         if isinstance(value, (int, float)) and not abs(value) <= most:
             raise ValueError(f"{name}: expected at most {most}")
-    # For the one an answer has no place; the other outlives a call that fails.
+    # An answer has no place for the one; the other outlives a call that fails.
     for name, only in (("num_return_sequences", 1), ("assistant_early_exit", None)):
         if settings.get(name) not in (None, only):
             raise ValueError(f"{name}: not served")
@@ -153,7 +153,7 @@ def _checked(body: dict[str, Any], text_field: str) -> dict[str, Any]:
     if taken := asked.get("chat_template_kwargs", {}).keys() & _OF_THE_SERVER:
         raise HTTPException(422, f"chat_template_kwargs: expected a template's, got {min(taken)}")
     if asked.get("temperature", 1) < 1e-5:
-        asked["temperature"] = 0  # by more than this logits are not divided
+        asked["temperature"] = 0  # logits are not divided by more than this
     return asked
 
 

@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 # The handler of the request for a text that the running task serves, if any.
 serving: ContextVar[Any] = ContextVar("a request", default=None)
 
-_NO_LIMIT = 2**31 - 1  # of tokens
+_NO_LIMIT = 2**31 - 1  # tokens
 
 
 class State(GenerationState):
@@ -132,7 +132,7 @@ class Parser:
 
     def __init__(self, parser: Any) -> None:
         self._parser, self.initial_events = parser, parser.initial_events
-        self._held = ""  # of a call that goes on
+        self._held = ""  # text of a call that goes on
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         self.written += text

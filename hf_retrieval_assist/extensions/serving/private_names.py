@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ...host.private_names import groups, table
 
-# Without the first group managers of continuous batching run without drafts, without the second
+# Managers of continuous batching run without drafts without the first group; without the second
 # `hf-retrieval-assist serve` does not start, or answers no request.
 _NAMES = """
 # Needed by continuous batching

@@ -42,7 +42,7 @@ class Constraint(ABC):
 
     @abstractmethod
     def forced(self, limit: int) -> list[list[int]]:
-        """At most `limit` tokens that have to follow, cut as a tokenizer would cut them.
+        """The tokens that have to follow, `limit` at most, cut as a tokenizer would cut them.
 
         Each comes with the others that a model may write in its place, the longest first, since the
         same text can be cut otherwise. Fewer than `limit` reach to the end of what is forced.
@@ -56,7 +56,7 @@ class Constraint(ABC):
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
         legal: list[int] = []
-        depth = 0  # of the node behind which the grammar stands
+        depth = 0  # the node's behind which the grammar stands
         waiting = children.get(-1, [])[::-1]
         while waiting:
             node = waiting.pop()

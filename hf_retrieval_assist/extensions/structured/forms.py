@@ -72,7 +72,7 @@ class Forms:
 
     def _text_of(self, tokens: tuple[int, ...]) -> str:
         """What tokens add to a text."""
-        # Behind another token: tokenizers drop a space in front of the first one.
+        # Another token stands in front: tokenizers drop a space in front of the first one.
         before, after = map(self._decoded, (self._anchor, [*self._anchor, *tokens]))
         return after[len(before) :]
 
@@ -81,7 +81,7 @@ class Forms:
         return next(self._spelt(text), [])
 
     def _spelt(self, text: str) -> Iterator[list[int]]:
-        # Behind another text where the tokenizer puts a space in front of the first one.
+        # Another text stands in front where the tokenizer puts a space before the first one.
         for before in ("", "\n", "a"):
             ids = self._encoded(before + text)
             yield from (ids[n:] for n in range(3) if self.text_of(tuple(ids[n:])) == text)

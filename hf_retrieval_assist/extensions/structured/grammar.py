@@ -29,7 +29,7 @@ _CHOICES = 16  # ways to fill in a blank that are drafted at once
 _PROMPT = 32  # tokens at the end of a prompt in which a form may begin
 _LONGEST_CHOICE = 200  # characters
 _UNFINISHED = "\ufffd"  # stands for a character of which some bytes are missing
-_MOST_BYTES = 4  # of a character
+_MOST_BYTES = 4  # a character's
 
 # What a draft rests on: that the text ends with some of the part that is due; a choice; some of the
 # first part; some of a part after skipped ones; one character of the first part; nothing but the
@@ -51,7 +51,7 @@ _RATES = np.array(
 )
 _FORM_PRIORS = np.stack([_RATES, 0.8 * _RATES], 2).ravel()
 
-# Before any observation, the rates of the first forced token, of later ones, of the last one, which
+# Rates before any observation: of the first forced token, of later ones, of the last one, which
 # may be part of a longer one, and of the shorter ones that may stand in the place of any.
 _FORCED = np.array([0.8, 0.9, 0.6, 0.2, 0.1, 0.1, 0.1], np.float32)
 _FIRST, _NEXT, _LAST, _SHORTER = range(4)
@@ -130,10 +130,10 @@ class FormSession(DraftSession):
     def __init__(self, forms: Forms, prompt_ids: NDArray[np.int32], vocab_size: int) -> None:
         self._forms = forms
         self._vocab_size = vocab_size
-        self._due: dict[int, int] = {}  # of each form being filled in, the part that comes next
-        self._typed = ""  # into the blank
+        self._due: dict[int, int] = {}  # the next part of each form being filled in
+        self._typed = ""  # the blank's text
         self._unread: tuple[int, ...] = ()  # tokens of a character that is not complete
-        # Of each part, by form and number, how much of it the text ends with.
+        # How much of each part, by form and number, the text ends with.
         self._met: dict[tuple[int, int], int] = {}
         # A prompt may end with the beginning of the output.
         self.commit(prompt_ids[-_PROMPT:].tolist(), None)

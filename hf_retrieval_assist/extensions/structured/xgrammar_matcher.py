@@ -58,8 +58,8 @@ class XGrammarConstraint(Constraint):
         """The legal tokens that the text begins with, the longest first."""
         self._matcher.fill_next_token_bitmask(self._mask)
         bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
-        # Of tokens that spell the same the last one: bytes, which stand in front, spell what has no
-        # token of its own.
+        # The last one of tokens that spell the same: bytes, which stand in front, spell what has
+        # no token of its own.
         fitting = {
             len(self._text_of(token)): token
             for token in np.flatnonzero(bits[: self._info.vocab_size]).tolist()

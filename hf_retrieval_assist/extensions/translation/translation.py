@@ -162,7 +162,7 @@ class TranslatedText:
         return self._goal.inside(text) if self._before else self._goal.prompt(text)
 
     def _text(self, count: int) -> str:
-        """Of the first tokens of the tail."""
+        """The text of the first tokens of the tail."""
         start = len(self._source.decode(self._before))
         return self._source.decode([*self._before, *self._tail[:count]])[start:]
 
@@ -186,8 +186,7 @@ class TranslatedText:
 
 
 def _completing(ends: Sequence[int], goal_ends: Sequence[int]) -> NDArray[np.int64]:
-    """For each token of the one text the token of the other that reaches as far, while there is
-    one."""
+    """The token of the other text that reaches as far as each of the one, while there is one."""
     reached, needed = (np.maximum.accumulate(np.array(of, np.int64)) for of in (ends, goal_ends))
     nodes = np.searchsorted(reached, needed)
     return nodes[nodes < len(ends)]
@@ -219,7 +218,7 @@ def _space_sign(tokenizer: Tokenizer) -> Any:
 def translation_between(
     tokenizers: tuple[Any, Any], draft_model: Any, target: Target
 ) -> DraftTranslation:
-    """From a draft model's ids to a target's.
+    """The translation of a draft model's ids to a target's.
 
     Args:
         tokenizers: of the two; None: the one in the model's folder.

@@ -74,7 +74,7 @@ class Proposer:
             vocab_size=model.get_vocab_size(), fingerprint=config_fingerprint(model.hf_config)
         )
         self.eos_ids = _eos_ids(model)
-        # Of a tensor-parallel group the first process's drafts are used.
+        # The first process of a tensor-parallel group drafts for all.
         self.leads = parallel.rank % parallel.tensor_parallel_size == 0
         self.device_type = vllm_config.device_config.device_type
         self.cost = CostModel(self.device_type)

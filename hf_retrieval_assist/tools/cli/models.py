@@ -57,7 +57,7 @@ def suggest(
 
 
 def _prompts(path: Path) -> list[str]:
-    """Of JSON lines those under "prompt"; of any other file its texts, which blank lines separate;
+    """Those under "prompt" of JSON lines; any other file's texts, which blank lines separate;
     ValueError where there is none."""
     if path.suffix == ".jsonl":
         prompts = [*read_texts([str(path)], "prompt")]

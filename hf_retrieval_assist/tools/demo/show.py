@@ -21,7 +21,7 @@ from .comparison import Run, Task, compare, verdict
 
 RUNS = ("plain generate", "assistant=SamAssistant()")
 _FRAMES = 12  # a second, at most
-_LINES = 20  # of text, where the terminal has room for them
+_LINES = 20  # lines of text, where the terminal has room for them
 
 
 def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -> None:

@@ -122,6 +122,6 @@ def test_choices_are_measured_once_and_remembered(tmp_path, monkeypatch):
         assert not tuning.takes_kernel(Q, K, V)
         assert not tuning.takes_kernel(Q[:, :, :1], K, V)
         assert tuning.takes_kernel(*others)
-    # In half precision PyTorch would round a drafted token by the width of the draft.
+    # PyTorch would round, in half precision, a drafted token by the width of the draft.
     for dtype in (torch.bfloat16, torch.float16):
         assert tuning.takes_kernel(Q.to(dtype), K.to(dtype), V.to(dtype))

@@ -66,7 +66,7 @@ def test_logits_have_the_same_bits(kind, products):
     ("limit", "read"),
     [
         (0, set()),
-        (HIDDEN * TOKENS, set()),  # without the scales
+        (HIDDEN * TOKENS, set()),  # the scales are left out
         (2 * HIDDEN * TOKENS, {"screened"}),
         (4 * HIDDEN * TOKENS, {"screened", "compact"}),
     ],
@@ -155,7 +155,7 @@ WRITES = {
 @pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
 @pytest.mark.parametrize("name", WRITES)
 def test_weights_that_a_hook_changes_within_a_call(name, options):
-    """Between two layers of one forward, by position, so that plain decoding is changed alike."""
+    """It does so between two layers, by position, so that plain decoding is changed alike."""
     model = rounded()
     run(model, assistant=SamAssistant(), **options)
     original = model.lm_head.weight.detach().clone()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# For another architecture: its compiler, and what runs its programs here (`make test-arm`).
+# Another architecture's compiler, and what runs its programs here (`make test-arm`).
 COMPILER = os.environ.get("KERNEL_CC", "cc")
 RUNNER = os.environ.get("KERNEL_RUN", "").split()
 

@@ -89,7 +89,7 @@ def test_the_library_multiplies_many_rows_recorded_ones_and_those_outside_of_sco
     ],
 )
 def test_models_generate_what_they_generate_plainly(model_class, dtype):
-    """In half precision inside of a scope."""
+    """Half precision inside of a scope."""
     model = in_eight_bits(build(model_class, head_dim=16).to(dtype))
     with reroute(dtype is torch.bfloat16):
         plain = run(model)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_retrieval_assist.engines.cpu import linear as module
 from hf_retrieval_assist.engines.cpu import tuning as tuning_module
 from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS, METHODS, LinearTuning
-from hf_retrieval_assist.engines.cpu.reroute import reroute, standing_in
+from hf_retrieval_assist.engines.cpu.reroute import overriding, reroute
 from hf_retrieval_assist.engines.cpu.skinny import kernel_linear, set_chooser
 from tests.support.rounding import within
 from tests.support.threads import in_threads
@@ -151,7 +151,7 @@ def test_modes_that_watch_operators_see_the_linears(served):
     with FlopCounterMode(display=False) as flops, reroute():
         F.linear(X, W)
     others = {id(W): lambda x, bias: pytest.fail("a copy was read")}
-    with standing_in(others), FlopCounterMode(display=False) as inside:
+    with overriding(others), FlopCounterMode(display=False) as inside:
         F.linear(X, W)
     with Watch() as watch, reroute():
         F.linear(X, W)
@@ -202,7 +202,7 @@ def seconds_as(monkeypatch, serial=9, **seconds):
 @pytest.mark.parametrize(
     ("kernel", "transposed", "pytorch", "fastest"),
     [
-        ((1, 1, 9), (9, 9, 1), (2, 2, 1), "pytorch"),  # over all numbers of rows
+        ((1, 1, 9), (9, 9, 1), (2, 2, 1), "pytorch"),  # all numbers of rows together
         ((1, 1, 3), (9, 9, 1), (2, 2, 1), "kernel"),
         ((1, 1, 1), (2, 2, 2), (0.95, 0.95, 0.95), "kernel"),  # unless another wins clearly
         ((1, 1, 1), (0.8, 0.8, 0.8), (0.9, 0.9, 0.9), "transposed"),

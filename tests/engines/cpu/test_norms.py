@@ -22,7 +22,7 @@ IDS = torch.tensor([[5, 17, 3, 42, 8]])
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Of each norm that might be, whether it was computed in one operation."""
+    """Whether each norm that might be was computed in one operation."""
     return results_of(monkeypatch, norms, "fused_norm", lambda y, *_: y is not None)
 
 

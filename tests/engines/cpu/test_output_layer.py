@@ -46,7 +46,7 @@ OPTIONS = {
     "min-p": {**SAMPLED, "top_k": 0, "min_p": 0.05},
     "top-p and min-p": {**SAMPLED, "top_k": 0, "top_p": 0.95, "min_p": 0.02},
 }
-# Of which no bound is known, so that all logits are computed.
+# Choices of which no bound is known, so that all logits are computed.
 WHOLE = {
     "typical": {**SAMPLED, "top_k": 0, "typical_p": 0.9},
     "scores": {"output_scores": True, "return_dict_in_generate": True},
@@ -56,7 +56,7 @@ WHOLE = {
 @pytest.fixture(autouse=True)
 def packed_at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
-    monkeypatch.setattr(copies, "LEAST_SAVED", 0)  # for which these models are too narrow
+    monkeypatch.setattr(copies, "LEAST_SAVED", 0)  # these models are too narrow for it
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_logits_that_a_model_changes(mode):
-    """In place, or scaled and capped."""
+    """They are changed in place, or scaled and capped."""
 
     class Suppressing(transformers.LlamaForCausalLM):
         @wraps(transformers.LlamaForCausalLM.forward)

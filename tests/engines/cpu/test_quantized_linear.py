@@ -25,7 +25,7 @@ def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
     weight = (random(outputs, depth, dtype=torch.float32, seed=seed) * 2.0**size).to(dtype)
     result = packed(weight, path)
     rest = weight.double() - dequantized(result).double()
-    rounding = 2.0**-23 * weight.double().norm(dim=1)  # of a scale times a value
+    rounding = 2.0**-23 * weight.double().norm(dim=1)  # a scale times a value
     step = weight.double().abs().amax(1, keepdim=True) / 127
     assert (rest.abs() <= step * 0.5001 + 1e-30).all()
     assert (rest.norm(dim=1) <= result.left_out.double() + rounding).all()

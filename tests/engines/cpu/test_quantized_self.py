@@ -13,9 +13,9 @@ from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import quantized, tree_verifier, weight_copies
 from hf_retrieval_assist.engines.cpu import quantized_self as module
-from hf_retrieval_assist.engines.cpu.recording import stand_ins
+from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.own_forwards import OwnForwards
+from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
 from tests.support.rounding import OF_MODEL, near, within
@@ -96,7 +96,7 @@ def test_a_level_is_one_forward_for_all_rows(llama, monkeypatch):
     assert drafted.count((3, 1)) >= steps - 1
     with fed_shapes(llama) as shapes:
         run(llama, max_new_tokens=5, assistant=assistant())
-    # Of five tokens the prefill brings one, and the last one needs no node.
+    # The prefill brings one of five tokens, and the last one needs no node.
     assert [shape[1] for shape in shapes[1:4]] == [1, *[s[1] for s in shapes[2:4]]]
     assert len(shapes) == 1 + 3 + 1
 
@@ -111,7 +111,7 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
     with pytest.raises(Interrupt), interrupted_forward(model, forwards):
         run(model, max_new_tokens=NEW, **{CACHE: cache}, assistant=drafting)
     assert F.linear is torch._C._nn.linear
-    assert not stand_ins.by_id
+    assert not overrides.by_id
     held = plain[:, : max(PROMPT.shape[1], cache.get_seq_length() + 1)]
     rest = NEW - (held.shape[1] - PROMPT.shape[1])
     again = run(model, held, max_new_tokens=rest, **{CACHE: cache}, assistant=drafting)
@@ -143,7 +143,7 @@ def test_other_threads_and_models_compute_as_always(llama):
     expected_other = other(PROMPT).logits
 
     def look(*_):
-        if not stand_ins.by_id:
+        if not overrides.by_id:
             return
         results.extend(in_threads(lambda ids: llama.model(ids)[0], [PROMPT]))
         handle.remove()
@@ -184,7 +184,7 @@ def test_what_it_cannot_do_is_one_error(llama):
     session = QuantizedSelf().start(ids, Target(VOCAB, model=llama))
     with pytest.raises(ValueError, match="expected a call of generate"):
         session.propose(4)
-    forwards = OwnForwards()
+    forwards = TargetForwards()
     forwards.begin(object(), [], lambda row: None)
     assert not forwards.ready
 
@@ -201,7 +201,7 @@ def price(monkeypatch):
 
 @pytest.fixture
 def depths(monkeypatch):
-    """Of each step's draft, where a verification of any width takes 10 ms."""
+    """Each step's draft's, where a verification of any width takes 10 ms."""
     found = []
     original = QuantizedSelf.propose_rows
 

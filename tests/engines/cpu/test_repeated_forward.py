@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.engines.cpu import repeated_forward
 from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
-from hf_retrieval_assist.engines.cpu.reroute import standing_in
+from hf_retrieval_assist.engines.cpu.reroute import overriding
 from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.interruptions import raising
@@ -150,7 +150,7 @@ def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
 def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
     """No program is tried at the length of the cache at which it was recorded."""
     model, tried = build(LlamaForCausalLM), calls_of(monkeypatch, Program, "__call__")
-    for _ in range(5):  # of one forward each, all at one length
+    for _ in range(5):  # calls of one forward each, all at one length
         same(model, assistant=Assistant([], budget=0), max_new_tokens=2)
     assert not tried
     same(model, assistant=Assistant([], budget=0), max_new_tokens=3)
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_be_recorded_is_looked_at_now_and_then(monkeypatch):
     """Here one whose programs take more memory than they may."""
     model = build(LlamaForCausalLM)
     monkeypatch.setattr(repeated_forward, "MOST_BYTES", 100)
-    monkeypatch.setattr(repeated_forward.PROGRAMS, "rest", 3)
+    monkeypatch.setattr(repeated_forward.PROGRAMS, "skipped_calls", 3)
     looks = calls_of(monkeypatch, repeated_forward, "recorded_state")
     counts, assistant = [], Assistant([], budget=0)
     for _ in range(9):
@@ -339,7 +339,7 @@ def test_a_program_reads_what_stands_for_a_weight():
     with reroute(), torch.no_grad():
         with recording:
             made = recording.program(model.linear(recording.inputs["x"]) + 1)
-        with standing_in({id(model.linear.weight): lambda x, bias: 2 * x}):
+        with overriding({id(model.linear.weight): lambda x, bias: 2 * x}):
             assert repeated_forward.same_bits(made({"x": x}, [], []), 2 * x + 1)
         assert repeated_forward.same_bits(made({"x": x}, [], []), model.linear(x) + 1)
 

@@ -38,7 +38,7 @@ def test_wrapped_models(model_class, wrap, kernels):
 
 @pytest.mark.parametrize("rows", [1, 64, 65])
 def test_rows_of_one_step_round_alike(rows, kernels):
-    """Up to a root and the 64 draft tokens of the largest default budget."""
+    """A step has at most a root and the 64 draft tokens of the largest default budget."""
     model = build(Gemma3ForCausalLM, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
     ids = torch.arange(65)[None] % 60
     with torch.no_grad(), reroute():
@@ -51,7 +51,7 @@ def test_rows_of_one_step_round_alike(rows, kernels):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
 def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_sample, length):
-    """Of prompts that fit into one pass of the kernels or not."""
+    """Prompts fit into one pass of the kernels or not."""
     model = build(model_class, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
     ids = torch.arange(length)[None] % 7 + 5
     options = {"ids": ids, "do_sample": do_sample} | WITH_LOGITS

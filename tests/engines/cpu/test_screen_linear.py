@@ -39,7 +39,7 @@ def generator(seed):
 
 
 def plain_draw(logits, noise, sampling=PLAIN):
-    """As transformers draws them."""
+    """Tokens as transformers draws them."""
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits.float())
     if sampling.top_p < 1:
         scores = TopPLogitsWarper(sampling.top_p)(None, scores)
@@ -117,7 +117,7 @@ def test_a_logit_that_its_dtype_or_the_temperature_makes_infinite():
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.9, 0.0), (1.0, 0.05), (0.7, 0.1)])
 def test_most_draws_are_told(temperature, top_p, min_p):
-    """Of rows whose logits fall off as those of text do."""
+    """The rows' logits fall off as those of text do."""
     weight = torch.randn(20_000, 64, generator=generator(0))
     x = torch.randn(200, 64, generator=generator(1)) / 2
     noise = torch.empty(200, 20_000).exponential_(generator=generator(2))
@@ -187,7 +187,7 @@ def test_real_rows_of_the_demo_model():
 
 
 def test_what_rounding_takes_from_x_is_in_the_bounds():
-    """Of weights that eight bits hold exactly."""
+    """The weights are such that eight bits hold them exactly."""
     weight, x = torch.zeros(100, 64), torch.full((1, 64), 3e-5)  # less than half a step
     x[0, :2] = torch.tensor([1.0, 8 / 8191])
     weight[:2, 0] = 127

@@ -33,7 +33,7 @@ def exact(query, key, value, mask=None, scale=None):
 
 
 def assert_close(y, query, key, value, mask=None, scale=None):
-    """Within the textbook bounds of float32 sums, plus one rounding to the dtype.
+    """Allow the textbook bounds of float32 sums, plus one rounding to the dtype.
 
     A weight errs by a factor e^d where d is twice the error of the largest score, a sum of `depth`
     products; its sum and that of the weighted values err by `slots` roundings each.

@@ -125,7 +125,7 @@ def test_columns_show_where_there_are_more_than_rows(kind):
 
 
 def test_values_that_are_not_finite_are_what_was_packed():
-    """As inference tensors are, whose writes PyTorch does not count."""
+    """Inference tensors are such, whose writes PyTorch does not count."""
     weights, weight = copies(), weight_of()
     weight.data[5, 5], weight.data[6, 6] = torch.nan, torch.inf
     first = weights.of(weight)

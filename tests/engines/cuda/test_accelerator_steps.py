@@ -93,7 +93,7 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, model_class, 
 
 @pytest.mark.parametrize(("kind", "rows"), [("EAGLE", 1), ("EAGLE", 8), ("MTP", 8)])
 def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
-    """At any number of rows, whose hidden states are gathered together."""
+    """Any number of rows has its hidden states gathered together."""
 
     def with_head(plain, mask, model, machine):
         drafter = DRAFTERS[kind](model)

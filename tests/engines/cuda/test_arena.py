@@ -1,4 +1,4 @@
-"""Keys and values in memory that stays where it is."""
+"""Keys and values in static buffers."""
 
 import numpy as np
 import torch

@@ -84,7 +84,7 @@ def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch)
 def test_scores_and_logits(llama):
     names = ("return_dict_in_generate", "output_scores", "output_logits")
     plain, assisted, _ = equal(llama, do_sample=True, top_k=8, **dict.fromkeys(names, True))
-    for name in ("scores", "logits"):  # on one device, too
+    for name in ("scores", "logits"):  # one device has them, too
         torch.testing.assert_close(assisted[name], plain[name], atol=1e-3, rtol=1e-3)
 
 
@@ -329,7 +329,7 @@ def test_hidden_states_come_from_graphs(llama):
 @pytest.mark.parametrize("depth", [64, 80, 96, 128, 160, 192, 256, 512])
 @pytest.mark.parametrize("width", [1, 9, 70])
 def test_attention_of_every_head(depth, width, dtype):
-    """By the kernels as they were compiled for this card, padded rows and windows too."""
+    """The kernels are those compiled for this card; padded rows and windows too."""
     for kinds in ({}, {"reach": 40, "out_depth": 128}, {"sinks": True, "softcap": 1.5}):
         with torch.device(DEVICE):
             assert Case(4, 2, depth, width, dtype, [301, 40], **kinds).error() < TOLERANCE[dtype]
@@ -349,7 +349,7 @@ def test_no_kernel_of_attention_is_planned_anew(llama, graphs):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs", "reduce-overhead"])
 def test_compiled_steps_are_graphs(llama, mode):
-    """Of the package's own, one launch a step, whatever mode the caller has compiled in."""
+    """They are the package's own, one launch a step, whatever mode the caller compiled in."""
     model = copy.deepcopy(llama)
     config = transformers.CompileConfig(mode=mode)
     options = {"cache_implementation": "static", "max_new_tokens": 60, "compile_config": config}
@@ -361,7 +361,7 @@ def test_compiled_steps_are_graphs(llama, mode):
             assert torch.equal(plain, run(model, assistant=assistant, **options))
         assert assistant.stats.last.accepted > 0
     assert compilations() == before
-    assert {key.manner for key in assistant.costs.timed()} == {"recorded"}
+    assert {key.cost_variant for key in assistant.costs.timed()} == {"recorded"}
     assert idle(model).shape.attention_by == "triton"
     steps = idle(model).kinds.values()
     assert any(step.trusted for step in steps)

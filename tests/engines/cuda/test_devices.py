@@ -118,7 +118,7 @@ def test_two_threads_capture_one_after_the_other_in_whatever_mode(cuda):
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_capture_that_fails_leaves_nothing_behind(ends, cuda, monkeypatch):
-    """Up to torch 2.12 as well, where allocator and generator would wait for its end."""
+    """Torch up to 2.12 does so too, where allocator and generator would wait for its end."""
     monkeypatch.setattr(replay, "_ENDS_BROKEN_CAPTURES", ends)
 
     def compute():

@@ -1,4 +1,4 @@
-"""Calls served in memory that stays in place, a recorder standing where CUDA graphs would be."""
+"""Calls served in static buffers, a recorder standing where CUDA graphs would be."""
 
 import gc
 import sys
@@ -38,7 +38,7 @@ OPTIONS = {"do_sample": False, "max_new_tokens": 40}
 
 
 @pytest.fixture(autouse=True)
-def in_place(monkeypatch):
+def static_buffers(monkeypatch):
     serve_in_place(monkeypatch)
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
 
 
 def test_logits_of_another_dtype_than_the_model():
-    """In float32 whatever the head's weights are, as several models compute them."""
+    """Several models compute them in float32 whatever the head's weights are."""
     model = build(LlamaForCausalLM).to(torch.bfloat16)
     model.lm_head = Around(model.lm_head, lambda logits, _: logits.float())
     assistant = SamAssistant(budget=16)
@@ -195,7 +195,7 @@ def test_flash_attention_is_served_by_trees(monkeypatch):
 
 
 def forwards(monkeypatch):
-    """Of every forward behind prompts: its width, whether it ran Python, whether it is timed."""
+    """Every forward's behind prompts: its width, whether it ran Python, whether it is timed."""
     computed = calls_of(monkeypatch, FixedVerifier, "_compute")
 
     def told(verified, *_):
@@ -265,7 +265,7 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
 
 
 def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch, told):
-    """As where PyTorch has no grouped product: for few tokens experts are computed without one."""
+    """Experts of few tokens are computed as where PyTorch has no grouped product."""
     monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
     grouped = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
@@ -290,7 +290,7 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     """And no masks over whole buffers: on devices that record nothing, and where nothing can be."""
     model = build(LlamaForCausalLM)
     if refused == "no recorder":
-        monkeypatch.undo()  # as on MPS and XPU
+        monkeypatch.undo()  # MPS and XPU are like this
     elif refused == "nothing can be recorded":
 
         def fails(compute):

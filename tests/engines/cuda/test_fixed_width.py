@@ -20,7 +20,7 @@ OPTIONS = {"max_new_tokens": 40, "pad_token_id": 0}
 
 
 @pytest.fixture
-def in_place(monkeypatch):
+def static_buffers(monkeypatch):
     serve_in_place(monkeypatch)
 
 
@@ -46,7 +46,7 @@ def fed(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.usefixtures("in_place")
+@pytest.mark.usefixtures("static_buffers")
 def test_one_width_is_fed(rows, fed):
     """While texts grow, and while the cache catches up on a row that ended early; of a model whose
     test for other calls was wider."""
@@ -85,7 +85,7 @@ def test_memory_has_the_capacity_that_is_asked_for():
     ],
 )
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.usefixtures("in_place")
+@pytest.mark.usefixtures("static_buffers")
 def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
     """Bit for bit, whatever is drafted and accepted."""
     model = build(model_class).to(dtype)

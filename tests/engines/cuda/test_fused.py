@@ -25,7 +25,7 @@ def compile_as(monkeypatch):
             return lambda *args, **kwargs: run(function, *args, **kwargs)
 
         monkeypatch.setattr(torch, "compile", compile)
-        monkeypatch.setattr(fused, "_places", {})
+        monkeypatch.setattr(fused, "_attributes", {})
 
     return install
 
@@ -144,7 +144,7 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
 def test_a_compiler_of_pytorch(monkeypatch):
     """It follows the functions, and none of what it runs is this package's."""
     monkeypatch.setattr(fused, "_BACKEND", "aot_eager")
-    monkeypatch.setattr(fused, "_places", {})
+    monkeypatch.setattr(fused, "_attributes", {})
     model = build(transformers.LlamaForCausalLM, num_hidden_layers=1)
     plain = model(PROMPT).logits
     before = compilations()

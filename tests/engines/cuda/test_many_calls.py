@@ -70,7 +70,7 @@ def alive():
 def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, assistant, monkeypatch):
     """While they run and after: plain decoding's slots, 256 more and an eighth, and 512 behind a
     window."""
-    # As with long texts and large models.
+    # Long texts and large models are like this.
     for name in (
         "arena._MOST_ROOMY",
         "workspace._MOST_IDLE_BYTES",

@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 @pytest.fixture(autouse=True)
-def in_place(monkeypatch):
+def static_buffers(monkeypatch):
     serve_in_place(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""Drafts of layers in memory that stays in place: the same as of forwards, from recordings."""
+"""Drafts of layers in static buffers: the same as of forwards, from recordings."""
 
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ def _one_shape(monkeypatch):
 
 
 @pytest.fixture
-def in_place(monkeypatch):
+def static_buffers(monkeypatch):
     """Serves from then on as an accelerator does that records."""
 
     def serve():
@@ -42,7 +42,7 @@ def in_place(monkeypatch):
     return serve
 
 
-# Of draft models, and of heads with one layer, with three, with windows that trees are deeper than.
+# Draft models, and heads with one layer, with three, with windows that trees are deeper than.
 NAMES = [*DRAFT_MODELS, "EAGLE", "MTP", "Glm4MoeForCausalLM", "MTP of windows"]
 
 
@@ -59,11 +59,11 @@ def idle(case):
 
 
 @pytest.mark.parametrize(("name", "rows"), [("EAGLE", 1), *((name, 8) for name in NAMES)])
-def test_recordings_draft_what_forwards_do(name, rows, in_place):
+def test_recordings_draft_what_forwards_do(name, rows, static_buffers):
     case = case_of(name)
     expected = case.conversation(range(rows))
     assert sum(map(len, expected)) > 50
-    in_place()
+    static_buffers()
     for _ in range(2):
         assert_same_drafts(case.conversation(range(rows)), expected)
     steps = [step for workspace in idle(case) for step in workspace.kinds.values()]
@@ -77,9 +77,9 @@ def refuse(*arguments):
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", DRAFT_MODELS)
-def test_draft_models_attend_by_kernels_without_masks(kind, rows, in_place, monkeypatch):
+def test_draft_models_attend_by_kernels_without_masks(kind, rows, static_buffers, monkeypatch):
     expected = drafting(kind).conversation(range(rows))
-    in_place()
+    static_buffers()
     attended = dense_attention.install(monkeypatch)
     monkeypatch.setattr(FixedMasks, "build", refuse)
     case = drafting(kind)
@@ -89,10 +89,10 @@ def test_draft_models_attend_by_kernels_without_masks(kind, rows, in_place, monk
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_memory_grows_between_drafts(name, in_place, monkeypatch):
+def test_memory_grows_between_drafts(name, static_buffers, monkeypatch):
     case, turns = case_of(name), 24
     expected = case.conversation([0, 3], turns)
-    in_place()
+    static_buffers()
     monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: slots)
     monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8, 16))
@@ -114,11 +114,11 @@ def frozen(compute):
 @pytest.mark.parametrize("record", [refused, frozen])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "EAGLE"])
 def test_a_recording_that_fails_is_told_once_and_does_without(
-    name, record, in_place, monkeypatch, told
+    name, record, static_buffers, monkeypatch, told
 ):
     case = case_of(name)
     expected = case.conversation(range(3))
-    in_place()
+    static_buffers()
     monkeypatch.setattr(replay, "recorder", lambda *_: record)
     for _ in range(2):
         assert_same_drafts(case.conversation(range(3)), expected)
@@ -126,11 +126,11 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
 
 
 @pytest.mark.parametrize("name", ["draft model", "early exit", "EAGLE", "MTP"])
-def test_calls_share_recordings_and_say_what_plain_decoding_says(name, in_place):
+def test_calls_share_recordings_and_say_what_plain_decoding_says(name, static_buffers):
     """Unless a caller does without recordings."""
     target, drafter = assisted(name)
     plain, drafting = run(target), layers_of(drafter, target)
-    in_place()
+    static_buffers()
     made = []
     for graphs in (False, True, True, True, True):
         # Kernels for CPUs are no operators that a recorder sees.
@@ -155,7 +155,7 @@ def counted_drafts(machine, owner, name, monkeypatch, fed):
     drafts, draft = [], getattr(owner, name)
 
     def counted(drafting, group, *arguments):
-        settled = group.in_place is not None
+        settled = group.static_drafts is not None
         fed.clear()
         machine.reset()
         trees = draft(drafting, group, *arguments)
@@ -201,7 +201,7 @@ OF_A_HEAD = 3
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
 def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch):
-    """Of texts of which one joins late and one leaves."""
+    """One of the texts joins late, and one leaves."""
     case = case_of(kind)
     expected = case.conversation(range(rows))
     machine, head = Accelerator(), layers_of(case.drafter, case.target)

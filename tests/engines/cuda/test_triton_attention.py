@@ -76,7 +76,7 @@ def test_a_level_of_a_tree_that_was_fed_before(reach):
 
 
 def test_two_launches(monkeypatch):
-    """Over one axis each, as the others of a grid end at 65,535."""
+    """Each has one axis, as the others of a grid end at 65,535."""
     grids = []
     for name in ("attend_parts", "merge_parts"):
         kernel = getattr(triton_attention, name)

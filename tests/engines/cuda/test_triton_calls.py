@@ -62,7 +62,7 @@ def attended(monkeypatch):
     ],
 )
 def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
-    """Of models that see everything, windows, or chunks."""
+    """Models see everything, windows, or chunks."""
     model = build(model_class)
     _, _, assistant = agreeing(model, CALLS[inputs], tier="tree", oracle=ORACLE, **OPTIONS)
     # Every layer of every forward.
@@ -139,13 +139,13 @@ class Masked(LlamaDecoderLayer):
 
 
 def test_hooks_are_shown_masks_with_numbers(attended):
-    """Of which no test tells what they read, and whether they change something with it."""
+    """No test tells what they read, and whether they change something with it."""
     model, shown = build(transformers.LlamaForCausalLM), []
     layer = model.model.layers[0]
     layer.__class__, layer.masked = Masked, ByPosition()
 
     def reads(module, arguments):
-        return with_mask_read(*arguments) * 1.0, arguments[1]  # in every forward
+        return with_mask_read(*arguments) * 1.0, arguments[1]  # every forward reads it
 
     layer.masked.register_forward_pre_hook(reads)
     layer.masked.register_forward_pre_hook(lambda _, arguments: shown.append(arguments[1]))
@@ -157,7 +157,7 @@ def test_hooks_are_shown_masks_with_numbers(attended):
 
 
 def test_at_one_width_no_bit_depends_on_drafts(attended, monkeypatch):
-    # As tensor cores do, and unlike BLAS, the interpreter multiplies all rows of a tile alike.
+    # The interpreter multiplies all rows of a tile alike, as tensor cores do and BLAS does not.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
     model, inputs = build(transformers.LlamaForCausalLM), CALLS["one row"]
     names = dict.fromkeys(("return_dict_in_generate", "output_logits"), True)

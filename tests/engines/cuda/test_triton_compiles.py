@@ -22,7 +22,7 @@ from hf_retrieval_assist.engines.cuda.triton_attention import (  # noqa: E402
 
 # What one program may take of a card's shared memory, in bytes.
 CARDS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-# Of keys and of values: the usual ones, MLA's, and what is no power of two.
+# Depths of keys and of values: the usual ones, MLA's, and what is no power of two.
 HEADS = [(depth, depth) for depth in (64, 80, 96, 128, 160, 192, 256, 512)] + [(192, 128)]
 SIZES = {"fp32": 4, "bf16": 2}
 MOST_SPILLED = 32

@@ -40,7 +40,7 @@ def test_the_chain_is_transformers_own(llama, window, monkeypatch):
 
 
 def test_product_trees_hold_the_likeliest_paths():
-    """Against all paths, enumerated."""
+    """All paths are enumerated for it."""
     generator = np.random.default_rng(0)
     for _ in range(20):
         probs = np.sort(generator.dirichlet(np.ones(4), 3).astype(np.float32))[:, ::-1][:, :3]

@@ -115,7 +115,7 @@ def test_min_prob_leaves_unlikely_nodes_unexpanded(head, text, features):
 
 @pytest.mark.parametrize("scale", [0, 1e6])
 def test_equal_scores_keep_the_tree_closed(target, text, features, scale):
-    """Of all tokens of a level, or of a child and its parent where probabilities round to 1."""
+    """All tokens of a level are equal, or a child and its parent where probabilities round to 1."""
     head = eagle_head(target)
     head.lm_head.weight.mul_(scale)
     tree = draft_at_once(head, text, features, min_prob=0.0)

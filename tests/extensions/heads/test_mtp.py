@@ -40,7 +40,7 @@ NEW = 16
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Of a family, one that is loaded from a checkpoint."""
+    """One of a family, which is loaded from a checkpoint."""
 
     def saved(name):
         folder = tmp_path_factory.mktemp(name)

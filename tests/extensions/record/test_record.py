@@ -120,7 +120,7 @@ def test_every_class_has_an_origin():
 
 
 def test_rows_of_a_batch_have_texts_of_their_own(llama):
-    """Without what they write while they wait for each other, to be cut to one length."""
+    """What they write while they wait for each other, to be cut to one length, is left out."""
     rows = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(rows)
     mask[1, :3] = 0

@@ -126,7 +126,7 @@ def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
 
 @server_with([{"cluster": True}])
 def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
-    """By a node of a cluster."""
+    """A node of a cluster says so."""
     server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
     wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
     memories = [OutputMemory(url=server.url) for _ in range(2)]
@@ -179,7 +179,7 @@ def test_the_documented_permissions_suffice(server):
 
 @server_with([{"password": PASSWORD}])
 def test_the_servers_stream_is_bounded_in_bytes(server):
-    """Of a server that wants a password."""
+    """A server that wants a password."""
     memory = OutputMemory(max_bytes=240_000, url=server.url)
     for i in range(100):
         memory.add(output(i, 100), "m")

@@ -57,7 +57,7 @@ class Keeper:
 
 
 def numbers(view):
-    """Of the outputs that arrived at a view; what each begins with, over 1000."""
+    """The first tokens, over 1000, of the outputs that arrived at a view."""
     return [int(output.token_ids[0]) // 1000 for output in view.read()[1]]
 
 
@@ -219,7 +219,7 @@ def test_a_server_that_refuses_is_asked_ever_less_often(monkeypatch):
     while time.monotonic() < end:
         view.append("m", output(0, 1000))
         time.sleep(0.01)
-    # After 0.2 to 0.4, 0.4 to 0.8, 0.8 to 1.6, 1.6 to 3.2 seconds.
+    # Tries follow after 0.2 to 0.4, 0.4 to 0.8, 0.8 to 1.6, 1.6 to 3.2 seconds.
     assert 2 <= server.tries <= 5
     assert server.bytes_received < 5 * (4_000 + 500) + 10_000
     server.close()

@@ -211,7 +211,7 @@ def test_a_fault_for_one_request_leaves_the_others_their_drafts(llama, place):
         return Assistant([*half_knowing(*known).drafters, faulty], budget=5)
 
     total = drafted(llama, inputs, greedy(max_new_tokens=40), make)
-    assert faulty.faults in (1, 2)  # with the others, and then alone
+    assert faulty.faults in (1, 2)  # one with the others, and then one alone
     assert total.accepted > 15
     assert total.calls == 3
 
@@ -300,7 +300,7 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
         for state in states:
             state.generated_tokens.append(4 + step % 3)
         drafts.follow(states, torch.zeros(3, VOCAB))
-        drafts.keep(states)
+        drafts.close_others(states)
     assert Prompt.reads == 0
 
 

@@ -87,7 +87,7 @@ def test_windows_that_go_round(name, attention, budget, changes):
 
 
 def test_what_requests_wrote_is_drafted_to_later_ones(llama):
-    """To those whose texts end early as well, and while the assistant is attached."""
+    """Those whose texts end early get one as well, and while the assistant is attached."""
     inputs = prompts()
     assistant = SuffixAssistant(memory=OutputMemory(), budget=8)
     plain = run(llama, inputs)
@@ -245,7 +245,7 @@ def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch)
         assert len([*outputs(manager, 3)]) == 3
     assert bool(begun_anew) == (num_blocks == 3)
     assert len(memory) == 0
-    # Of prompts that begin alike.
+    # Prompts that begin alike.
     inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
     config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
     assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0

@@ -240,13 +240,13 @@ def test_requests_that_say_nothing_unusual_are_served(served, theirs):
     unusual |= {"stop": [], "seed": None, "chat_template_kwargs": None, "stream_options": None}
     for body in (unusual, {"max_tokens": 8.0}, {"temperature": "0"}):
         assert answered(served, **body)["choices"] == plain
-    # As many as anybody may ask for.
+    # Anybody may ask for so many.
     for most in (10**30, 10**400):
         answered(served, max_tokens=most)
 
 
 def test_settings_that_all_share_are_no_clients(served, theirs):
-    """Of requests side by side none may bring settings, and the first one leaves none behind."""
+    """No request beside others may bring settings, and the first one leaves none behind."""
     side_by_side = served.assistant.stats.last.tier == "continuous batching"
     settings = {"logit_bias": {"40": 100}, "stop": "1. item", "frequency_penalty": 1}
     for name, value in settings.items():
@@ -271,7 +271,7 @@ def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, 
 
 
 def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
-    """After its first token, when the status has gone out."""
+    """It fails after its first token, when the status has gone out."""
     fed = []
 
     def fail(self, text):
@@ -301,7 +301,7 @@ def test_a_worker_that_died_is_replaced(folder, monkeypatch):
 
 @pytest.mark.parametrize("batching", [False, True])
 def test_a_server_that_was_reset_serves_again(folder, monkeypatch, batching):
-    """With the model that it loads then."""
+    """It serves the model that it loads then."""
     ended, stop = [], CBGenerateManager.stop
     monkeypatch.setattr(CBGenerateManager, "stop", lambda manager: ended.append(stop(manager)))
     with serving(folder, batching=batching) as served:

@@ -29,7 +29,7 @@ def tokenizer():
 
 
 def xgrammar_processor(*schemas):
-    """Of one schema for all rows, or one for each."""
+    """The processor of one schema for all rows, or one for each."""
     xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
     info = xgrammar.TokenizerInfo(
         VOCABULARY, xgrammar.VocabType.RAW, vocab_size=len(VOCABULARY), stop_token_ids=[EOS]

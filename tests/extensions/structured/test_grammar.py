@@ -110,7 +110,7 @@ def check(model, assistant, **options):
         text = run(model, logits_processor=[processor], max_new_tokens=9, **options, **keyword)
         found.append((text.tolist(), processor.calls))
     assert found[0] == found[1]
-    assert assistant.stats.last.accepted >= 3  # of the first key
+    assert assistant.stats.last.accepted >= 3  # the first key's
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}])

@@ -242,7 +242,7 @@ def test_only_the_first_process_of_a_group_drafts_and_learns():
 
 
 def test_the_drafts_of_all_requests_share_what_a_step_affords():
-    """At a price of 0.2 of a plain step for each token, only what is rather sure is verified."""
+    """Each token costs 0.2 of a plain step, so only what is rather sure is verified."""
     (output,) = texts(1)
     proposer = make_proposer(longest_draft=8, budget="auto")
     proposer.cost = CostModel.fixed(lambda n: 1.0 + 0.2 * (n - 1))
