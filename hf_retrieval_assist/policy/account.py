@@ -36,7 +36,7 @@ _OPEN = 0.5  # share of next tokens, above which the others' drafts leave a step
 # Half of what drafts promise is believed before any was verified.
 _FIRST_PROMISED, _FIRST_ACCEPTED = 2.0, 1.0  # tokens
 
-# Calls.
+# Rests, counted in calls.
 _COLD = 2  # calls that measure the model, choose kernels and record forwards
 _FEWEST = 16  # tokens per row that a timing takes
 _PACE_MEMORY = 0.1
