@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures import successors
-from hf_retrieval_assist.verification.largest import greatest, largest
+from hf_retrieval_assist.verification.largest import argmax_rows, largest
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -58,7 +58,7 @@ def test_greatest_is_torch_argmax(columns, seed, dtype, broken):
     scores = scores_of(seed, 3, columns, dtype, spread=4)
     if broken:
         scores[1, columns // 2 :: 7] = torch.nan
-    assert torch.equal(greatest(scores), scores.argmax(dim=-1))
+    assert torch.equal(argmax_rows(scores), scores.argmax(dim=-1))
 
 
 def test_wrong_arguments_are_refused():
