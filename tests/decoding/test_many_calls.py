@@ -81,7 +81,7 @@ def test_work_and_memory_stay_level(count):
 
 def test_the_memory_of_a_call_is_free_when_it_ends(monkeypatch):
     """Not only when Python's collector comes round."""
-    model, assistant = build(), SamAssistant()
+    model, assistant = build(), SamAssistant(budget=4)
     generate(model, 0, assistant)  # tests the model
     caches = results_of(monkeypatch, SlotCache, "take", lambda result, own: weakref.ref(own))
     gc.disable()

@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 BENCHMARKS = TESTS.parent / "benchmarks"
 PACKAGE = Path(plugins.__file__).parent
 _IMPORTED = re.compile(r"hf_retrieval_assist\.((?:engines|extensions|tools)(?:\.\w+)*)")
+_RELATIVE = re.compile(r"(?m)^from \.{2,}((?:engines|extensions|tools)(?:\.\w+)*) import")
 _ROOT = re.compile(r"from hf_retrieval_assist import (\([^)]*\)|[^\n]*)")
 _SUPPORT = re.compile(r"\bsupport\.(\w+)|\bsupport import (\w+)")
 # Names of the package's root, and of fallbacks, that a part brings.
@@ -27,19 +28,22 @@ def missing(path):
     there is none."""
     text = path.read_text(encoding="utf-8")
     words = re.findall(r"\w+", " ".join(_ROOT.findall(text)))
-    needed = {*_IMPORTED.findall(text), *(_NAMES[word] for word in {*words} & {*_NAMES})}
+    needed = {*_IMPORTED.findall(text), *_RELATIVE.findall(text)}
+    needed |= {_NAMES[word] for word in {*words} & {*_NAMES}}
     needed |= {module for name, module in _FALLBACKS.items() if f'"{name}"' in text}
-    if re.search(r"^from benchmarks", text, re.MULTILINE) and not BENCHMARKS.exists():
-        return "benchmarks"
+    used = [TESTS / "support" / f"{''.join(names)}.py" for names in _SUPPORT.findall(text)]
+    if path.is_relative_to(TESTS) and re.search(r"^from benchmarks", text, re.MULTILINE):
+        used += BENCHMARKS.glob("*.py")
+        if not BENCHMARKS.exists():
+            return "benchmarks"
     for module in sorted(needed):
-        folder = PACKAGE.joinpath(*module.split(".")[:2])
-        if not (folder.is_dir() or folder.with_suffix(".py").exists()):
+        place = PACKAGE.joinpath(*module.split(".")[:2])
+        if not (place.is_dir() or place.with_suffix(".py").exists()):
             return module
-    for names in _SUPPORT.findall(text):
-        support = TESTS / "support" / f"{''.join(names)}.py"
-        if support != path and support.exists() and (found := missing(support)) is not None:
-            return found
-    return None
+        if module.startswith("tools"):  # which may import extensions
+            used += [place.with_suffix(".py"), *place.rglob("*.py")]
+    found = (missing(one) for one in used if one != path and one.exists())
+    return next(filter(None, found), None)
 
 
 def needs(*parts):
