@@ -42,8 +42,7 @@ def missing(path):
             return module
         if module.startswith("tools"):  # which may import extensions
             used += [place.with_suffix(".py"), *place.rglob("*.py")]
-    found = (missing(one) for one in used if one != path and one.exists())
-    return next(filter(None, found), None)
+    return next(filter(None, (missing(one) for one in used if one != path and one.exists())), None)
 
 
 def needs(*parts):
