@@ -12,6 +12,7 @@ from hf_retrieval_assist.types.evidence import EvidenceClasses
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.heads import block_drafter, eagle_head
 from tests.support.lossless import build, run, same
+from tests.support.parts import needs
 from tests.support.scripted import Scripted
 from tests.support.tiny_models import VOCAB
 
@@ -134,6 +135,7 @@ def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(ll
         ("T5ForConditionalGeneration", "encoder-decoder"),
     ],
 )
+@needs("engines/cpu")
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_models_that_take_no_trees(name, match):
     """They are targets of what drafts with them; their first layers may have another reason."""
@@ -143,6 +145,7 @@ def test_models_that_take_no_trees(name, match):
             run(model, assistant=SamAssistant(fallback=fallback))
 
 
+@needs("engines/cpu", "extensions/heads")
 def test_what_is_no_fallback():
     with pytest.raises(ValueError, match="'mtp', 'quantized_self', got 'eagle'"):
         SamAssistant(fallback="eagle")

@@ -21,6 +21,7 @@ from tests.support.int8_weight import rounded
 from tests.support.lossless import build, knowing, run, same
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.parts import needs
 from tests.support.wrapped_models import Around
 
 CPU = torch.device("cpu")
@@ -29,6 +30,7 @@ CPU = torch.device("cpu")
 IN_PLACE = ("a setting", "weights' memory", "another order", "a hook", "autocast")
 
 
+@needs("engines/cpu")
 @pytest.mark.parametrize(
     ("name", "memory"),
     [*((name, "that grows") for name in CHANGES), *((name, "in place") for name in IN_PLACE)],
@@ -132,6 +134,7 @@ def held(kind, model):
     return owner.get(kind, model.model.norm), names[kind]
 
 
+@needs("engines/cpu")
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
 def test_another_object_in_the_same_memory_is_another(kind):
     """Operators hold the objects that they have seen; here the old one is led elsewhere."""
