@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.policy.cost_model import KNOTS, MAX_TOKENS, CostModel, CostView
-from hf_retrieval_assist.policy.cost_store import CostKey, CostModels
+from hf_retrieval_assist.policy.cost_store import CallCosts, CostKey, CostModels
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.fixed_costs import CURVES
@@ -170,3 +170,16 @@ def test_a_rows_share_of_what_was_fed():
         CostView(CostModel(), rows=4, lockstep=lockstep) for lockstep in (False, True)
     )
     assert [packed.share(4), packed.share(9), lockstep.share(12)] == [1, 6, 3]
+
+
+def test_a_step_is_priced_by_what_it_is_now():
+    costs = CallCosts(CostModels(), CostKey("model", "cpu", "float32", "sdpa"))
+    for seconds in (0.1, 0.2):
+        first = costs.at(100, "")
+        costs.learn(1, seconds, plain=False, typical=True)
+    assert costs.at(100, "") is first
+    assert costs.at(1000, "") is not first
+    assert costs.at(100, "repeated") is not first
+    assert costs.at(100, "", packed=3) is not first
+    assert costs.at(100, "", (4, 8)).curve(3)[0] == first.curve(4)[3]
+    assert costs.at(100, "") is first

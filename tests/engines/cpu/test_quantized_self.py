@@ -21,7 +21,7 @@ from tests.support.oracle_drafter import agreeing
 from tests.support.rounding import OF_MODEL, near, within
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
-from tests.support.watching import Interrupt, fed_shapes, interrupted_forward
+from tests.support.watching import Interrupt, calls_of, fed_shapes, interrupted_forward
 
 # Windows of six tokens, soft caps, chunks, experts in one tensor, several position ids, no linears.
 FAMILIES = [
@@ -79,6 +79,12 @@ def test_output_is_plain(name, sampling, rows):
     for dtype in (torch.bfloat16, torch.float16) if (sampling, rows) == ("greedy", 1) else ():
         run(model.to(dtype), **options, assistant=drafting)
         assert drafting.stats.last.steps < NEW / 2
+
+
+def test_drafts_are_in_eight_bits_without_other_kernels(monkeypatch):
+    model, products = build(), calls_of(monkeypatch, quantized.QuantizedWeight, "__call__")
+    same(model, assistant=Assistant([QuantizedSelf()], budget=8, reroute=False))
+    assert products
 
 
 def test_a_level_is_one_forward_for_all_rows(llama, monkeypatch):

@@ -17,6 +17,7 @@ from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.engines.cpu import repeated_forward
 from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
 from hf_retrieval_assist.engines.cpu.reroute import overriding
+from hf_retrieval_assist.engines.cpu.skinny import route_depth
 from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.interruptions import raising
@@ -342,6 +343,23 @@ def test_a_program_reads_what_stands_for_a_weight():
         with overriding({id(model.linear.weight): lambda x, bias: 2 * x}):
             assert repeated_forward.same_bits(made({"x": x}, [], []), 2 * x + 1)
         assert repeated_forward.same_bits(made({"x": x}, [], []), model.linear(x) + 1)
+
+
+@torch.no_grad()
+def test_a_program_routes_its_own_operators_alone():
+    """Nobody need have entered a scope, and an operator may fail."""
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with reroute():
+        with recording:
+            made = recording.program(model.linear(recording.inputs["x"]) + 1)
+        expected = made({"x": x}, [], [])
+    assert repeated_forward.same_bits(made({"x": x}, [], []), expected)
+    assert route_depth() == 0
+    failing = {id(model.linear.weight): lambda x, bias: 1 / 0}
+    with overriding(failing), pytest.raises(ZeroDivisionError):
+        made({"x": x}, [], [])
+    assert route_depth() == 0
 
 
 def test_a_new_assistant_claims_nothing_beside_steps_that_were_never_timed():
