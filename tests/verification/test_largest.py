@@ -54,7 +54,7 @@ def test_of_equal_scores_the_first_come_first(k, columns, seed):
 
 
 @given(st.integers(1, 900), st.integers(0, 2**32 - 1), dtypes, st.booleans())
-def test_greatest_is_torch_argmax(columns, seed, dtype, broken):
+def test_argmax_rows_is_torch_argmax(columns, seed, dtype, broken):
     scores = scores_of(seed, 3, columns, dtype, spread=4)
     if broken:
         scores[1, columns // 2 :: 7] = torch.nan
