@@ -51,13 +51,14 @@ def kernel_attention(query, key, value, mask=None, scale=None, *, path=None, thr
     return out
 
 
-cdef class _Attention:
+cdef class _Attention(RepeatedOperator):
     """Attention of queries to whatever keys and values, into memory that is given."""
 
     cdef attention_problem _problem
     cdef int64_t _heads
     cdef object _query
     cdef object _out
+    cdef object _seen
 
     def __init__(self, query, scale, out):
         self._problem.batch, self._heads, self._problem.queries, self._problem.depth = query.shape
@@ -65,6 +66,7 @@ cdef class _Attention:
         self._problem.dtype = _dtypes[query.dtype]
         self._problem.out = <char *><uintptr_t>out.data_ptr()
         self._query, self._out = query, out
+        self._operation.kind, self._operation.problem = OPERATION_ATTENTION, &self._problem
 
     cdef int attend(self, object key, object value, object mask, int path, int threads) except -1:
         cdef attention_problem *p = &self._problem
@@ -77,17 +79,25 @@ cdef class _Attention:
         query = _describe(self._query, p.query_strides, &p.query)
         key = _describe(key, p.key_strides, &p.key)
         value = _describe(value, p.value_strides, &p.value)
-        p.mask, p.mask_strides, p.mask_kind = NULL, [0, 0, 0], MASK_NONE
-        if mask is not None:
-            full = p.batch, self._heads, p.queries, p.slots
-            if mask.shape != full:
-                mask = mask.expand(full)
-            mask = _describe(mask, p.mask_strides, &p.mask)
-            p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
+        self.see(mask)
         with nogil:
-            failed = _paths[path].attention(p, threads)
+            failed = run_attention(p, _paths + path, threads)
         if failed:
             raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
+        return 0
+
+
+    cdef int see(self, object mask) except -1:
+        """Note the mask of queries and slots."""
+        cdef attention_problem *p = &self._problem
+        p.mask, p.mask_strides, p.mask_kind = NULL, [0, 0, 0], MASK_NONE
+        if mask is None:
+            return 0
+        full = p.batch, self._heads, p.queries, p.slots
+        if mask.shape != full:
+            mask = mask.expand(full)
+        self._seen = _describe(mask, p.mask_strides, &p.mask)
+        p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
         return 0
 
 

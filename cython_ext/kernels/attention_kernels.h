@@ -1,7 +1,7 @@
 /* Attention of a few queries over many slots: keys and values are read from memory once.
  *
  * The rows of one key-value head are all queries of all query heads that share it. Once they are packed,
- * three phases, each spread over the threads:
+ * three steps, each spread over the threads:
  *
  *   scores   keys pass by the packed rows, as weights do in a linear layer
  *   weights  a row's scores are scaled, masked and exponentiated against the row's maximum
@@ -38,11 +38,10 @@
 #define BLOCK_VALUES 64
 #define BLOCK_PANELS 8
 
-/* Fewer rows of queries are packed before another thread has woken. */
-#define ALONE_ROWS 64
-
 /* Waking one more thread costs as much as about so many multiplications. */
 #define THREAD_PRODUCTS (1 << 18)
+
+#define ATTENTION_STEPS 4
 
 enum { MASK_NONE, MASK_BOOL, MASK_ADDED };
 
@@ -71,8 +70,22 @@ typedef struct {
     char *panels;         /* [count, rows], packed */
     float *scores;        /* [count, rows, padded] */
     float *totals;        /* [count, rows]: one over the sum of the weights */
-    int64_t next;         /* unit of the phase, taken atomically */
 } attention_pass;
+
+/* The threads that are worth waking for a pass. */
+static inline int attention_threads(const attention_pass *pass, int threads) {
+    const attention_problem *p = pass->problem;
+    const int64_t products = pass->count * pass->rows * p->slots * (p->depth + p->width);
+    return (int)skinny_min(threads, products / THREAD_PRODUCTS + 1);
+}
+
+/* Go on to the next heads of a problem; whether there are any. */
+static inline int attention_next(attention_pass *pass) {
+    const int64_t heads = pass->problem->batch * pass->problem->groups;
+    pass->first += pass->count;
+    pass->count = skinny_min(pass->count, heads - pass->first);
+    return pass->count > 0;
+}
 
 static inline int64_t attention_panel_start(const attention_pass *pass, int64_t i) {
     return pass->rows * i / pass->panel_count;

@@ -36,22 +36,19 @@ static void score_block(const attention_pass *pass, int64_t unit, int64_t first)
     }
 }
 
-static void pack_work(void *shared) {
-    attention_pass *pass = shared;
-    int64_t unit;
-    while ((unit = FETCH_ADD(&pass->next)) < pass->count) pack_head(pass, unit);
+static void pack_heads(void *of, int64_t chunk, int thread) {
+    const attention_pass *pass = of;
+    (void)chunk, (void)thread;
+    for (int64_t unit = 0; unit < pass->count; unit++) pack_head(pass, unit);
 }
 
-static void score_work(void *shared) {
-    attention_pass *pass = shared;
-    const int64_t slots = pass->problem->slots;
-    const int64_t chunks = skinny_parts(slots, CHUNK_SLOTS);
-    int64_t i;
-    while ((i = FETCH_ADD(&pass->next)) < pass->count * chunks) {
-        const int64_t end = skinny_min((i % chunks + 1) * CHUNK_SLOTS, slots);
-        for (int64_t slot = i % chunks * CHUNK_SLOTS; slot < end; slot += BLOCK_KEYS)
-            score_block(pass, i / chunks, slot);
-    }
+static void score_chunk(void *of, int64_t chunk, int thread) {
+    const attention_pass *pass = of;
+    const int64_t slots = pass->problem->slots, chunks = skinny_parts(slots, CHUNK_SLOTS);
+    const int64_t end = skinny_min((chunk % chunks + 1) * CHUNK_SLOTS, slots);
+    (void)thread;
+    for (int64_t slot = chunk % chunks * CHUNK_SLOTS; slot < end; slot += BLOCK_KEYS)
+        score_block(pass, chunk / chunks, slot);
 }
 
 /* What is added to LANES scores from `slot`; slots past the last one are not seen. */
@@ -129,16 +126,13 @@ static void total_rows(const attention_pass *pass, int64_t first, int64_t count)
         pass->totals[first + r] = sums[r] == 0 ? 0 : 1 / sums[r];
 }
 
-static void weight_work(void *shared) {
-    attention_pass *pass = shared;
-    const int64_t all = pass->count * pass->rows;
-    int64_t first;
-    while ((first = FETCH_ADD(&pass->next) * WEIGHT_ROWS) < all) {
-        const int64_t count = skinny_min(WEIGHT_ROWS, all - first);
-        for (int64_t i = first; i < first + count; i++)
-            weigh_row(pass, i / pass->rows, i % pass->rows);
-        total_rows(pass, first, count);
-    }
+static void weigh_chunk(void *of, int64_t chunk, int thread) {
+    const attention_pass *pass = of;
+    const int64_t first = chunk * WEIGHT_ROWS, all = pass->count * pass->rows;
+    const int64_t count = skinny_min(WEIGHT_ROWS, all - first);
+    (void)thread;
+    for (int64_t i = first; i < first + count; i++) weigh_row(pass, i / pass->rows, i % pass->rows);
+    total_rows(pass, first, count);
 }
 
 /* `rows` rows of weights times `slots` values, `stride` floats from one another, added to `sums`,
@@ -229,50 +223,60 @@ static void output_panels(const attention_pass *pass, int64_t unit, int64_t pane
 }
 
 /* Tiles of the width are shared out, and blocks of panels; vectors that fill no tile pass one by one. */
-static void output_work(void *shared) {
-    attention_pass *pass = shared;
-    const int64_t vectors = pass->problem->width / LANES;
-    const int64_t tiles = skinny_parts(vectors, TILE_ROWS);
+static void output_chunk(void *of, int64_t chunk, int thread) {
+    const attention_pass *pass = of;
+    const int64_t vectors = pass->problem->width / LANES, tiles = skinny_parts(vectors, TILE_ROWS);
     const int64_t blocks = skinny_parts(pass->panel_count, BLOCK_PANELS);
-    int64_t i;
-    while ((i = FETCH_ADD(&pass->next)) < pass->count * tiles * blocks) {
-        const int64_t unit = i / blocks / tiles, panel = i % blocks * BLOCK_PANELS;
-        const int64_t last = skinny_min(panel + BLOCK_PANELS, pass->panel_count);
-        const int64_t first = i / blocks % tiles * TILE_ROWS, end = skinny_min(first + TILE_ROWS, vectors);
-        const int64_t step = end - first == TILE_ROWS ? TILE_ROWS : 1;
-        for (int64_t vector = first; vector < end; vector += step)
-            output_panels(pass, unit, panel, last, vector, step);
-    }
+    const int64_t unit = chunk / blocks / tiles, panel = chunk % blocks * BLOCK_PANELS;
+    const int64_t last = skinny_min(panel + BLOCK_PANELS, pass->panel_count);
+    const int64_t first = chunk / blocks % tiles * TILE_ROWS, end = skinny_min(first + TILE_ROWS, vectors);
+    const int64_t step = end - first == TILE_ROWS ? TILE_ROWS : 1;
+    (void)thread;
+    for (int64_t vector = first; vector < end; vector += step)
+        output_panels(pass, unit, panel, last, vector, step);
 }
 
-static void run_phases(attention_pass *pass, int threads) {
-    openmp_work phases[4] = {pack_work, score_work, weight_work, output_work};
-    for (int i = 0; i < 4; i++) {
-        const int alone = i == 0 && pass->count * pass->rows < ALONE_ROWS;
-        pass->next = 0;
-        openmp_parallel(phases[i], pass, alone ? 1 : threads);
-    }
+/* All heads by one thread. */
+static void attend_alone(void *of, int64_t chunk, int thread) {
+    const attention_pass *pass = of;
+    const int64_t vectors = pass->problem->width / LANES;
+    const int64_t phases[3] = {
+        pass->count * skinny_parts(pass->problem->slots, CHUNK_SLOTS),
+        skinny_parts(pass->count * pass->rows, WEIGHT_ROWS),
+        pass->count * skinny_parts(vectors, TILE_ROWS) * skinny_parts(pass->panel_count, BLOCK_PANELS),
+    };
+    (void)chunk;
+    pack_heads(of, 0, thread);
+    for (int64_t i = 0; i < phases[0]; i++) score_chunk(of, i, thread);
+    for (int64_t i = 0; i < phases[1]; i++) weigh_chunk(of, i, thread);
+    for (int64_t i = 0; i < phases[2]; i++) output_chunk(of, i, thread);
 }
 
-static int attention(const attention_problem *p, int threads) {
-    attention_pass pass = {.problem = p, .rows = p->heads * p->queries};
-    pass.padded = skinny_parts(p->slots, SLOT_MULTIPLE) * SLOT_MULTIPLE;
-    pass.packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
-    pass.panel_count = skinny_parts(pass.rows, PANEL_ROWS);
-    const int64_t head_bytes = pass.rows * pass.packed_bytes + pass.rows * (pass.padded + 1) * 4;
-    const int64_t heads = p->batch * p->groups;
-    const int64_t share = skinny_min(heads, threads * SCORE_BYTES / head_bytes + 1);
-    const int64_t products = share * pass.rows * p->slots * (p->depth + p->width);
-    const int useful = (int)skinny_min(threads, products / THREAD_PRODUCTS + 1);
-    char *memory = malloc(share * head_bytes + CACHE_LINE);
-    if (!memory) return -1;
-    pass.scores = (float *)(memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE));
-    pass.panels = (char *)(pass.scores + share * pass.rows * pass.padded);
-    pass.totals = (float *)(pass.panels + share * pass.rows * pass.packed_bytes);
-    for (; pass.first < heads; pass.first += share) {
-        pass.count = skinny_min(share, heads - pass.first);
-        run_phases(&pass, useful);
+static int64_t plan_attention(attention_pass *pass, const attention_problem *p, int threads) {
+    *pass = (attention_pass){.problem = p, .rows = p->heads * p->queries};
+    pass->padded = skinny_parts(p->slots, SLOT_MULTIPLE) * SLOT_MULTIPLE;
+    pass->packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
+    pass->panel_count = skinny_parts(pass->rows, PANEL_ROWS);
+    const int64_t head_bytes = pass->rows * pass->packed_bytes + pass->rows * (pass->padded + 1) * 4;
+    pass->count = skinny_min(p->batch * p->groups, threads * SCORE_BYTES / head_bytes + 1);
+    return pass->count * head_bytes;
+}
+
+/* What is not worth more than one thread is done by one of them. */
+static void add_attention(work_step *steps, attention_pass *pass, char *memory, int threads) {
+    const attention_problem *p = pass->problem;
+    const int64_t tiles = skinny_parts(p->width / LANES, TILE_ROWS);
+    pass->scores = (float *)memory;
+    pass->panels = (char *)(pass->scores + pass->count * pass->rows * pass->padded);
+    pass->totals = (float *)(pass->panels + pass->count * pass->rows * pass->packed_bytes);
+    for (int i = 0; i < ATTENTION_STEPS; i++) steps[i] = (work_step){.of = pass};
+    if (attention_threads(pass, threads) == 1) {
+        steps[0].work = attend_alone, steps[0].chunks = 1;
+        return;
     }
-    free(memory);
-    return 0;
+    steps[0].work = pack_heads, steps[0].chunks = 1;
+    steps[1].work = score_chunk, steps[1].chunks = pass->count * skinny_parts(p->slots, CHUNK_SLOTS);
+    steps[2].work = weigh_chunk, steps[2].chunks = skinny_parts(pass->count * pass->rows, WEIGHT_ROWS);
+    steps[3].work = output_chunk;
+    steps[3].chunks = pass->count * tiles * skinny_parts(pass->panel_count, BLOCK_PANELS);
 }

@@ -15,16 +15,30 @@
 #include "templates.h"
 
 /* What the extension does not know goes the common way. */
-static int linear_by_dtype(const linear_problem *p, int count, int threads) {
+static int is_own(const linear_problem *p) {
     const int halves = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-    const int own = halves || p->weight_dtype == SKINNY_ROUNDED;
-    return own ? linear(p, count, threads) : avx512_path.linear(p, count, threads);
+    return halves || p->weight_dtype == SKINNY_ROUNDED;
 }
 
-static int attention_by_dtype(const attention_problem *p, int threads) {
-    return p->dtype == SKINNY_BFLOAT16 ? attention(p, threads) : avx512_path.attention(p, threads);
+static int64_t plan_linears_by_dtype(linear_pass *pass, const linear_problem *p, int count, int threads) {
+    return (is_own(p) ? plan_linears : avx512_path.plan_linears)(pass, p, count, threads);
 }
 
-const kernel_path avx512bf16_path = {"avx512bf16", linear_by_dtype, attention_by_dtype, pack_int8, norm, elements};
+static void add_linears_by_dtype(work_step *steps, linear_pass *pass, char *memory, int threads) {
+    (is_own(pass->problems) ? add_linears : avx512_path.add_linears)(steps, pass, memory, threads);
+}
+
+static int64_t plan_attention_by_dtype(attention_pass *pass, const attention_problem *p, int threads) {
+    return (p->dtype == SKINNY_BFLOAT16 ? plan_attention : avx512_path.plan_attention)(pass, p, threads);
+}
+
+static void add_attention_by_dtype(work_step *steps, attention_pass *pass, char *memory, int threads) {
+    const int own = pass->problem->dtype == SKINNY_BFLOAT16;
+    (own ? add_attention : avx512_path.add_attention)(steps, pass, memory, threads);
+}
+
+const kernel_path avx512bf16_path = {
+    "avx512bf16",   plan_linears_by_dtype, add_linears_by_dtype, plan_attention_by_dtype, add_attention_by_dtype,
+    norm_step,      element_step,          pack_int8};
 TARGET_END
 #endif

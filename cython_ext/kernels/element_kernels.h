@@ -6,7 +6,12 @@
 
 #include "simd.h"
 
-enum { ELEMENT_COPY, ELEMENT_NEG, ELEMENT_MUL, ELEMENT_ADD };
+/* ELEMENT_TABLE looks up in b what an element of two bytes gives, by its bits. */
+enum { ELEMENT_COPY, ELEMENT_NEG, ELEMENT_MUL, ELEMENT_ADD, ELEMENT_TABLE };
+
+/* Elements of one unit of work. */
+#define CHUNK_ELEMENTS 16384
+#define CHUNK_LOOKUPS 2048
 
 /* Tensors of one shape, whose last axis is adjacent; strides count elements. */
 typedef struct {
@@ -17,8 +22,15 @@ typedef struct {
     int kind;
 } element_problem;
 
-static inline int64_t element_place(const int64_t strides[4], int64_t i, int64_t j, int64_t k) {
-    return i * strides[0] + j * strides[1] + k * strides[2];
+/* Where a row of the last axis begins in a, b or out. */
+static inline int64_t element_place(const element_problem *p, int tensor, int64_t row) {
+    const int64_t *strides = p->strides[tensor], j = row / p->shape[2];
+    return j / p->shape[1] * strides[0] + j % p->shape[1] * strides[1] + row % p->shape[2] * strides[2];
+}
+
+static inline int64_t element_chunk_rows(const element_problem *p) {
+    const int64_t rows = (p->kind == ELEMENT_TABLE ? CHUNK_LOOKUPS : CHUNK_ELEMENTS) / p->shape[3];
+    return rows > 1 ? rows : 1;
 }
 
 #endif

@@ -1,21 +1,23 @@
 # Operators of single elements.
 
 cdef dict _element_kinds = {
-    "copy": ELEMENT_COPY, "neg": ELEMENT_NEG, "mul": ELEMENT_MUL, "add": ELEMENT_ADD
+    "copy": ELEMENT_COPY, "neg": ELEMENT_NEG, "mul": ELEMENT_MUL, "add": ELEMENT_ADD,
+    "table": ELEMENT_TABLE,
 }
 
 # More elements are worth PyTorch's threads.
-cdef int64_t _most_elements = 1 << 15
+cdef int64_t _most_elements = 1 << 18
 
 
-cdef class RepeatedElements:
-    """A copy, the negative, a product or a sum of tensors that stay where they are, computed anew by
-    every call.
+cdef class RepeatedElements(RepeatedOperator):
+    """A copy, the negative, a product or a sum of tensors that stay where they are, or what a table has of
+    their elements, computed anew by every call.
 
     Args:
-        kind: "copy", "neg", "mul" or "add".
+        kind: "copy", "neg", "mul", "add" or "table".
         inputs: one or two dense CPU tensors of one dtype, which broadcast to the result's shape.
         out: which every call writes to; it does not overlap others, but may be one of them.
+        table: [2 ** 16] of the dtype, which has two bytes: what each element gives, by its bits.
 
     Raises:
         TypeError: an input is no tensor.
@@ -26,7 +28,7 @@ cdef class RepeatedElements:
     cdef element_problem _problem
     cdef object _kept
 
-    def __init__(self, str kind, inputs, out):
+    def __init__(self, str kind, inputs, out, table=None):
         cdef int tensor, axis
         if not all([isinstance(x, torch.Tensor) for x in inputs]):
             raise TypeError(f"{kind}: expected tensors, got {[type(x).__name__ for x in inputs]}")
@@ -37,7 +39,9 @@ cdef class RepeatedElements:
             fits = fits and _is_plain(x, out.dtype) and x.dim() <= 4 and (x.dim() and x.stride(-1) == 1)
         if not fits:
             raise ValueError(f"{kind}: expected small tensors of one dtype with adjacent elements")
-        self._kept = tensors
+        if (kind == "table") != (table is not None and table.shape == (1 << 16,) and table.dtype is out.dtype):
+            raise ValueError(f"{kind}: expected a table of every element of {out.dtype}, if of any kind")
+        self._kept = tensors, table
         self._problem.kind, self._problem.dtype = _element_kinds[kind], _dtypes[out.dtype]
         self._problem.a = <char *><uintptr_t>tensors[0].data_ptr()
         self._problem.b = <char *><uintptr_t>tensors[1].data_ptr()
@@ -48,6 +52,48 @@ cdef class RepeatedElements:
             for tensor in range(3):
                 stride = tensors[tensor].stride(axis - lacking) if axis >= lacking else 0
                 self._problem.strides[tensor][axis] = stride
+        if table is not None:
+            self._problem.b = <char *><uintptr_t>table.data_ptr()
+            self._problem.strides[1] = [0, 0, 0, 0]
+        self._operation.kind, self._operation.problem = OPERATION_ELEMENTS, &self._problem
 
     def __call__(self):
-        _paths[_path_count - 1].elements(&self._problem)
+        run_alone(_paths[_path_count - 1].element_step(&self._problem))
+
+
+cdef class RepeatedRows(RepeatedOperator):
+    """Rows of a matrix, looked up anew by every call.
+
+    Args:
+        matrix: [entries, depth], dense on the CPU, adjacent.
+        ids: int64, adjacent.
+        out: [..., depth] of the matrix's dtype, adjacent, which every call writes to.
+
+    Raises:
+        ValueError: they are not of this kind.
+        IndexError: from a call, a row that there is not.
+    """
+
+    cdef object _kept
+    cdef const char *_matrix
+    cdef const int64_t *_ids
+    cdef char *_out
+    cdef int64_t _entries, _count, _bytes
+
+    def __init__(self, matrix, ids, out):
+        fits = matrix.dim() == 2 and ids.dtype is torch.int64 and out.dtype is matrix.dtype
+        if not (fits and matrix.is_contiguous() and ids.is_contiguous() and out.is_contiguous()):
+            raise ValueError(f"rows: expected adjacent elements, got {matrix.stride()}, {ids.stride()}")
+        self._kept = matrix, ids, out
+        self._matrix = <const char *><uintptr_t>matrix.data_ptr()
+        self._ids = <const int64_t *><uintptr_t>ids.data_ptr()
+        self._out = <char *><uintptr_t>out.data_ptr()
+        self._entries, self._count = matrix.size(0), ids.numel()
+        self._bytes = matrix.size(1) * matrix.element_size()
+
+    def __call__(self):
+        cdef int64_t i
+        for i in range(self._count):
+            if not 0 <= self._ids[i] < self._entries:
+                raise IndexError(f"ids: expected less than {self._entries}, got {self._ids[i]}")
+            memcpy(self._out + i * self._bytes, self._matrix + self._ids[i] * self._bytes, self._bytes)

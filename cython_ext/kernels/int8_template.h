@@ -68,12 +68,12 @@ static float pack_x(char *to, int64_t stride, const char *from, int64_t depth, i
 }
 
 /* Panels of x as [steps][its rows][INT8_STEP]. */
-static void pack_x_panels(char *panels, const linear_pass *pass) {
-    const linear_problem *p = pass->problem;
+static void pack_x_panels(const linear_pass *pass) {
+    const linear_problem *p = pass->problems;
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = pass->panel_starts[i], end = pass->panel_starts[i + 1];
-        char *panel = panels + start * pass->packed_bytes;
+        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
+        char *panel = pass->panels + start * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             pass->x_scales[row] = pack_x(panel + (row - start) * X_STEP_BYTES, (end - start) * X_STEP_BYTES,
                                          p->x + row * row_bytes, p->depth, p->dtype);

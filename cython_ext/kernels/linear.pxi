@@ -41,7 +41,7 @@ cdef object _solve(linear_problem *problem, object x, object bias, int path, int
         return out.zero_() if bias is None else out.copy_(bias)
     kept = _describe_rows(problem, x, bias, out)
     with nogil:
-        failed = _paths[path].linear(problem, 1, threads)
+        failed = run_linears(problem, 1, _paths + path, threads)
     if failed:
         raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
     return out
@@ -82,11 +82,10 @@ cdef object _multiply(object x, object weight, object bias, int path, int thread
     return _solve(&problem, x, bias, path, threads)
 
 
-cdef class RepeatedLinears:
+cdef class RepeatedLinears(RepeatedOperator):
     """:func:`kernel_linear` of tensors that stay where they are, computed anew by every call."""
 
     cdef linear_problem _problems[MAX_TOGETHER]
-    cdef int _count
     cdef list _kept
 
     def __init__(self, x, weight, bias, out):
@@ -98,37 +97,46 @@ cdef class RepeatedLinears:
         Raises:
             ValueError: rows of x do not lie at equal distances.
         """
-        self._count, self._kept = 0, []
+        self._operation.kind, self._operation.problem = OPERATION_LINEARS, &self._problems[0]
+        self._operation.count, self._kept = 0, []
         self._add(x, weight, bias, out)
 
     def add(self, x, weight, bias, out):
         """Compute another layer of the same x together with these, if that can be; whether it can."""
         cdef linear_problem *first = self._problems
-        if self._count == MAX_TOGETHER or weight.dtype is not self._kept[0][1].dtype:
+        if self._operation.count == MAX_TOGETHER or weight.dtype is not self._kept[0][1].dtype:
             return False
         self._add(x, weight, bias, out)
-        cdef linear_problem *last = self._problems + self._count - 1
+        cdef linear_problem *last = self._problems + self._operation.count - 1
         if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
             return True
-        self._count -= 1
+        self._operation.count -= 1
         self._kept.pop()
         return False
 
+    def new_out(self):
+        """Let the next calls write what the only layer gives to another tensor, which is returned."""
+        x, weight, out, described = self._kept[0]
+        out = _empty_like(out)
+        self._kept[0] = x, weight, out, described
+        self._problems[0].y = <char *><uintptr_t>out.data_ptr()
+        return out
+
     cdef int _add(self, object x, object weight, object bias, object out) except -1:
-        cdef linear_problem *problem = self._problems + self._count
+        cdef linear_problem *problem = self._problems + self._operation.count
         _describe_weight(problem, weight)
         described = _describe_rows(problem, x, bias, out)
         if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
         self._kept.append((x, weight, out, described))
-        self._count += 1
+        self._operation.count += 1
         return 0
 
     def __call__(self):
         cdef int threads = _get_num_threads(), failed
         cdef int path = <int>len(PATHS) - 1
         with nogil:
-            failed = _paths[path].linear(self._problems, self._count, threads)
+            failed = run_linears(self._problems, self._operation.count, _paths + path, threads)
         if failed:
             raise MemoryError("no memory to pack the rows of a linear layer")
 

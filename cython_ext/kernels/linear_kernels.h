@@ -10,12 +10,16 @@
 
 #include "simd.h"
 
-/* Most weight rows of one unit of work, and what their number is a multiple of; input rows of one pass;
+/* Most weight rows of one unit of work, which is a multiple of the next number; input rows of one pass;
  * layers that may share one. */
 #define CHUNK_ROWS 64
 #define CHUNK_MULTIPLE 16
 #define PASS_ROWS 64
 #define MAX_TOGETHER 4
+#define LINEAR_STEPS 2
+
+/* Bytes, in each place that a chunk is read in, between what is multiplied and what is fetched. */
+#define AHEAD 2048
 
 /* Rows of a forward over a root and 64 draft tokens, the most that a scope computes here. */
 #define ROUTED_ROWS 65
@@ -58,23 +62,39 @@ typedef struct {
 
 /* One pass over the weights of problems that share x, shared by its threads. */
 typedef struct {
-    const linear_problem *problem; /* the first, or the one that a thread works at */
+    const linear_problem *problems;
     int count;
     int64_t chunk_rows[MAX_TOGETHER];
-    char *panels;         /* the rows of x, packed */
+    int64_t chunks[MAX_TOGETHER];
     int64_t packed_bytes; /* one packed row's */
     int64_t panel_count;
-    int64_t panel_starts[PASS_ROWS + 1]; /* equally high panels, give or take a row */
-    float *x_scales;      /* [rows] of x, where it is rounded */
-    float *sums;          /* [threads, rows, CHUNK_ROWS] */
-    int64_t next_chunk;   /* taken atomically, like the next */
-    int64_t next_thread;
+    int64_t all_chunks; /* 1: they are one thread's */
+    int64_t bytes;      /* of memory that the pass needs */
+    char *panels;    /* the rows of x, packed */
+    float *x_scales; /* [rows] of x, where it is rounded */
+    float *sums;     /* [threads, rows, CHUNK_ROWS] */
 } linear_pass;
+
+/* Where the i-th of equally high panels, give or take a row, begins. */
+static inline int64_t linear_panel_start(const linear_pass *pass, int64_t i) {
+    return pass->problems->rows * i / pass->panel_count;
+}
+
+/* The threads that are worth waking for `count` problems. */
+static inline int linear_threads(const linear_problem *problems, int count, int threads) {
+    int64_t weight_bytes = 0, chunks = 1;
+    for (int i = 0; i < count; i++) {
+        const linear_problem *p = problems + i;
+        weight_bytes += p->outputs * p->depth * skinny_item_bytes(p->weight_dtype);
+        chunks += skinny_parts(p->outputs, CHUNK_MULTIPLE);
+    }
+    return (int)skinny_min(threads, skinny_min(chunks, weight_bytes / THREAD_BYTES + 1));
+}
 
 /* Weight rows of a problem's units of work, so that the last threads to end wait least for each other. */
 static inline int64_t linear_chunk_rows(int64_t outputs, int threads) {
     int64_t best = CHUNK_ROWS, least = INT64_MAX;
-    for (int64_t rows = CHUNK_ROWS; rows >= CHUNK_ROWS / 2; rows -= CHUNK_MULTIPLE) {
+    for (int64_t rows = CHUNK_ROWS; rows >= CHUNK_MULTIPLE; rows -= CHUNK_MULTIPLE) {
         const int64_t longest = skinny_parts(skinny_parts(outputs, rows), threads) * rows;
         if (longest < least) best = rows, least = longest;
     }

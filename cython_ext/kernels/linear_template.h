@@ -1,33 +1,38 @@
 /* The linear layer for one instruction set; see linear_kernels.h and tile_template.h. */
 
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
-static void pack_panels(char *panels, const linear_pass *pass) {
-    const linear_problem *p = pass->problem;
-    if (p->weight_dtype == SKINNY_ROUNDED) return pack_x_panels(panels, pass);
+static void pack_panels(void *of, int64_t chunk, int thread) {
+    const linear_pass *pass = of;
+    const linear_problem *p = pass->problems;
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
+    (void)chunk, (void)thread;
+    if (p->weight_dtype == SKINNY_ROUNDED) {
+        pack_x_panels(pass);
+        return;
+    }
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = pass->panel_starts[i], end = pass->panel_starts[i + 1];
-        char *panel = panels + start * pass->packed_bytes;
+        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
+        char *panel = pass->panels + start * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             pack_row(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
                      p->x + row * row_bytes, p->depth, p->dtype);
     }
 }
 
-/* All panels times TILE_ROWS weight rows of a chunk, `apart` rows from one another. The rows behind them
- * are fetched meanwhile, shared out among the panels so that memory stays busy while the arithmetic
- * runs from the caches. A tile past the last weight row repeats it: nobody reads those sums. */
-static void tile_row(const linear_pass *pass, int64_t first, int64_t apart, float *sums) {
-    const linear_problem *p = pass->problem;
+/* All panels times TILE_ROWS weight rows of a chunk, `apart` rows from one another. What stands AHEAD bytes
+ * behind them is fetched meanwhile, shared out among the panels so that memory stays busy while the
+ * arithmetic runs from the caches. A tile past the last weight row repeats it: nobody reads those
+ * sums. */
+static void tile_row(const linear_pass *pass, const linear_problem *p, int64_t first, int64_t apart, float *sums) {
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
     const int64_t share = skinny_parts(TILE_ROWS, pass->panel_count);
-    skinny_tile tile = {.depth = p->depth, .ahead = row_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
+    skinny_tile tile = {.depth = p->depth, .ahead = AHEAD, .sums_stride = CHUNK_ROWS, .sums_step = apart};
     for (int64_t o = 0; o < TILE_ROWS; o++) {
         const int64_t output = skinny_min(first + o * apart, p->outputs - 1);
         tile.weight[o] = p->weight + output * row_bytes;
     }
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = pass->panel_starts[i], end = pass->panel_starts[i + 1];
+        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
         tile.panel = pass->panels + start * pass->packed_bytes;
         tile.fetch_first = skinny_min(i * share, TILE_ROWS);
         tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
@@ -37,12 +42,6 @@ static void tile_row(const linear_pass *pass, int64_t first, int64_t apart, floa
         else
             tile_of(end - start, p->weight_dtype, tile);
     }
-}
-
-/* A chunk is read in TILE_ROWS places at once: as many streams, each of which the hardware follows. */
-static void chunk(const linear_pass *pass, int64_t first, int64_t count, float *sums) {
-    const int64_t apart = skinny_parts(count, TILE_ROWS);
-    for (int64_t o = 0; o < apart; o++) tile_row(pass, first + o, apart, sums + o);
 }
 
 /* Elements [o, o + count) of one for each output, and zeros behind them; zeros of none. */
@@ -55,8 +54,8 @@ static ALWAYS_INLINE VEC of_outputs(const char *all, int64_t o, int64_t count, i
 
 /* Sums, in their scales, plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's
  * dtype. */
-static void write_outputs(const linear_pass *pass, int64_t o, int64_t count, const float *sums) {
-    const linear_problem *p = pass->problem;
+static void write_outputs(const linear_pass *pass, const linear_problem *p, int64_t o, int64_t count,
+                          const float *sums) {
     const int64_t bytes = skinny_item_bytes(p->dtype);
     const VEC bias = of_outputs(p->bias, o, count, p->dtype);
     const VEC scales = of_outputs(p->scales, o, count, p->scale_dtype);
@@ -76,73 +75,69 @@ static void write_outputs(const linear_pass *pass, int64_t o, int64_t count, con
     }
 }
 
-/* A chunk of the problem of a pass, the first rows from `first`. */
-static void work_at(const linear_pass *pass, int64_t first, int64_t rows, float *sums) {
-    const int64_t count = skinny_min(rows, pass->problem->outputs - first);
-    chunk(pass, first, count, sums);
-    for (int64_t o = 0; o < count; o += LANES)
-        write_outputs(pass, first + o, skinny_min(LANES, count - o), sums + o);
+/* The problem that a chunk of a pass belongs to; its first weight row is written to `first`, and the row
+ * behind its last one to `end`. */
+static const linear_problem *problem_of(const linear_pass *pass, int64_t chunk, int64_t *first, int64_t *end) {
+    int i = 0;
+    while (chunk >= pass->chunks[i]) chunk -= pass->chunks[i++];
+    *first = chunk * pass->chunk_rows[i];
+    *end = skinny_min(*first + pass->chunk_rows[i], pass->problems[i].outputs);
+    return pass->problems + i;
 }
 
-/* What one thread does: chunks of outputs until none is left. */
-static void work(void *shared) {
-    linear_pass *all = shared, pass = *all;
-    float *sums = pass.sums + FETCH_ADD(&all->next_thread) * pass.problem->rows * CHUNK_ROWS;
-    int64_t before = 0; /* chunks of the problems that are done */
-    int64_t next = FETCH_ADD(&all->next_chunk);
-    for (int i = 0; i < pass.count; i++, pass.problem++) {
-        const int64_t rows = pass.chunk_rows[i], chunks = skinny_parts(pass.problem->outputs, rows);
-        for (; next < before + chunks; next = FETCH_ADD(&all->next_chunk))
-            work_at(&pass, (next - before) * rows, rows, sums);
-        before += chunks;
-    }
+/* A chunk is read in TILE_ROWS places at once: as many streams, each of which the hardware follows. */
+static void multiply_chunk(void *of, int64_t chunk, int thread) {
+    const linear_pass *pass = of;
+    int64_t first, end;
+    const linear_problem *p = problem_of(pass, chunk, &first, &end);
+    float *sums = pass->sums + thread * p->rows * CHUNK_ROWS;
+    const int64_t apart = skinny_parts(end - first, TILE_ROWS);
+    for (int64_t o = 0; o < apart; o++) tile_row(pass, p, first + o, apart, sums + o);
+    for (int64_t o = 0; o < end - first; o += LANES)
+        write_outputs(pass, p, first + o, skinny_min(LANES, end - first - o), sums + o);
 }
 
-/* Takes PASS_ROWS rows at most. Returns 0, or -1 when memory ran out. */
-static int run_pass(const linear_problem *p, int count, int threads) {
-    float x_scales[PASS_ROWS];
-    linear_pass pass = {.problem = p, .count = count, .x_scales = x_scales};
+static void multiply_all(void *of, int64_t chunk, int thread) {
+    const linear_pass *pass = of;
+    (void)chunk;
+    for (int64_t i = 0, before = 0; i < pass->count; before += pass->chunks[i++])
+        for (int64_t j = 0; j < pass->chunks[i]; j++) multiply_chunk(of, before + j, thread);
+}
+
+/* The turn-th cache line of each of these places. */
+static void fetch_chunk(void *of, int64_t chunk, int64_t turn) {
+    int64_t first, end;
+    const linear_problem *p = problem_of(of, chunk, &first, &end);
+    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
+    const int64_t bytes = skinny_parts(end - first, TILE_ROWS) * row_bytes;
+    if (turn * CACHE_LINE >= bytes) return;
+    for (int64_t o = 0; o < TILE_ROWS; o++)
+        PREFETCH(p->weight + first * row_bytes + skinny_min(o * bytes + turn * CACHE_LINE, (end - first) * row_bytes));
+}
+
+static int64_t plan_linears(linear_pass *pass, const linear_problem *p, int count, int threads) {
+    *pass = (linear_pass){.problems = p, .count = count};
     if (p->weight_dtype == SKINNY_ROUNDED)
-        pass.packed_bytes = skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
+        pass->packed_bytes = skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
     else
-        pass.packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
-    pass.panel_count = skinny_parts(p->rows, PANEL_ROWS);
-    for (int64_t i = 0; i <= pass.panel_count; i++) pass.panel_starts[i] = p->rows * i / pass.panel_count;
-    for (int i = 0; i < count; i++) pass.chunk_rows[i] = linear_chunk_rows(p[i].outputs, threads);
-    const int64_t panel_bytes = p->rows * pass.packed_bytes;
-    const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;
-    char *memory = malloc(sums_bytes + panel_bytes + CACHE_LINE);
-    if (!memory) return -1;
-    pass.sums = (float *)(memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE));
-    pass.panels = (char *)pass.sums + sums_bytes;
-    /* The last outputs may fill less than the vector that is read of them. */
-    memset(pass.sums, 0, sums_bytes);
-    pack_panels(pass.panels, &pass);
-    openmp_parallel(work, &pass, threads);
-    free(memory);
-    return 0;
+        pass->packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
+    pass->panel_count = skinny_parts(p->rows, PANEL_ROWS);
+    for (int i = 0; i < count; i++) {
+        pass->chunk_rows[i] = linear_chunk_rows(p[i].outputs, threads);
+        pass->chunks[i] = skinny_parts(p[i].outputs, pass->chunk_rows[i]);
+        pass->all_chunks += pass->chunks[i];
+    }
+    if (linear_threads(p, count, threads) == 1) pass->all_chunks = 1;
+    pass->bytes = (threads * p->rows * CHUNK_ROWS + PASS_ROWS) * 4 + p->rows * pass->packed_bytes;
+    return pass->bytes;
 }
 
-/* `count` problems, at most MAX_TOGETHER, that differ in weights, biases and outputs alone. */
-static int linear(const linear_problem *problems, int count, int threads) {
-    linear_problem parts[MAX_TOGETHER];
-    const int64_t rows = problems->rows, bytes = skinny_item_bytes(problems->dtype);
-    int64_t weight_bytes = 0, chunks = 1;
-    int failed = 0;
-    for (int i = 0; i < count; i++) {
-        const linear_problem *p = problems + i;
-        weight_bytes += p->outputs * p->depth * skinny_item_bytes(p->weight_dtype);
-        chunks += skinny_parts(p->outputs, CHUNK_MULTIPLE);
-    }
-    const int useful = (int)skinny_min(threads, skinny_min(chunks, weight_bytes / THREAD_BYTES + 1));
-    for (int64_t row = 0; row < rows && !failed; row += PASS_ROWS) {
-        for (int i = 0; i < count; i++) {
-            parts[i] = problems[i];
-            parts[i].x += row * parts[i].x_stride * bytes;
-            parts[i].y += row * parts[i].y_stride * bytes;
-            parts[i].rows = skinny_min(PASS_ROWS, rows - row);
-        }
-        failed = run_pass(parts, count, useful);
-    }
-    return failed;
+static void add_linears(work_step *steps, linear_pass *pass, char *memory, int threads) {
+    pass->sums = (float *)memory;
+    pass->x_scales = pass->sums + threads * pass->problems->rows * CHUNK_ROWS;
+    pass->panels = (char *)(pass->x_scales + PASS_ROWS);
+    steps[0] = (work_step){.work = pack_panels, .of = pass, .chunks = 1};
+    steps[1] = (work_step){.work = multiply_all, .of = pass, .chunks = 1};
+    if (pass->all_chunks > 1)
+        steps[1] = (work_step){multiply_chunk, fetch_chunk, pass, pass->all_chunks};
 }

@@ -75,5 +75,5 @@ static ALWAYS_INLINE void sum_lanes(float32x4_t a, float32x4_t b, float32x4_t c,
 
 #include "templates.h"
 
-const kernel_path neon_path = {"neon", linear, attention, pack_int8, norm, elements};
+const kernel_path neon_path = {"neon", plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, pack_int8};
 #endif

@@ -6,11 +6,6 @@ NORM_LANES = (4, 8, 16)
 cdef int64_t _most_normed = 1 << 18
 
 
-# The fastest instruction set's.
-cdef int (*_norm)(const norm_problem *) noexcept nogil
-_norm = _paths[_path_count - 1].norm if _path_count else plain_norm
-
-
 cdef bint _can_norm(object x, object weight):
     dtype = getattr(weight, "dtype", None)
     if dtype not in _dtypes or not _is_plain(weight, dtype) or not _is_plain(x, dtype):
@@ -42,7 +37,6 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
 
     Raises:
         ValueError: `lanes` is none of them.
-        MemoryError: there is none for a row.
     """
     if lanes not in NORM_LANES:
         raise ValueError(f"lanes: expected one of {NORM_LANES}, got {lanes}")
@@ -57,7 +51,7 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
     return y
 
 
-cdef class RepeatedNorm:
+cdef class RepeatedNorm(RepeatedOperator):
     """:func:`fused_norm` of tensors that stay where they are, computed anew by every call.
 
     Args:
@@ -78,10 +72,11 @@ cdef class RepeatedNorm:
         self._problem.dtype = _dtypes[x.dtype]
         self._problem.epsilon, self._problem.lanes = epsilon, lanes
         self._problem.shifted, self._problem.rounded = shifted, rounded
+        self._operation.kind, self._operation.problem = OPERATION_NORM, &self._problem
 
     def __call__(self):
-        cdef int failed
         with nogil:
-            failed = _norm(&self._problem)
-        if failed:
-            raise MemoryError(f"no memory for a row of {self._problem.depth}")
+            if _path_count:
+                run_alone(_paths[_path_count - 1].norm_step(&self._problem))
+            else:
+                plain_norm(&self._problem)

@@ -21,7 +21,14 @@ typedef struct {
     int rounded; /* whether values are, to the dtype, before the weight is multiplied */
 } norm_problem;
 
-/* Serves CPUs without a path. Returns 0, or -1 when memory ran out. */
-int plain_norm(const norm_problem *);
+/* Elements of one unit of work. */
+#define CHUNK_NORMED 2048
+
+static inline int64_t norm_chunk_rows(const norm_problem *p) {
+    return p->depth < CHUNK_NORMED ? CHUNK_NORMED / p->depth : 1;
+}
+
+/* Serves CPUs without a path. */
+void plain_norm(norm_problem *);
 
 #endif

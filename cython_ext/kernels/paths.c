@@ -28,4 +28,4 @@ int kernel_paths(kernel_path paths[MAX_PATHS]) {
     return count;
 }
 
-int plain_norm(const norm_problem *p) { return norm(p); }
+void plain_norm(norm_problem *p) { run_alone(norm_step(p)); }

@@ -8,13 +8,18 @@
 #include "linear_kernels.h"
 #include "norm_kernel.h"
 
+/* What an instruction set computes operators by: of linears and attention a plan, which returns the bytes of
+ * memory that are needed, and then LINEAR_STEPS or ATTENTION_STEPS steps, in memory that begins at a
+ * cache line. Linears have at most PASS_ROWS rows; a plan of attention is for the first heads. */
 typedef struct {
     const char *name;
-    int (*linear)(const linear_problem *, int count, int threads); /* 0, or -1 when memory ran out */
-    int (*attention)(const attention_problem *, int threads);
+    int64_t (*plan_linears)(linear_pass *, const linear_problem *, int count, int threads);
+    void (*add_linears)(work_step *, linear_pass *, char *memory, int threads);
+    int64_t (*plan_attention)(attention_pass *, const attention_problem *, int threads);
+    void (*add_attention)(work_step *, attention_pass *, char *memory, int threads);
+    work_step (*norm_step)(norm_problem *);
+    work_step (*element_step)(element_problem *);
     void (*pack_int8)(int8_packing *, int threads);
-    int (*norm)(const norm_problem *);
-    void (*elements)(const element_problem *);
 } kernel_path;
 
 #define MAX_PATHS 3

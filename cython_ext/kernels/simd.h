@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "openmp_runtime.h"
+#include "steps.h"
 
 /* Weights alone may be int8; by SKINNY_ROUNDED, x is rounded to integers too. */
 enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_ROUNDED };
@@ -38,6 +39,8 @@ static inline int64_t skinny_item_bytes(int dtype) {
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define PREFETCH(address) __builtin_prefetch((address), 0, 2) /* into the second-level cache */
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
+#define ADD_RELEASE(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELEASE)
+#define LOAD_ACQUIRE(counter) __atomic_load_n((counter), __ATOMIC_ACQUIRE)
 #elif defined(_MSC_VER)
 #define ALWAYS_INLINE __forceinline
 #else

@@ -9,6 +9,8 @@ import torch
 
 from libc.math cimport sqrt
 from libc.stdint cimport int8_t, int64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 cdef extern from "openmp_runtime.h" nogil:
     void openmp_use(const uintptr_t *addresses, int count)
@@ -23,7 +25,7 @@ cdef extern from *:
     """
     int thread_depth  # how many scopes of reroute the running thread is in
 
-cdef extern from "paths.h" nogil:
+cdef extern from "program.h" nogil:
     enum:
         SKINNY_FLOAT32
         SKINNY_BFLOAT16
@@ -42,6 +44,12 @@ cdef extern from "paths.h" nogil:
         ELEMENT_NEG
         ELEMENT_MUL
         ELEMENT_ADD
+        ELEMENT_TABLE
+        PASS_ROWS
+        OPERATION_LINEARS
+        OPERATION_ATTENTION
+        OPERATION_NORM
+        OPERATION_ELEMENTS
 
     ctypedef struct linear_problem:
         char *x
@@ -100,16 +108,31 @@ cdef extern from "paths.h" nogil:
         int dtype
         int kind
 
+    ctypedef struct work_step:
+        pass
+
     ctypedef struct kernel_path:
         const char *name
-        int (*linear)(const linear_problem *, int, int) noexcept nogil
-        int (*attention)(const attention_problem *, int) noexcept nogil
+        work_step (*norm_step)(norm_problem *) noexcept nogil
+        work_step (*element_step)(element_problem *) noexcept nogil
         void (*pack_int8)(int8_packing *, int) noexcept nogil
-        int (*norm)(const norm_problem *) noexcept nogil
-        void (*elements)(const element_problem *) noexcept nogil
+
+    ctypedef struct operation:
+        int kind
+        int count
+        void *problem
+
+    ctypedef struct program:
+        operation *operations
+        int count
 
     int kernel_paths(kernel_path *paths)
-    int plain_norm(const norm_problem *)
+    void plain_norm(norm_problem *)
+    void run_alone(work_step)
+    int run_linears(const linear_problem *, int count, const kernel_path *, int threads)
+    int run_attention(const attention_problem *, const kernel_path *, int threads)
+    int run_program(program *, const kernel_path *, int threads)
+    void free_program(program *)
 
 
 cdef kernel_path _paths[MAX_PATHS]
@@ -157,6 +180,15 @@ cdef int _share_openmp() except -1:
             openmp_use(addresses, len(functions))
             break
     return 0
+
+
+cdef class RepeatedOperator:
+    """An operator whose tensors stay where they are, computed anew by every call."""
+
+    cdef operation _operation
+
+    def __call__(self):
+        raise NotImplementedError
 
 
 cdef int _path_index(object path) except -1:
@@ -226,3 +258,4 @@ include "linear.pxi"
 include "attention.pxi"
 include "norm.pxi"
 include "elements.pxi"
+include "program.pxi"

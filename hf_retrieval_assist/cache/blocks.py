@@ -66,14 +66,19 @@ class Block:
         self.states, self.base = states, base
         self.opened: tuple[int | None, int, int | None, torch.dtype] | None = None
 
-    def open(self, start: int | None, extent: int, first: int | None, dtype: torch.dtype) -> None:
-        """Make `new` and `shown`, and room where there is none; earlier states are promoted to what
-        is written as by `torch.cat`."""
+    def make_room(self, extent: int, dtype: torch.dtype) -> bool:
+        """Let slots up to one be written to; earlier states are promoted to what is written as by
+        `torch.cat`. Returns whether they are of its dtype then."""
         if (wanted := torch.promote_types(self.states.dtype, dtype)) != self.states.dtype:
             self.replace(self.states.to(wanted), self.base)
         stale = self.states.is_inference() and not _in_inference()
         if stale or extent - self.base > self.states.shape[3]:
             self._grow(extent)
+        return wanted == dtype
+
+    def open(self, start: int | None, extent: int, first: int | None, dtype: torch.dtype) -> None:
+        """Make `new` and `shown`, and room where there is none."""
+        self.make_room(extent, dtype)
         states, end = self.states, extent - self.base
         new = [] if start is None else states[:, :, :, start - self.base : end].unbind(0)
         shown = states[:, :, :, 0 if first is None else first - self.base : end].unbind(0)

@@ -18,8 +18,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -27,7 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ...system.tensors import memory_of, same_bits, thread
-from .skinny import RepeatedElements, route_depth, set_route_depth
+from .skinny import (
+    CompiledOperators,
+    GivenLayers,
+    RepeatedAttend,
+    RepeatedElements,
+    RepeatedLinears,
+    RepeatedRows,
+    RepeatedUpdate,
+    can_compile,
+    route_depth,
+    set_route_depth,
+)
 
 aten = torch.ops.aten
 
@@ -84,6 +96,14 @@ class Given:
         attend(*self.shown[i], None if mask is None else self.masks[mask])
 
 
+class _Plan(NamedTuple):
+    """Operators in their order, of which neighbours may be one; and what computes the logits behind
+    them: the last layer, which is one of them, or the function that the program has for it."""
+
+    operators: Sequence[Operator]
+    last: RepeatedLinears | None
+
+
 class Program:
     """A forward that was recorded.
 
@@ -93,6 +113,7 @@ class Program:
         operators: in their order; of one that has `direct`, that is called where nothing stands for
             any of its `weights`.
         last: computes its logits behind them.
+        last_layer: the operator that does the same, if it is a linear layer.
         nbytes: that its tensors take.
     """
 
@@ -102,11 +123,21 @@ class Program:
         given: Given,
         operators: Sequence[Operator],
         last: Callable[[], torch.Tensor],
+        last_layer: Operator | None,
         nbytes: int,
     ) -> None:
-        self._inputs, self._given, self._operators, self._last = inputs, given, operators, last
-        self._direct = [getattr(operator, "direct", operator) for operator in operators]
-        self._weights = {i for operator in operators for i in getattr(operator, "weights", ())}
+        self._inputs, self._given, self._operators = inputs, given, operators
+        self._last, self._last_layer = last, last_layer
+        whole = [*operators, *([] if last_layer is None else [last_layer])]
+        self._weights = {i for operator in whole for i in getattr(operator, "weights", ())}
+        on_cache = [one for one in operators if isinstance(one, (RepeatedUpdate, RepeatedAttend))]
+        self._updates = [one for one in on_cache if isinstance(one, RepeatedUpdate)]
+        numbers = [update.layer for update in self._updates]
+        self._placed: GivenLayers | None = None
+        # A layer that is written to twice has moved on in between.
+        if all(map(can_compile, on_cache)) and self._updates and len({*numbers}) == len(numbers):
+            self._placed = GivenLayers(numbers, self._updates[0].dtype)
+        self._plans: dict[Any, _Plan] = {}
         self.nbytes = nbytes
 
     def __call__(
@@ -123,14 +154,59 @@ class Program:
         # What is not a kernel's of these is routed, too; nothing has to be exchanged for that.
         set_route_depth(depth + 1)
         try:
-            not_overridden = self._weights.isdisjoint(overrides.by_id)
-            for operator in self._direct if not_overridden else self._operators:
+            operators, last = self._plan(layers, masks)
+            logits = None if last is None else last.new_out()
+            for operator in operators:
                 operator()
-            return self._last()
+            return self._last() if logits is None else logits
         finally:
             set_route_depth(depth)
             self._given.layers = self._given.masks = ()
             self._given.shown.clear()
+            if self._placed is not None:
+                self._placed.close()
+
+    def _plan(self, layers: Sequence[Any], masks: Sequence[torch.Tensor]) -> _Plan:
+        """The operators of a forward in which some weights are overridden."""
+        overridden = frozenset(self._weights.intersection(overrides.by_id))
+        placed = self._placed is not None and self._placed.open(
+            layers, masks, self._updates[0].tokens
+        )
+        key = overridden, placed
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = self._planned(overridden, placed)
+        return plan
+
+    def _planned(self, overridden: frozenset[int], placed: bool) -> _Plan:
+        chosen = [_chosen(operator, overridden) for operator in self._operators]
+        last = None if self._last_layer is None else _chosen(self._last_layer, overridden)
+        if not isinstance(last, RepeatedLinears):
+            last = None
+        whole = chosen if last is None else [*chosen, last]
+        return _Plan(_compiled(whole, self._placed if placed else None), last)
+
+
+def _chosen(operator: Operator, overridden: frozenset[int]) -> Operator:
+    """What computes an operator where something stands for these weights."""
+    own = overridden.isdisjoint(getattr(operator, "weights", ()))
+    return getattr(operator, "direct", operator) if own else operator
+
+
+def _compiled(operators: Sequence[Operator], given: GivenLayers | None) -> list[Operator]:
+    """The same, in which neighbours that can be are one.
+
+    Args:
+        given: tells operators on the cache what they are given; None: they ask the layers.
+    """
+    found: list[Operator] = []
+    for compiles, group in groupby(operators, partial(_can_compile, given is not None)):
+        found += [CompiledOperators(list(group), given)] if compiles else group
+    return found
+
+
+def _can_compile(placed: bool, operator: Operator) -> bool:
+    on_cache = isinstance(operator, (RepeatedUpdate, RepeatedAttend))
+    return (placed or not on_cache) and can_compile(operator)
 
 
 class _Watch(TorchFunctionMode):
@@ -210,10 +286,13 @@ class Recorder(TorchDispatchMode):
         """
         nbytes = sum(tensor.nbytes for tensor in self._made.values())
         out, last, place = self._linear or (None, logits.clone, 0)
-        if logits is out and place == len(self._operators) - 1:
-            return Program(self.inputs, self._given, self._operators[:-1], last, nbytes)
-        self._require_known(logits)
-        return Program(self.inputs, self._given, self._operators, logits.clone, nbytes)
+        operators, layer = self._operators, None
+        if logits is out and place == len(operators) - 1:
+            operators, layer = operators[:-1], operators[-1]
+        else:
+            self._require_known(logits)
+            last = logits.clone
+        return Program(self.inputs, self._given, operators, last, layer, nbytes)
 
     def linear(
         self,
@@ -265,7 +344,7 @@ class Recorder(TorchDispatchMode):
         with self.aside():
             shown = layer.update(key, value)
         self._shown.append((i, *shown))
-        self._operators.append(partial(self._given.update, i, key, value))
+        self._operators.append(RepeatedUpdate(self._given.update, i, key, value))
         return shown
 
     def attend(
@@ -292,7 +371,7 @@ class Recorder(TorchDispatchMode):
                 raise UnrecordableError("attention gets a mask that the model has made")
         with self.aside():
             out, again = compute(query, key, value, mask)
-        self._note(partial(self._given.attend, again, found[-1], place), out)
+        self._note(RepeatedAttend(self._given.attend, again, found[-1], place), out)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -320,7 +399,7 @@ class Recorder(TorchDispatchMode):
             self._note_tensors(results, -1)
         elif not {memory_of(x) for x in results} <= {memory_of(x) for x in given}:  # no view
             if len(results) == 1:
-                self._note(_into(func, packet, args, kwargs, results[0]), results[0])
+                self._note(_into(func, args, kwargs, results[0]), results[0])
             else:
                 self._note(partial(_compute_into, func, args, kwargs, results), *results)
         return out
@@ -373,10 +452,10 @@ def _compute_into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Ten
         result.copy_(new)
 
 
-def _into(func: Any, packet: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Operator:
+def _into(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Operator:
     """What computes an operator's result anew where it lies: the first way that gives its bits."""
     expected = result.clone()
-    for way in _ways(packet, args, kwargs, result):
+    for way in _ways(func, args, kwargs, result):
         result.zero_()
         with suppress(ValueError, TypeError, RuntimeError):  # it is none of its kind
             again = way()
@@ -387,10 +466,9 @@ def _into(func: Any, packet: Any, args: Any, kwargs: Any, result: torch.Tensor) 
     return partial(_compute_into, func, args, kwargs, [result])
 
 
-def _ways(
-    packet: Any, args: Any, kwargs: Any, result: torch.Tensor
-) -> Iterator[Callable[[], Operator]]:
+def _ways(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Iterator[Callable[[], Any]]:
     """Makers of what may compute an operator's result anew."""
+    packet = func.overloadpacket
     name = packet.__name__
     if packet in _COPYING:
         yield partial(RepeatedElements, "copy", args[:1], result)
@@ -399,9 +477,34 @@ def _ways(
         yield partial(RepeatedElements, name, args, result)
     elif packet is aten.cat:
         yield partial(_Joined, result, *args)
+    elif packet is aten.embedding:
+        yield partial(RepeatedRows, *args[:2], result)
+    elif torch.Tag.pointwise in func.tags and result.element_size() == 2:
+        yield partial(_from_table, func, args, kwargs, result)
     function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
     if function is not None:
         yield lambda: partial(function, *args, **kwargs, out=result)
+
+
+# What functions of one number give for every number of two bytes.
+_tables: dict[Any, torch.Tensor] = {}
+
+
+def _from_table(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Operator:
+    """A function of one number of two bytes, looked up.
+
+    Raises:
+        ValueError: it is a function of something else, too.
+    """
+    first, *rest = args
+    options = (*rest, *kwargs.items())
+    if any(isinstance(x, torch.Tensor) for x in tree_iter(options)) or first.dtype != result.dtype:
+        raise ValueError(f"{func}: expected a function of one number of {result.dtype}")
+    key = func, repr(options), result.dtype
+    if key not in _tables:
+        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(result.dtype)
+        _tables[key] = func(numbers, *rest, **kwargs)
+    return RepeatedElements("table", [first], result, _tables[key])
 
 
 class _Joined:

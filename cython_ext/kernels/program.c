@@ -1,0 +1,134 @@
+#include "program.h"
+
+/* How much of what a program needs; operators use the same `scratch` in turn. */
+typedef struct {
+    int64_t steps, heads, scratch;
+} program_needs;
+
+static char *aligned(char *memory) { return memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE); }
+
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Plans for another number of threads. Returns 0, or -1 when memory ran out. */
+static int plan_program(program *p, const kernel_path *path, int threads) {
+    if (!p->linears) p->linears = malloc(p->count * sizeof(linear_pass));
+    if (!p->linears) return -1;
+    linear_pass *pass = p->linears;
+    for (const operation *o = p->operations; o < p->operations + p->count; o++)
+        if (o->kind == OPERATION_LINEARS) path->plan_linears(pass++, o->problem, o->count, threads);
+    p->threads = threads;
+    return 0;
+}
+
+/* Attention is planned anew each time: it depends on its slots. */
+static program_needs needs_of(const program *p, const kernel_path *path, int threads) {
+    program_needs needs = {0};
+    const linear_pass *linears = p->linears;
+    for (const operation *o = p->operations; o < p->operations + p->count; o++) {
+        if (o->kind == OPERATION_LINEARS) {
+            needs.scratch = most(needs.scratch, linears++->bytes);
+            needs.steps += LINEAR_STEPS;
+        } else if (o->kind == OPERATION_ATTENTION) {
+            attention_pass heads;
+            needs.scratch = most(needs.scratch, path->plan_attention(&heads, o->problem, threads));
+            do needs.steps += ATTENTION_STEPS, needs.heads++;
+            while (attention_next(&heads));
+        } else {
+            needs.steps++;
+        }
+    }
+    return needs;
+}
+
+/* Memory for what is needed, from a cache line on; NULL: there is none. Zeros at first, since the last outputs
+ * of a linear layer may fill less than the vector that is read of them. */
+static char *program_memory(program *p, program_needs needs) {
+    const int64_t all = needs.steps * (int64_t)(sizeof(work_step) + sizeof(work_progress)) +
+                        needs.heads * (int64_t)sizeof(attention_pass) + needs.scratch + 2 * CACHE_LINE;
+    if (all > p->bytes) {
+        char *memory = calloc(1, all);
+        if (!memory) return NULL;
+        free(p->memory);
+        p->memory = memory, p->bytes = all;
+    }
+    return aligned(p->memory);
+}
+
+int run_program(program *p, const kernel_path *path, int threads) {
+    if (p->threads != threads && plan_program(p, path, threads)) return -1;
+    const program_needs needs = needs_of(p, path, threads);
+    work_progress *progress = (work_progress *)program_memory(p, needs);
+    if (!progress) return -1;
+    work_step *steps = (work_step *)(progress + needs.steps), *next = steps;
+    attention_pass *pass = (attention_pass *)(steps + needs.steps);
+    linear_pass *linears = p->linears;
+    char *scratch = aligned((char *)(pass + needs.heads));
+    for (const operation *o = p->operations; o < p->operations + p->count; o++) {
+        if (o->kind == OPERATION_LINEARS) {
+            path->add_linears(next, linears++, scratch, threads);
+            next += LINEAR_STEPS;
+        } else if (o->kind == OPERATION_ATTENTION) {
+            attention_pass heads;
+            path->plan_attention(&heads, o->problem, threads);
+            do {
+                *pass = heads;
+                path->add_attention(next, pass++, scratch, threads);
+                next += ATTENTION_STEPS;
+            } while (attention_next(&heads));
+        } else {
+            *next++ = o->kind == OPERATION_NORM ? path->norm_step(o->problem) : path->element_step(o->problem);
+        }
+    }
+    run_steps(steps, progress, (int)needs.steps, threads);
+    return 0;
+}
+
+void free_program(program *p) {
+    free(p->linears);
+    free(p->memory);
+}
+
+/* Takes PASS_ROWS rows at most. */
+static int run_pass(const linear_problem *p, int count, const kernel_path *path, int threads) {
+    work_step steps[LINEAR_STEPS];
+    work_progress progress[LINEAR_STEPS];
+    linear_pass pass;
+    char *memory = calloc(1, path->plan_linears(&pass, p, count, threads) + CACHE_LINE);
+    if (!memory) return -1;
+    path->add_linears(steps, &pass, aligned(memory), threads);
+    run_steps(steps, progress, LINEAR_STEPS, threads);
+    free(memory);
+    return 0;
+}
+
+int run_linears(const linear_problem *problems, int count, const kernel_path *path, int threads) {
+    linear_problem parts[MAX_TOGETHER];
+    const int64_t rows = problems->rows, bytes = skinny_item_bytes(problems->dtype);
+    const int useful = linear_threads(problems, count, threads);
+    int failed = 0;
+    for (int64_t row = 0; row < rows && !failed; row += PASS_ROWS) {
+        for (int i = 0; i < count; i++) {
+            parts[i] = problems[i];
+            parts[i].x += row * parts[i].x_stride * bytes;
+            parts[i].y += row * parts[i].y_stride * bytes;
+            parts[i].rows = skinny_min(PASS_ROWS, rows - row);
+        }
+        failed = run_pass(parts, count, path, useful);
+    }
+    return failed;
+}
+
+int run_attention(const attention_problem *p, const kernel_path *path, int threads) {
+    work_step steps[ATTENTION_STEPS];
+    work_progress progress[ATTENTION_STEPS];
+    attention_pass pass;
+    char *memory = malloc(path->plan_attention(&pass, p, threads) + CACHE_LINE);
+    if (!memory) return -1;
+    do {
+        const int useful = attention_threads(&pass, threads);
+        path->add_attention(steps, &pass, aligned(memory), useful);
+        run_steps(steps, progress, ATTENTION_STEPS, useful);
+    } while (attention_next(&pass));
+    free(memory);
+    return 0;
+}
