@@ -80,8 +80,7 @@ static void pack_x_panels(const linear_pass *pass) {
     }
 }
 
-/* TILE_ROWS weight rows times one panel; into t.sums. Rows are short, and hardware follows the streams by
- * itself: fetching in software what lies ahead made it slower. */
+/* TILE_ROWS weight rows times one panel; into t.sums. */
 static ALWAYS_INLINE void int8_tile(const int rows, skinny_tile t) {
     VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int r = 0; r < rows; r++)
@@ -91,12 +90,14 @@ static ALWAYS_INLINE void int8_tile(const int rows, skinny_tile t) {
         int8_sums sums[PANEL_ROWS][TILE_ROWS];
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < TILE_ROWS; o++) sums[r][o] = no_sums();
-        for (; k < end; k += INT8_STEP, t.panel += rows * X_STEP_BYTES)
+        for (; k < end; k += INT8_STEP, t.panel += rows * X_STEP_BYTES) {
+            for (int64_t o = t.fetch_first; o < t.fetch_end; o++) PREFETCH(t.weight[o] + t.ahead + k);
             for (int o = 0; o < TILE_ROWS; o++) {
                 const int8_weights w = load_weights(t.weight[o] + k);
                 for (int r = 0; r < rows; r++)
                     sums[r][o] = add_products(sums[r][o], w, t.panel + r * X_STEP_BYTES);
             }
+        }
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ADD(acc[r][o], to_floats(sums[r][o]));
     }

@@ -37,7 +37,7 @@ static inline int64_t skinny_item_bytes(int dtype) {
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define PREFETCH(address) __builtin_prefetch((address), 0, 2) /* into the second-level cache */
+#define PREFETCH(address) __builtin_prefetch((address), 0, 3) /* into all caches */
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
 #define ADD_RELEASE(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELEASE)
 #define LOAD_ACQUIRE(counter) __atomic_load_n((counter), __ATOMIC_ACQUIRE)

@@ -94,8 +94,7 @@ static ALWAYS_INLINE void store_sums(const int rows, const skinny_tile *t, VEC a
     }
 }
 
-/* TILE_ROWS weight rows times one panel; into t.sums. Rows of int8 are short: hardware follows them by
- * itself. */
+/* TILE_ROWS weight rows times one panel; into t.sums. */
 static ALWAYS_INLINE void tile(const int rows, const int dtype, skinny_tile t) {
     char part[TILE_ROWS][STEP_BYTES];
     VEC acc[PANEL_ROWS][TILE_ROWS];
@@ -103,7 +102,7 @@ static ALWAYS_INLINE void tile(const int rows, const int dtype, skinny_tile t) {
         for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
     int64_t k = 0;
     for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
-        for (int64_t o = t.fetch_first; o < t.fetch_end && dtype != SKINNY_INT8; o++)
+        for (int64_t o = t.fetch_first; o < t.fetch_end; o++)
             PREFETCH(t.weight[o] + t.ahead + k * skinny_item_bytes(dtype));
         step(rows, dtype, &t, k, acc);
     }
