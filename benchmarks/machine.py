@@ -12,20 +12,19 @@ whose numbers take no time. The memory of the process is locked.
 from __future__ import annotations
 
 import argparse
-import ctypes
+import cProfile
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, reroute
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
@@ -38,7 +37,7 @@ from .accelerator import weight_bytes
 from .overhead import random_model
 from .replay import SHAPES, build
 from .report import Report, Table
-from .timing import alternate, orders
+from .timing import alternate, lock_memory, orders
 
 BUFFER = 1 << 30  # bytes
 READS = 10  # of each way
@@ -52,8 +51,6 @@ DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 0},
 }
-# What mlockall is told to lock: all that there is, and all that will be.
-LOCKED = 3
 
 MEMORY = {"way": "a read of one buffer by", "gbytes": "GB/s"}
 COLUMNS = {
@@ -138,42 +135,10 @@ class ForwardClock:
             self._ended = ended
             self.forwards.append(ended - began)
             if not self._computed:
-                seconds = self.repeated.setdefault(given["input_ids"].numel(), [])
-                seconds.append(ended - began)
+                self.repeated.setdefault(given["input_ids"].numel(), []).append(ended - began)
             return outputs
 
         return timed
-
-
-class FirstToken(BaseStreamer):
-    """When a call shows its prompt and its tokens."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is left to be shown."""
-
-
-@contextmanager
-def machine_threads(count: int | None) -> Iterator[int]:
-    """Scope of PyTorch's threads; as many as there are where no number is given."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
-
-
-def lock_memory(report: Report) -> None:
-    """Keep all pages of the process in memory, where the system lets it."""
-    lock = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mlockall", None)
-    if lock is None or lock(LOCKED):
-        report.note("the system did not let the process lock its memory")
 
 
 def read_bandwidth(table: Table, nbytes: int, repeats: int, progress: Show) -> float:
@@ -189,14 +154,10 @@ def read_bandwidth(table: Table, nbytes: int, repeats: int, progress: Show) -> f
     weight = numbers.view(torch.bfloat16).view(-1, 2048)
     ways["a linear layer"] = partial(F.linear, weight[:1].clone(), weight)
     with reroute(), torch.no_grad():
-        seconds, _ = alternate(ways, repeats, partial(_titled, progress, "memory"), min)
+        seconds, _ = alternate(ways, repeats, progress, min)
     for way, spent in seconds.items():
         table.add(way=way, gbytes=nbytes / spent / 1e9)
     return nbytes / min(seconds.values())
-
-
-def _titled(progress: Show, title: str, text: str) -> None:
-    progress(f"{title}: {text}")
 
 
 def prompt_of(model: Any, rows: int, seed: int) -> dict[str, Any]:
@@ -218,9 +179,9 @@ def products_of(model: Any) -> Callable[[], None]:
     layers = []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            weight, layer = module.weight.detach(), RepeatedLayers()
-            x = torch.randn(1, weight.shape[1]).to(weight.dtype)
-            layer.add(x, weight, None, torch.empty(1, len(weight), dtype=weight.dtype))
+            weight, layer = module.weight, RepeatedLayers()
+            x, out = (weight.new_ones(1, width) for width in reversed(weight.shape))
+            layer.add(x, weight, None, out)
             layers.append(layer.direct)
 
     def compute() -> None:
@@ -232,8 +193,8 @@ def products_of(model: Any) -> Callable[[], None]:
 
 def forwards_of(
     model: Any, inputs: dict[str, Any], rows: Sequence[int], repeats: int, progress: Show
-) -> dict[int, float | None]:
-    """Median seconds of repeated forwards of so many rows each; None: none was repeated."""
+) -> dict[int, float]:
+    """Median seconds of forwards of so many rows, of those that were repeated from recordings."""
     found = ForwardClock()
     for order in orders([str(n) for n in rows], repeats):
         for n in map(int, order):
@@ -241,30 +202,26 @@ def forwards_of(
             with found.watching():
                 assistant = Assistant([Chains()], budget=n - 1, extra_memory=0)
                 generate(model, inputs, FORWARDS, assistant=assistant)
-    return {n: median(found.repeated[n]) if n in found.repeated else None for n in rows}
+    return {n: median(found.repeated[n]) for n in rows if n in found.repeated}
 
 
 def token_seconds(
     model: Any, inputs: dict[str, Any], lengths: Sequence[int], repeats: int, progress: Show
 ) -> dict[str, float]:
     """Seconds of a token behind the first ones, without copies of weights and with them."""
-    assistants = {
-        "token": SamAssistant(budget=0, extra_memory=0),
-        "copies": SamAssistant(budget=0),
-    }
+    plain, copies = SamAssistant(budget=0, extra_memory=0), SamAssistant(budget=0)
     calls = {
-        f"{name}, {tokens} tokens": partial(generate, model, inputs, tokens, assistant=assistant)
-        for name, assistant in assistants.items()
+        f"{name} {tokens}": partial(generate, model, inputs, tokens, assistant=assistant)
+        for name, assistant in {"token": plain, "copies": copies}.items()
         for tokens in lengths
     }
     for call in calls.values():
         call()
-    seconds, _ = alternate(calls, repeats, progress)
+    found, _ = alternate(calls, repeats, progress)
     short, long = lengths
     return {
-        name: (seconds[f"{name}, {long} tokens"] - seconds[f"{name}, {short} tokens"])
-        / (long - short)
-        for name in assistants
+        name: (found[f"{name} {long}"] - found[f"{name} {short}"]) / (long - short)
+        for name in ("token", "copies")
     }
 
 
@@ -272,49 +229,46 @@ def first_token_seconds(
     model: Any, inputs: dict[str, Any], repeats: int, progress: Show
 ) -> dict[str, float]:
     """Seconds until a streamer is given the first token, by the kernels and by an assistant."""
-    ways: dict[str, tuple[Any, Any]] = {
-        "first_by_kernels": (reroute, {}),
-        "first": (nullcontext, {"assistant": SamAssistant(budget=0)}),
+    options: dict[str, Any] = {
+        "first_by_kernels": {},
+        "first": {"assistant": SamAssistant(budget=0)},
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for order in orders(list(ways), 1 + repeats):  # the first of which warms up
+    seconds: dict[str, list[float]] = {name: [] for name in options}
+    for order in orders(list(options), 1 + repeats):  # the first of which warms up
         for name in order:
-            progress(f"first token: {name}")
-            scope, options = ways[name]
-            streamer, began = FirstToken(), time.perf_counter()
-            with scope():
-                generate(model, inputs, 4, streamer=streamer, **options)
-            seconds[name].append(streamer.times[1] - began)
+            progress(name)
+            # Its beginning, then what is shown: the prompt, and token by token.
+            times = [time.perf_counter()]
+            streamer = SimpleNamespace(end=lambda: None)
+            streamer.put = lambda _, times=times: times.append(time.perf_counter())
+            with reroute(name != "first"):
+                generate(model, inputs, 4, streamer=streamer, **options[name])
+            seconds[name].append(times[2] - times[0])
     return {name: median(times[1:]) for name, times in seconds.items()}
 
 
+def _titled(title: str, progress: Show) -> Show:
+    return lambda text: progress(f"{title}: {text}")
+
+
 def measure(
-    report: Report, name: str, model: Any, bandwidth: float, settings: Mapping[str, Any], show: Show
-) -> None:
+    model: Any, bandwidth: float, settings: Mapping[str, Any], progress: Show
+) -> dict[str, float | None]:
     """A model's row."""
-    inputs = prompt_of(model, 1, settings["seed"])
-    progress, repeats = partial(_titled, show, name), settings["repeats"]
+    inputs, repeats = prompt_of(model, 1, settings["seed"]), settings["repeats"]
     read = weight_bytes(model) / bandwidth
-    compute = products_of(model)
     with reroute(), torch.no_grad():
-        compute()
-        products = alternate({"linear layers": compute}, 4 * repeats, progress)[0]["linear layers"]
+        products = {"products": products_of(model)}
+        seconds, _ = alternate(products, 1 + 4 * repeats, progress)
     forwards = forwards_of(model, inputs, ROWS, repeats, progress)
-    tokens = token_seconds(model, inputs, settings["lengths"], repeats, progress)
-    firsts = first_token_seconds(model, inputs, 2 * repeats, progress)
-    table = next(table for table in report.tables if table.columns is COLUMNS)
-    seconds = {"read": read, "products": products, **tokens, **firsts}
-    for n, spent in forwards.items():
-        if spent is None:
-            report.note(f"{name}: no forward of {n} rows was repeated")
-        else:
-            seconds[f"rows_{n}"] = spent
-    table.add(
-        model=name,
-        mbytes=weight_bytes(model) / 1e6,
+    seconds |= {"read": read} | {f"rows_{n}": spent for n, spent in forwards.items()}
+    seconds |= token_seconds(model, inputs, settings["lengths"], repeats, progress)
+    seconds |= first_token_seconds(model, inputs, 2 * repeats, progress)
+    return {
+        "mbytes": weight_bytes(model) / 1e6,
         **{what: 1e3 * spent for what, spent in seconds.items()},
-        **{f"over_{n}": spent / read for n in (1, 8) if (spent := forwards[n]) is not None},
-    )
+        **{f"over_{n}": forwards[n] / read for n in (1, 8) if n in forwards},
+    }
 
 
 def measure_small(report: Report, settings: Mapping[str, Any], progress: Show) -> None:
@@ -323,7 +277,7 @@ def measure_small(report: Report, settings: Mapping[str, Any], progress: Show) -
     table = report.table("A Llama of 30 layers of 64, one thread", SMALL_FORWARDS)
     inputs = prompt_of(model, 1, seed)
     for n, spent in forwards_of(model, inputs, (1, 4, 16), 4 * repeats, progress).items():
-        table.add(tokens=n, ms=None if spent is None else 1e3 * spent)
+        table.add(tokens=n, ms=1e3 * spent)
     table = report.table("Between its forwards", BETWEEN)
     for rows in (1, 16):
         inputs = prompt_of(model, rows, seed)
@@ -331,12 +285,12 @@ def measure_small(report: Report, settings: Mapping[str, Any], progress: Show) -
             progress(f"between forwards: {rows} rows, {decoding}, budget {budget}")
             assistant = SamAssistant(budget=budget, extra_memory=0)
             call = partial(generate, model, inputs, assistant=assistant, **options)
-            call(settings["lengths"][1])
+            call(tokens=settings["lengths"][1])
             found = ForwardClock()
             for _ in range(repeats):
                 with found.watching():
-                    call(settings["lengths"][1])
-            calls = [_python_calls(partial(call, n), assistant) for n in settings["lengths"]]
+                    call(tokens=settings["lengths"][1])
+            calls = [_python_calls(partial(call, tokens=n), assistant) for n in settings["lengths"]]
             steps, made = (long - short for short, long in zip(*calls, strict=True))
             table.add(
                 rows=rows,
@@ -351,35 +305,16 @@ def measure_small(report: Report, settings: Mapping[str, Any], progress: Show) -
 
 def _python_calls(call: Callable[[], object], assistant: Assistant) -> tuple[int, int]:
     """The forwards of one call of `generate`, and how many functions of Python it called."""
-    count = 0
-
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return assistant.stats.last.forwards, count
-
-
-def models_of(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """One after the other, so that the memory of each is free for the next."""
-    for name in names:
-        if name in MODELS:
-            yield name, load_demo_model(torch.bfloat16, name)[0]
-        else:
-            yield name, build(SHAPES[name], arguments)
+    profile = cProfile.Profile(builtins=False)
+    profile.runcall(call)
+    made = sum(entry.callcount for entry in profile.getstats())
+    return assistant.stats.last.forwards, made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*reversed(MODELS), *RANDOM]
     parser.add_argument("--machine-models", nargs="+", choices=[*names, "tiny"], default=names)
     parser.add_argument("--machine-repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="that compute (default: PyTorch's)")
 
 
 def run(arguments: argparse.Namespace, progress: Show) -> Report:
@@ -388,24 +323,25 @@ def run(arguments: argparse.Namespace, progress: Show) -> Report:
     buffer, reads, repeats, lengths = BUFFER, READS, arguments.machine_repeats, (SHORT, LONG)
     if quick:
         models, buffer, reads, repeats, lengths = ["tiny"], 1 << 20, 1, 1, (8, 32)
-    settings: dict[str, Any] = {
-        "models": models,
-        "repeats": repeats,
-        "lengths": lengths,
-        "seed": arguments.seed,
-    }
+    settings = {"models": models, "repeats": repeats, "lengths": lengths, "seed": arguments.seed}
     report = Report("machine", settings)
     if not quick:
         lock_memory(report)
-    with machine_threads(arguments.threads) as settings["threads"]:
-        memory = report.table("What memory gives", MEMORY)
-        bandwidth = read_bandwidth(memory, buffer, reads, progress)
-        report.table("Forwards beside the read of their weights", COLUMNS)
-        for name, model in models_of(arguments, models):
-            measure(report, name, model, bandwidth, settings, progress)
-            del model
-            gc.collect()
-            report.save(arguments.output)
-    with machine_threads(1):
+    memory = report.table("What memory gives", MEMORY)
+    bandwidth = read_bandwidth(memory, buffer, reads, progress)
+    table = report.table("Forwards beside the read of their weights", COLUMNS)
+    for name in models:
+        # One after the other, so that the memory of each is free for the next.
+        model = load_demo_model(torch.bfloat16, name)[0] if name in MODELS else None
+        model = model or build(SHAPES[name], arguments)
+        table.add(model=name, **measure(model, bandwidth, settings, _titled(name, progress)))
+        del model
+        gc.collect()
+        report.save(arguments.output)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         measure_small(report, settings, progress)
+    finally:
+        torch.set_num_threads(threads)
     return report
