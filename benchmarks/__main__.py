@@ -20,6 +20,7 @@ from . import (
     first_contact,
     forwards,
     kernel,
+    machine,
     model,
     overhead,
     peers,
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "peers": peers,
     "requests": requests,
     "kernel": kernel,
+    "machine": machine,
     "step": step,
     "overhead": overhead,
     "structured": structured,
@@ -71,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="gemma3, smollm2, or a folder or hub id; where one is used",
     )
     parser.add_argument("--dtype", help="of its weights (default: its own)")
+    parser.add_argument("--threads", type=int, help="that compute (default: PyTorch's)")
     for name, benchmark in BENCHMARKS.items():
         benchmark.add_arguments(parser.add_argument_group(name, benchmark.__doc__.splitlines()[0]))
     arguments = parser.parse_args(argv)
@@ -117,6 +120,7 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
     machine = environment()
     print(f"{machine['cpu']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}")
     progress = Progress(chosen(arguments.benchmark))

@@ -1,56 +1,89 @@
 """llama.cpp on the same CPU with the same weights, beside transformers with and without us.
 
-    python -m benchmarks.llama_engine --gguf FILE [--write Q8_0] [--model smollm2]
-        [--dtype float32] [--tokens 32] [--prompts FOLDER] [--count 1] [--repeats 3]
+    npm install --prefix NODE --ignore-scripts node-llama-cpp
+    python -m benchmarks.llama_engine --gguf FOLDER --node NODE --output benchmarks/results
 
-Greedy, the first prompts of every kind, all in one process in alternating order: plain decoding of
-both; the prompt lookup of llama.cpp's Python bindings and of transformers, both with n-grams of two
-and ten tokens; `SamAssistant`, alone and with the model's own drafts in eight bits. Needs
-`llama_cpp` (llama-cpp-python) and the demo model as GGUF, which `--write` makes. In another
-precision than `--dtype` its text may differ, which "identical" counts.
+Whole calls, greedy, prompts that nothing was tuned on, in alternating order, each with the same
+number of new tokens: plain decoding, the kernels, a `SamAssistant` that is new in every call, and
+llama.cpp with each kind of weights, which are written to `--gguf` where they are missing.
+It runs as node-llama-cpp brings it, in a process of its own. Texts may differ between precisions.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
+import os
+import subprocess
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.tools.demo_model import MODELS, demo_model, load_demo_model, packed_weights
 
-from .baselines import LOOKUP_NGRAM, LOOKUP_TOKENS
-from .inputs import PROMPTS, Prompt, first_of_each, read_prompts
-from .methods import Method, Run, assisted, baselines, run_method
-from .model import COLUMNS, KERNELS, Turns, summary, take_turns
-from .report import Report
+from .inputs import UNTUNED, Prompt, first_of_each, read_prompts
+from .methods import Method, Run, assisted, run_method
+from .model import COLUMNS, KERNELS, PLAIN, Turns, summary, take_turns
+from .report import Report, Table
+from .timing import lock_memory
 
 # ggml's numbers for what keys and values are kept in.
 CACHE_TYPES = {"float32": 0, "bfloat16": 30}
 # llama.cpp's numbers for files of weights.
 FILE_TYPES = {"float32": 0, "bfloat16": 32, "Q8_0": 7}
 SLOTS = 2048
+SCRIPT = Path(__file__).with_name("node_llama.mjs")
+
+
+class NodeLlama:
+    """A model under llama.cpp as node-llama-cpp brings it, in a process of its own.
+
+    Args:
+        folder: whose `node_modules` hold it.
+        path: of the GGUF.
+        threads: that compute.
+
+    Attributes:
+        description: the library's release, and the model.
+    """
+
+    def __init__(self, folder: Path, path: Path, threads: int):
+        command = ["node", str(SCRIPT), str(path.resolve()), str(threads), str(SLOTS)]
+        self._process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.description: str = self._answer()["description"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"node: expected an answer, it ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def generate(self, prompt: list[int], new_tokens: int) -> Run:
+        """Greedy `model.generate`, which no end of text ends."""
+        print(json.dumps([prompt, new_tokens]), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        new = torch.tensor([answer["ids"]])
+        return Run(new.numel(), new.numel(), answer["seconds"], new, None, {})
 
 
 class LlamaCpp:
-    """A model under llama.cpp, decoded greedily, one sequence at a time.
+    """A model under llama.cpp as llama-cpp-python binds it, one sequence at a time.
 
     Args:
         path: of the GGUF.
         dtype: of the keys and values.
         threads: that compute.
-
-    Attributes:
-        description: the model's size and what its weights are kept in, as llama.cpp says it.
     """
 
     def __init__(self, path: Path, dtype: str, threads: int):
@@ -68,10 +101,8 @@ class LlamaCpp:
         parameters.n_ctx = parameters.n_batch = SLOTS
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.type_k = parameters.type_v = CACHE_TYPES[dtype]
-        self.description = _description(library, model)
         self._context = library.llama_init_from_model(model, parameters)
         self._memory = library.llama_get_memory(self._context)
-        self._width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         self._batch = library.llama_batch_init(SLOTS, 0, 1)
 
     def decode(self, ids: list[int], past: int, answers: int) -> None:
@@ -90,130 +121,112 @@ class LlamaCpp:
         """Forget all tokens."""
         self.library.llama_memory_clear(self._memory, True)
 
-    def forward(self, ids: list[int], past: int, answers: int) -> list[int]:
-        """The likeliest tokens after each of the last `answers` of the ids, which stand behind
-        `past` others."""
-        self.decode(ids, past, answers)
-        rows = [
-            np.ctypeslib.as_array(
-                self.library.llama_get_logits_ith(self._context, i), (self._width,)
-            )
-            for i in range(len(ids) - answers, len(ids))
-        ]
-        return [int(row.argmax()) for row in rows]
-
-    def generate(self, prompt: list[int], new_tokens: int, ends: set[int], drafts: bool) -> Run:
-        """Greedy `model.generate`; with drafts by the bindings' prompt lookup."""
-        started = time.perf_counter()
-        self.clear()
-        ids = [*prompt, *self.forward(prompt, 0, 1)]
-        forwards = 1
-        while len(ids) - len(prompt) < new_tokens and ids[-1] not in ends:
-            room = len(prompt) + new_tokens - len(ids) - 1
-            draft = self._draft(ids)[:room] if drafts else []
-            past = len(ids) - 1
-            answers = self.forward([ids[-1], *draft], past, 1 + len(draft))
-            forwards += 1
-            for guess, answer in zip([*draft, None], answers, strict=True):
-                ids.append(answer)
-                if guess != answer or answer in ends:
-                    break
-            self.library.llama_memory_seq_rm(self._memory, 0, len(ids) - 1, -1)
-        seconds = time.perf_counter() - started
-        new = torch.tensor([ids[len(prompt) :]])
-        return Run(new.numel(), forwards, seconds, new, None, {})
-
-    def _draft(self, ids: list[int]) -> list[int]:
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-        drafted: list[int] = LlamaPromptLookupDecoding.find_candidate_pred_tokens(
-            np.array(ids, np.intc), LOOKUP_NGRAM, LOOKUP_TOKENS
-        ).tolist()
-        return drafted
-
-
-def _description(library: Any, model: Any) -> str:
-    text = ctypes.create_string_buffer(128)
-    library.llama_model_desc(model, text, len(text))
-    return text.value.decode()
-
 
 def write_gguf(path: Path, kind: str, model: str) -> None:
-    """A demo model for llama.cpp, its weights of a kind of `FILE_TYPES`."""
-    import llama_cpp.llama_cpp as library
+    """A demo model for llama.cpp, its matrices of a kind of `FILE_TYPES`, made of the packaged ones
+    of four bits, of which the demo model's are made as well."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-    parameters = library.llama_model_quantize_default_params()
-    # The packaged weights have four bits, of which the demo model's are made as well.
-    parameters.allow_requantize = True
-    parameters.ftype = FILE_TYPES[kind]
-    with tempfile.TemporaryDirectory() as folder:
-        packed = Path(folder) / "model.gguf"
+    full = GGMLQuantizationType.F32
+    matrices = {"float32": full, "bfloat16": GGMLQuantizationType.BF16}
+    matrices["Q8_0"] = GGMLQuantizationType.Q8_0
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        packed, written = Path(folder) / "packed.gguf", Path(folder) / "written.gguf"
         packed_weights(demo_model(model), packed)
-        if library.llama_model_quantize(str(packed).encode(), str(path).encode(), parameters):
-            raise RuntimeError(f"llama_model_quantize: expected to write {path}")
+        reader = GGUFReader(packed)
+        writer = GGUFWriter(written, reader.fields["general.architecture"].contents())
+        for name, field in reader.fields.items():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                value = FILE_TYPES[kind] if name == "general.file_type" else field.contents()
+                writer.add_key_value(name, value, field.types[0], field.types[-1])
+        for tensor in reader.tensors:
+            values = quants.dequantize(tensor.data, tensor.tensor_type)
+            kept = matrices[kind] if values.ndim > 1 else full
+            writer.add_tensor(tensor.name, quants.quantize(values, kept), raw_dtype=kept)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(written, path)
 
 
 def calls_of(
-    engine: LlamaCpp, model: Any, tokenizer: Any, new_tokens: int
+    engines: Mapping[str, NodeLlama], model: Any, tokenizer: Any, new_tokens: int
 ) -> dict[str, Callable[[Prompt], Run]]:
-    """A run of each method of both."""
-    ends = set(np.atleast_1d(model.generation_config.eos_token_id).tolist())
-    costs = CostModels()
-    drafts_itself = ["token_recycling", "quantized_self"]
+    """A run of each method of ours and of each engine, by what its weights are kept in."""
+    # Texts of several precisions would end at several places.
+    model.generation_config.eos_token_id = None
     ours = [
-        *baselines(),
+        Method(PLAIN, dict),
         Method(KERNELS, dict, scope=reroute),
-        assisted("SamAssistant", partial(SamAssistant, costs=costs)),
-        assisted(
-            "SamAssistant, quantized_self",
-            partial(SamAssistant, fallback=drafts_itself, costs=costs),
-        ),
+        assisted("SamAssistant", partial(SamAssistant, costs=CostModels())),
     ]
 
     def call(method: Method, prompt: Prompt) -> Run:
         options = {"do_sample": False, "max_new_tokens": new_tokens}
         return run_method(method, model, prompt.inputs(tokenizer), **options)
 
-    def theirs(drafts: bool, prompt: Prompt) -> Run:
+    def theirs(engine: NodeLlama, prompt: Prompt) -> Run:
         ids = prompt.inputs(tokenizer)["input_ids"][0].tolist()
-        return engine.generate(ids, new_tokens, ends, drafts)
+        return engine.generate(ids, new_tokens)
 
-    return {method.name: partial(call, method) for method in ours} | {
-        "llama.cpp": partial(theirs, False),
-        "llama.cpp, prompt lookup": partial(theirs, True),
-    }
+    calls: dict[str, Callable[[Prompt], Run]] = {m.name: partial(call, m) for m in ours}
+    return calls | {llama_name(kind): partial(theirs, one) for kind, one in engines.items()}
+
+
+def llama_name(kind: str) -> str:
+    return f"llama.cpp, {kind}"
+
+
+def fill(table: Table, place: Mapping[str, str], done: Sequence[Turns], kinds: list[str]) -> None:
+    """A row of each method: its figures, and its tokens a second over each of llama.cpp's."""
+    found = {name: summary(done, name) for name in done[0].runs}
+    for figures in found.values():
+        over = {kind: figures["rate"] / found[llama_name(kind)]["rate"] for kind in kinds}
+        table.add(**place, **figures, **over)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gguf", type=Path, required=True, help="the demo model for llama.cpp")
-    parser.add_argument("--write", choices=FILE_TYPES, help="the file first, with such weights")
-    parser.add_argument("--model", choices=MODELS, default="gemma3")
-    parser.add_argument("--dtype", choices=CACHE_TYPES, default="float32", help="of ours")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of them")
-    parser.add_argument("--count", type=int, default=1, help="prompts of each category")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate per prompt")
+    parser.add_argument("--gguf", type=Path, required=True, help="folder of weights for llama.cpp")
+    parser.add_argument("--node", type=Path, required=True, help="folder of node-llama-cpp")
+    parser.add_argument("--kinds", nargs="+", choices=FILE_TYPES, default=["bfloat16", "Q8_0"])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["smollm2", "gemma3"])
+    parser.add_argument("--dtype", choices=CACHE_TYPES, default="bfloat16", help="of ours")
+    parser.add_argument("--prompts", type=Path, default=UNTUNED, help="folder of them")
+    parser.add_argument("--count", type=int, default=2, help="prompts of each category")
+    parser.add_argument("--tokens", type=int, default=48, help="to generate per prompt")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="that compute (default: PyTorch's)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
     arguments = parser.parse_args()
-    if arguments.write is not None:
-        write_gguf(arguments.gguf, arguments.write, arguments.model)
-    model, tokenizer = load_demo_model(getattr(torch, arguments.dtype), arguments.model)
-    engine = LlamaCpp(arguments.gguf, arguments.dtype, torch.get_num_threads())
-    calls = calls_of(engine, model, tokenizer, arguments.tokens)
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
+    names = ("dtype", "tokens", "count", "repeats")
+    report = Report(f"llama-{arguments.dtype}", {name: getattr(arguments, name) for name in names})
+    lock_memory(report)
+    columns = COLUMNS | {kind: f"x {llama_name(kind)}" for kind in arguments.kinds}
+    table = report.table("Beside llama.cpp", columns)
     prompts = first_of_each(read_prompts(arguments.prompts), arguments.count)
-    take_turns(prompts[:1], calls, 1, print)
-    settings = {name: getattr(arguments, name) for name in ("model", "dtype", "tokens", "repeats")}
-    done: list[Turns] = []
-    # Written after every prompt, so that a run which is cut off leaves those before.
-    for prompt in prompts:
-        done += take_turns([prompt], calls, arguments.repeats, print)
-        report = Report("llama", settings | {"llama.cpp": engine.description})
-        table = report.table("Beside llama.cpp", COLUMNS)
-        for name in calls:
-            table.add(**summary(done, name))
-        print(f"{report}\n\nwritten to {report.save(arguments.output)}")
+    for name in arguments.model:
+        model, tokenizer = load_demo_model(getattr(torch, arguments.dtype), name)
+        engines = {}
+        for kind in arguments.kinds:
+            path = arguments.gguf / f"{name}-{kind}.gguf"
+            if not path.is_file():
+                write_gguf(path, kind, name)
+            engines[kind] = NodeLlama(arguments.node, path, torch.get_num_threads())
+            report.settings[f"{name}, {kind}"] = engines[kind].description
+        calls = calls_of(engines, model, tokenizer, arguments.tokens)
+        take_turns(prompts[:1], calls, 2, print)
+        rows, done = list(table.rows), list[Turns]()
+        # Written after every prompt, so that a run which is cut off leaves those before.
+        for prompt in prompts:
+            done += take_turns([prompt], calls, arguments.repeats, print)
+            table.rows = list(rows)
+            fill(table, {"model": name, "dtype": arguments.dtype}, done, arguments.kinds)
+            report.save(arguments.output)
+    print(f"{report}\n\nwritten to {report.save(arguments.output)}")
 
 
 if __name__ == "__main__":

@@ -58,10 +58,9 @@ def cases(shapes: Sequence[str], quick: bool) -> Iterator[tuple[str, int, int, f
                     yield shape, vocab, count, temperature
 
 
-def random_model(shape: str, vocab_size: int) -> Any:
+def random_model(hidden: int, layers: int, vocab_size: int) -> Any:
     """A Llama that never ends its text."""
     set_seed(0)
-    hidden, layers = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -159,7 +158,7 @@ def host_times(tokens: int, repeats: int, progress: Callable[[str], None]) -> Re
     """What a step costs outside the model, where every row verifies some nodes in every step."""
     report = Report("host", {"tokens": tokens, "repeats": repeats, "nodes": HOST_NODES})
     table = report.table("Processor time of a step", HOST_COLUMNS)
-    model = random_model(CHEAP[0], 100)
+    model = random_model(*SHAPES[CHEAP[0]], 100)
     for rows in HOST_ROWS:
         seeds = iter(range(10**6))
         methods: dict[str, Any] = {
@@ -199,7 +198,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     models: dict[tuple[str, int], Any] = {}
     for shape, vocab, rows, temperature in cases(arguments.overhead_shapes, arguments.quick):
         if (shape, vocab) not in models:
-            models = {(shape, vocab): random_model(shape, vocab)}
+            models = {(shape, vocab): random_model(*SHAPES[shape], vocab)}
         place = {"shape": shape, "vocab": vocab, "rows": rows, "temperature": temperature}
         show = partial(_show, progress, str(place))
         # Long steps say the same in fewer of them.

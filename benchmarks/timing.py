@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import TypeVar
 
+from .report import Report
+
 T = TypeVar("T")
 
 RUN = 20  # calls
+# What mlockall is told to lock: all that there is, and all that will be.
+LOCKED = 3
 
 
 def alternate(
@@ -65,3 +71,9 @@ def typical_us(calls: Iterable[Callable[[], object]], limit_s: float) -> float |
             break
     means = [mean(seconds[i : i + RUN]) for i in range(0, len(seconds), RUN)]
     return 1e6 * median(means) if means else None
+
+
+def lock_memory(report: Report) -> None:
+    """Keep all pages of the process in memory; the report notes where the system does not."""
+    if sys.platform == "win32" or ctypes.CDLL(None).mlockall(LOCKED):
+        report.note("the system did not let the process lock its memory")

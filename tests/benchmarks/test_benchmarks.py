@@ -14,6 +14,7 @@ from benchmarks import (
     datastore,
     first_contact,
     inputs,
+    machine,
     replay,
     spec_bench,
     structures,
@@ -26,6 +27,7 @@ from tests.support.benchmarks import phrases, quick, rows, silent
 from tests.support.byte_model import small_model
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
+from tests.support.rounding import near
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,27 @@ def test_first_contact(recorded, trace_folder, monkeypatch):
     states = [row["state"] for row in rows(report, "Recordings")]
     assert ("repeated" in states) is recorded
     assert any(note.startswith("served as tree") for note in report.notes)
+
+
+def test_forwards_and_steps_beside_the_read_of_weights(tmp_path):
+    threads = torch.get_num_threads()
+    report = machine.run(quick("machine", "--output", tmp_path), silent)
+    ways = [row["gbytes"] for row in rows(report, "What memory gives")]
+    (row,) = rows(report, "Forwards beside")
+    assert row["model"] == "tiny"
+    assert row["mbytes"] / row["read"] == near(max(ways))
+    assert all(row[f"over_{n}"] == near(row[f"rows_{n}"] / row["read"]) for n in (1, 8))
+    assert all(row[f"rows_{n}"] > 0 for n in machine.ROWS)  # all of them were repeated
+    assert min(row[name] for name in ("products", "first", "first_by_kernels")) > 0
+    assert [row["tokens"] for row in rows(report, "A Llama of")] == [1, 4, 16]
+    between = rows(report, "Between")
+    cases = {(row["rows"], row["decoding"], row["budget"]) for row in between}
+    assert len(cases) == len(between) == 8
+    for row in between:
+        assert (0 < row["nodes"] <= 3) if row["budget"] else row["nodes"] == 0
+        assert min(row[name] for name in ("forward", "between", "calls")) > 0
+    assert torch.get_num_threads() == threads
+    assert json.loads((tmp_path / "machine.json").read_text())["settings"]["models"] == ["tiny"]
 
 
 def test_prompts_of_a_setting_differ_from_call_to_call(trace_folder):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from benchmarks import llama_engine, model, tables, timing
 from benchmarks.__main__ import parse
 from benchmarks.inputs import Prompt, first_of_each, read_prompts
 from benchmarks.methods import Run
+from benchmarks.report import Report
+from hf_retrieval_assist.tools.demo_model import load_demo_model
 from tests.support.rounding import near
 
 from ..support.benchmarks import quick, silent
@@ -135,22 +138,76 @@ def test_a_busy_machine_is_waited_for_and_its_choices_are_forgotten(monkeypatch,
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_methods_of_llama_cpp_take_turns_with_ours():
-    """An engine writes what the model writes."""
+NODE = """#!{python}
+import json, sys
+print(json.dumps({{"description": " ".join(sys.argv[2:])}}), flush=True)
+for line in sys.stdin:
+    prompt, new_tokens = json.loads(line)
+    if not prompt:
+        sys.exit(3)
+    print(json.dumps({{"ids": [len(prompt)] * new_tokens, "seconds": 0.5}}), flush=True)
+"""
+
+
+def test_llama_cpp_runs_beside_in_a_process_of_its_own(tmp_path, monkeypatch):
+    node = tmp_path / "node"
+    node.write_text(NODE.format(python=sys.executable))
+    node.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    engine = llama_engine.NodeLlama(tmp_path, tmp_path / "file", 3)
+    assert engine.description == f"{tmp_path / 'file'} 3 {llama_engine.SLOTS}"
+    run = engine.generate([5, 6], 4)
+    assert run.ids.tolist() == [[2] * 4]
+    assert (run.tokens, run.forwards, run.seconds) == (4, 4, 0.5)
+    with pytest.raises(RuntimeError, match="expected an answer, it ended with 3"):
+        engine.generate([], 4)
+
+
+def test_llama_cpp_takes_turns_with_ours():
+    """An engine writes what the model writes, and texts do not end."""
     loaded, tokenizer = small_model()
-    loaded.generation_config.eos_token_id = 0
     options = {"max_new_tokens": 6, "do_sample": False}
 
-    def generate(ids, new_tokens, ends, drafts):
-        assert (new_tokens, ends) == (6, {0})
+    def generate(ids, new_tokens):
         ids = torch.tensor([ids])
         text = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)
         new = text[:, ids.shape[1] :]
-        return Run(new.numel(), 3 if drafts else 6, 1.0, new, None, {})
+        return Run(new.numel(), 6, 1.0, new, None, {})
 
-    engine = SimpleNamespace(generate=generate)
-    calls = llama_engine.calls_of(engine, loaded, tokenizer, 6)
-    turns = model.take_turns(first_of_each(read_prompts(), 1)[:1], calls, 1, silent)
-    found = {name: model.summary(turns, name) for name in calls}
+    prompt = first_of_each(read_prompts(), 1)[0]
+    first = generate(prompt.inputs(tokenizer)["input_ids"][0].tolist(), 6).ids[0, 0]
+    loaded.generation_config.eos_token_id = int(first)
+    engines = {kind: SimpleNamespace(generate=generate) for kind in ("bfloat16", "Q8_0")}
+    calls = llama_engine.calls_of(engines, loaded, tokenizer, 6)
+    turns = model.take_turns([prompt], calls, 1, silent)
+    table = Report("llama", {}).table("", model.COLUMNS | dict.fromkeys(engines, ""))
+    llama_engine.fill(table, {"model": "small"}, turns, list(engines))
+    found = {row["method"]: row for row in table.rows}
+    theirs = [f"llama.cpp, {kind}" for kind in engines]
+    assert [*found] == ["plain", "kernels", "SamAssistant", *theirs]
     assert {row["same"] for row in found.values()} == {"1 of 1"}
-    assert found["llama.cpp, prompt lookup"]["per_forward"] == 2
+    assert found["llama.cpp, Q8_0"]["rate"] == 6
+    assert all(row["Q8_0"] == near(row["rate"] / 6) for row in found.values())
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("kind", llama_engine.FILE_TYPES)
+def test_llama_cpp_is_given_the_models_weights(kind, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    try:
+        llama_engine.write_gguf(path, kind, "smollm2")
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert [*tmp_path.iterdir()] == [path]
+    reader = gguf.GGUFReader(path)
+    assert reader.fields["general.file_type"].contents() == llama_engine.FILE_TYPES[kind]
+    (table,) = [one for one in reader.tensors if one.name == "token_embd.weight"]
+    values = torch.tensor(gguf.quants.dequantize(table.data, table.tensor_type))
+    dtype = torch.float32 if kind == "Q8_0" else getattr(torch, kind)
+    weight = load_demo_model(dtype, "smollm2")[0].get_input_embeddings().weight.detach().float()
+    if kind == "Q8_0":  # steps of 127 to the largest of 32, and half a step off, but for rounding
+        steps = weight.view(-1, 32).abs().amax(dim=1, keepdim=True) / 127
+        assert ((values - weight).view(-1, 32).abs() <= 0.6 * steps + 1e-4).all()
+    else:
+        assert torch.equal(values.to(torch.bfloat16), weight.to(torch.bfloat16))
