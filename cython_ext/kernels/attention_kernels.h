@@ -38,8 +38,10 @@
 #define BLOCK_VALUES 64
 #define BLOCK_PANELS 8
 
-/* Waking one more thread costs as much as about so many multiplications. */
+/* Waking one more thread costs as much as about so many multiplications; going on with those that are awake,
+ * as so many. */
 #define THREAD_PRODUCTS (1 << 18)
+#define AWAKE_PRODUCTS (1 << 15)
 
 #define ATTENTION_STEPS 4
 
@@ -72,11 +74,11 @@ typedef struct {
     float *totals;        /* [count, rows]: one over the sum of the weights */
 } attention_pass;
 
-/* The threads that are worth waking for a pass. */
-static inline int attention_threads(const attention_pass *pass, int threads) {
+/* The threads that a pass is worth, each of which costs as much as so many products. */
+static inline int attention_threads(const attention_pass *pass, int threads, int64_t cost) {
     const attention_problem *p = pass->problem;
     const int64_t products = pass->count * pass->rows * p->slots * (p->depth + p->width);
-    return (int)skinny_min(threads, products / THREAD_PRODUCTS + 1);
+    return (int)skinny_min(threads, products / cost + 1);
 }
 
 /* Go on to the next heads of a problem; whether there are any. */

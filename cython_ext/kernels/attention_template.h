@@ -262,7 +262,6 @@ static int64_t plan_attention(attention_pass *pass, const attention_problem *p, 
     return pass->count * head_bytes;
 }
 
-/* What is not worth more than one thread is done by one of them. */
 static void add_attention(work_step *steps, attention_pass *pass, char *memory, int threads) {
     const attention_problem *p = pass->problem;
     const int64_t tiles = skinny_parts(p->width / LANES, TILE_ROWS);
@@ -270,7 +269,7 @@ static void add_attention(work_step *steps, attention_pass *pass, char *memory, 
     pass->panels = (char *)(pass->scores + pass->count * pass->rows * pass->padded);
     pass->totals = (float *)(pass->panels + pass->count * pass->rows * pass->packed_bytes);
     for (int i = 0; i < ATTENTION_STEPS; i++) steps[i] = (work_step){.of = pass};
-    if (attention_threads(pass, threads) == 1) {
+    if (threads == 1) {
         steps[0].work = attend_alone, steps[0].chunks = 1;
         return;
     }

@@ -88,25 +88,26 @@ cdef class RepeatedLinears(RepeatedOperator):
     cdef linear_problem _problems[MAX_TOGETHER]
     cdef list _kept
 
-    def __init__(self, x, weight, bias, out):
+    def __init__(self, x, weight, bias, out, scales=None):
         """
         Args:
-            x, weight, bias: as for :func:`kernel_linear`.
+            x, weight, bias: as for :func:`kernel_linear`; or the weight as the values of `int8_linear`.
             out: [..., out_features], contiguous, which every call writes to.
+            scales: those of `int8_linear`; None: the weight is not rounded.
 
         Raises:
             ValueError: rows of x do not lie at equal distances.
         """
         self._operation.kind, self._operation.problem = OPERATION_LINEARS, &self._problems[0]
         self._operation.count, self._kept = 0, []
-        self._add(x, weight, bias, out)
+        self._add(x, weight, bias, out, scales)
 
-    def add(self, x, weight, bias, out):
+    def add(self, x, weight, bias, out, scales=None):
         """Compute another layer of the same x together with these, if that can be; whether it can."""
         cdef linear_problem *first = self._problems
         if self._operation.count == MAX_TOGETHER or weight.dtype is not self._kept[0][1].dtype:
             return False
-        self._add(x, weight, bias, out)
+        self._add(x, weight, bias, out, scales)
         cdef linear_problem *last = self._problems + self._operation.count - 1
         if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
             return True
@@ -122,13 +123,17 @@ cdef class RepeatedLinears(RepeatedOperator):
         self._problems[0].y = <char *><uintptr_t>out.data_ptr()
         return out
 
-    cdef int _add(self, object x, object weight, object bias, object out) except -1:
+    cdef int _add(self, object x, object weight, object bias, object out, object scales) except -1:
         cdef linear_problem *problem = self._problems + self._operation.count
-        _describe_weight(problem, weight)
+        if scales is None:
+            _describe_weight(problem, weight)
+        else:
+            _read_values(problem, weight, scales)
+            problem.depth, problem.weight_dtype = x.size(-1), SKINNY_ROUNDED
         described = _describe_rows(problem, x, bias, out)
         if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
-        self._kept.append((x, weight, out, described))
+        self._kept.append((x, weight, out, (described, scales)))
         self._operation.count += 1
         return 0
 

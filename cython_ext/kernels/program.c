@@ -72,7 +72,8 @@ int run_program(program *p, const kernel_path *path, int threads) {
             path->plan_attention(&heads, o->problem, threads);
             do {
                 *pass = heads;
-                path->add_attention(next, pass++, scratch, threads);
+                path->add_attention(next, pass, scratch, attention_threads(pass, threads, AWAKE_PRODUCTS));
+                pass++;
                 next += ATTENTION_STEPS;
             } while (attention_next(&heads));
         } else {
@@ -125,7 +126,7 @@ int run_attention(const attention_problem *p, const kernel_path *path, int threa
     char *memory = malloc(path->plan_attention(&pass, p, threads) + CACHE_LINE);
     if (!memory) return -1;
     do {
-        const int useful = attention_threads(&pass, threads);
+        const int useful = attention_threads(&pass, threads, THREAD_PRODUCTS);
         path->add_attention(steps, &pass, aligned(memory), useful);
         run_steps(steps, progress, ATTENTION_STEPS, useful);
     } while (attention_next(&pass));

@@ -13,7 +13,7 @@
 
 /* Looks at whether the step before is done, of which the first may fetch; about 0.1 ms, after which the
  * core may be somebody else's. */
-#define MOST_FETCHES 256
+#define MOST_FETCHES 2048
 #define MOST_PAUSES 4096
 
 typedef struct {

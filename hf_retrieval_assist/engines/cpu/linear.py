@@ -14,12 +14,12 @@ are verified beside it; neither is promised of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -195,12 +195,38 @@ class RepeatedLayers:
         """The same where nothing stands for a weight."""
         return self if self._kernels is None else self._kernels
 
+    def packed(self, packed: Mapping[int, PackedWeight]) -> list[RepeatedLinears] | None:
+        """The same where others, in eight bits, stand for some of the weights, by their identities;
+        None where the kernel does not compute it."""
+        if self._kernels is None:
+            return None
+        found: list[RepeatedLinears] = []
+        for x, weight, bias, out in self._layers:
+            other = packed.get(id(weight))
+            values = (weight, None) if other is None else (other.values, other.scales)
+            layer = x, values[0], bias, out, values[1]
+            if not (found and found[-1].add(*layer)):
+                found.append(RepeatedLinears(*layer))
+        return found
+
     def __call__(self) -> None:
         if self._kernels is not None and self.weights.isdisjoint(overrides.by_id):
             self._kernels()
             return
         for x, weight, bias, out in self._layers:
             out.copy_(linear(x, weight, bias))
+
+
+class PackedWeight(Protocol):
+    """A weight in eight bits.
+
+    Attributes:
+        values: int8 [outputs, steps * 64].
+        scales: float32 [outputs].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
 
 
 Override = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -61,6 +61,10 @@ _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.
 _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 
 
+# Ways in which the weights of one forward may be overridden that are kept.
+_MOST_PLANS = 8
+
+
 class UnrecordableError(Exception):
     """Why a forward cannot be computed again from what was recorded of it."""
 
@@ -167,29 +171,38 @@ class Program:
                 self._placed.close()
 
     def _plan(self, layers: Sequence[Any], masks: Sequence[torch.Tensor]) -> _Plan:
-        """The operators of a forward in which some weights are overridden."""
-        overridden = frozenset(self._weights.intersection(overrides.by_id))
+        """The operators of a forward in which other weights stand for some."""
+        by_id = overrides.by_id
+        overridden = self._weights.intersection(by_id)
+        packed = {i: by_id[i] for i in overridden if hasattr(by_id[i], "scales")}
         placed = self._placed is not None and self._placed.open(
             layers, masks, self._updates[0].tokens
         )
-        key = overridden, placed
+        key = frozenset(overridden), frozenset(map(id, packed.values())), placed
         if (plan := self._plans.get(key)) is None:
-            plan = self._plans[key] = self._planned(overridden, placed)
+            if len(self._plans) == _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._planned(overridden, packed, placed)
         return plan
 
-    def _planned(self, overridden: frozenset[int], placed: bool) -> _Plan:
-        chosen = [_chosen(operator, overridden) for operator in self._operators]
-        last = None if self._last_layer is None else _chosen(self._last_layer, overridden)
+    def _planned(self, overridden: set[int], packed: dict[int, Any], placed: bool) -> _Plan:
+        chosen = [x for one in self._operators for x in _chosen(one, overridden, packed)]
+        [last] = [None] if self._last_layer is None else _chosen(self._last_layer, overridden, {})
         if not isinstance(last, RepeatedLinears):
             last = None
         whole = chosen if last is None else [*chosen, last]
         return _Plan(_compiled(whole, self._placed if placed else None), last)
 
 
-def _chosen(operator: Operator, overridden: frozenset[int]) -> Operator:
-    """What computes an operator where something stands for these weights."""
-    own = overridden.isdisjoint(getattr(operator, "weights", ()))
-    return getattr(operator, "direct", operator) if own else operator
+def _chosen(
+    operator: Operator, overridden: set[int], packed: Mapping[int, Any]
+) -> Sequence[Operator]:
+    """What computes an operator where others stand for some weights, of which these are packed."""
+    own = overridden.intersection(getattr(operator, "weights", ()))
+    if not own:
+        return [getattr(operator, "direct", operator)]
+    found = operator.packed(packed) if packed.keys() >= own else None  # type: ignore[attr-defined]
+    return found or [operator]
 
 
 def _compiled(operators: Sequence[Operator], given: GivenLayers | None) -> list[Operator]:
@@ -200,7 +213,8 @@ def _compiled(operators: Sequence[Operator], given: GivenLayers | None) -> list[
     """
     found: list[Operator] = []
     for compiles, group in groupby(operators, partial(_can_compile, given is not None)):
-        found += [CompiledOperators(list(group), given)] if compiles else group
+        neighbours = list(group)
+        found += [CompiledOperators(neighbours, given)] if compiles else neighbours
     return found
 
 

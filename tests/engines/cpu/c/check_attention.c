@@ -1,6 +1,6 @@
 /* Every instruction set's attention against sums in double, over random shapes. */
 #include "common.h"
-#include "paths.h"
+#include "program.h"
 
 static void check(kernel_path path, int dtype) {
     const int64_t groups = between(1, 3), heads = between(1, 4), queries = between(1, 20);
@@ -19,7 +19,7 @@ static void check(kernel_path path, int dtype) {
         q, k, v, mask, out, 1, groups, heads, queries, slots, depth, width,
         {0, queries * depth, depth}, {0, slots * depth, depth}, {0, slots * width, width},
         {0, 0, slots}, 0.2f, dtype, MASK_BOOL};
-    path.attention(&problem, 1);
+    run_attention(&problem, &path, 1);
     for (int64_t row = 0; row < all * queries; row++) {
         const int64_t head = row / queries, query = row % queries, group = head / heads;
         double total = 0;

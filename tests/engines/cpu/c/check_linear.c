@@ -1,6 +1,6 @@
 /* Every instruction set's linear layer against sums in double, over random shapes. */
 #include "common.h"
-#include "paths.h"
+#include "program.h"
 
 #define GUARD 64 /* bytes on either side of an output, which nobody may write to */
 
@@ -17,7 +17,7 @@ static void check(kernel_path path, int dtype) {
     y += GUARD;
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
                               NULL, 0};
-    path.linear(&problem, 1, 1);
+    run_linears(&problem, 1, &path, 1);
     for (int64_t i = 1; i <= GUARD; i++)
         if (y[-i] != 7 || y[rows * outputs * skinny_item_bytes(dtype) + i - 1] != 7)
             failures++, printf("%s: wrote beside the output\n", path.name);
@@ -44,7 +44,7 @@ static void check_int8(kernel_path path, int dtype) {
     for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
                               dtype, SKINNY_INT8, scales, dtype};
-    path.linear(&problem, 1, 1);
+    run_linears(&problem, 1, &path, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
             double sum = 0, size = 0;
@@ -71,7 +71,7 @@ static void check_rounded(kernel_path path, int dtype) {
     path.pack_int8(&packing, 1);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, stride,
                               outputs, dtype, SKINNY_ROUNDED, (char *)scales, SKINNY_FLOAT32};
-    path.linear(&problem, 1, 1);
+    run_linears(&problem, 1, &path, 1);
     for (int64_t o = 0; o < outputs; o++) {
         double left_out = 0;
         for (int64_t k = 0; k < depth; k++) {

@@ -18,7 +18,7 @@ static void check_norm(const kernel_path *path, int dtype) {
     fill(w, values, depth, dtype);
     norm_problem problem = {x, w, got, rows, depth, 1e-5f, dtype, lanes[between(0, 2)], (int)between(0, 1),
                             (int)between(0, 1)};
-    path->norm(&problem);
+    run_alone(path->norm_step(&problem));
     problem.y = expected;
     plain_norm(&problem);
     expect_same("norm", path, got, expected, rows * depth * bytes);
@@ -39,9 +39,9 @@ static void check_elements(const kernel_path *path, int dtype, int kind) {
     double *as = malloc(rows * count * 8), *bs = malloc(count * 8);
     fill(a, as, rows * count, dtype);
     fill(b, bs, count, dtype);
-    const element_problem problem = {a, b, got, {1, rows, 1, count},
+    element_problem problem = {a, b, got, {1, rows, 1, count},
                                      {{0, count, 0, 1}, {0, 0, 0, 1}, {0, apart, 0, 1}}, dtype, kind};
-    path->elements(&problem);
+    run_alone(path->element_step(&problem));
     for (int64_t i = 0; i < rows * count; i++) {
         const float x = (float)as[i], y = (float)bs[i % count];
         const float value = kind == ELEMENT_MUL ? x * y : kind == ELEMENT_ADD ? x + y : kind == ELEMENT_NEG ? -x : x;
