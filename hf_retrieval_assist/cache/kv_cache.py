@@ -152,6 +152,11 @@ class SlotCache(DynamicCache):
         return [x for x in self.layers if isinstance(x, SlotLayer) and not x.store.is_empty]
 
     @property
+    def _indexed(self) -> list[IndexedSlotLayer]:
+        """Those that have indexers."""
+        return [x for x in self.layers if isinstance(x, IndexedSlotLayer)]
+
+    @property
     def state_layers(self) -> list[LinearAttentionLayer]:
         """Layers with a convolution or another recurrent state."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
@@ -268,18 +273,17 @@ class SlotCache(DynamicCache):
             paths: for each row, ascending indices into the tokens that were fed.
         """
         sources, slots = moved_from(paths), self.slots
-        layers = self.slot_layers if self.memory is None else []
-        if not all(layer.store.block_refs for layer in layers):
-            self.pack_layers()
+        layers = self.pack_layers() if self.memory is None else []
         if sources and self.memory is not None:
             self.memory.move_later(slots.lengths, sources)
         elif sources:
             self._move(layers, sources)
         slots.set_lengths([n + len(path) for n, path in zip(slots.lengths, paths, strict=True)])
+        length = slots.longest
         for layer in layers:
-            layer.store.length = slots.longest
-            if isinstance(layer, IndexedSlotLayer):
-                layer.cut(slots.longest)
+            layer.store.length = length
+        for layer in self._indexed:
+            layer.cut(length)
         if slots.window is not None:
             self._drop_passed(layers)
 
