@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..host.plain_step import CHOOSERS
 from ..system.locks import DRAWS
 from ..types.row_text import RowText
-from .exponential import exponential, is_fast
+from .exponential import exponential, is_fast, state_after, token_and_state
 from .quotients import drawn, quotient_tokens
 
 # Noise beyond this is drawn again from the generator's state, of 5 KB.
@@ -79,10 +81,10 @@ class KnownDraws:
         once the row has generated `position` tokens. For rows that draws reach."""
         place = position, row
         if place not in self._noise:
-            states = self._rolled(position)
+            draw = row // self._together
+            state = self._before(position, draw)
             if place not in self._noise:
-                draw = row // self._together
-                self._store(position, draw, self._draw(states[draw], draw))
+                self._store(position, draw, self._draw(state, draw))
         return self._noise[place]
 
     def draw(self, probs: torch.Tensor, rows: Sequence[RowText]) -> list[int]:
@@ -111,6 +113,10 @@ class KnownDraws:
         if min(places) < min(self._states):
             self.plain = False
             return drawn(probs)
+        if fast and self._together == 1 and probs.dtype == torch.float32:
+            tokens = [self._token(*one) for one in zip(probs.numpy(), rows, strict=True)]
+            self.go_on(rows)
+            return tokens
         together = max(1, _MOST_BYTES // (4 * vocab_size))
         tokens = []
         for first in range(0, len(rows), together):
@@ -157,22 +163,46 @@ class KnownDraws:
         assert self._generator is not None
         state = self._generator.get_state()
         known = self._states.get(self._at)
-        if known is None or vocab_size != self._vocab_size or not torch.equal(known[0], state):
+        if known is None or vocab_size != self._vocab_size or not _equal(known[0], state):
             self.anchors += 1
             self._states = {self._at: [state]}
             self._noise.clear()
             if vocab_size != self._vocab_size:
                 self._vocab_size, self._together = vocab_size, self._rows_at_once(vocab_size)
 
-    def _rolled(self, position: int) -> list[torch.Tensor]:
-        """The states before each draw of numbers of a position, and behind the last one."""
+    def _token(self, probs: NDArray[np.float32], row: RowText) -> int:
+        """A row's next token, of float32 [vocab_size], found from few of its numbers."""
+        place = len(row.generated), row.index
+        token = None
+        if place not in self._noise:
+            token, after = token_and_state(probs, self._before(*place))
+            self._follow(*place, after)
+        if token is None:
+            [token] = quotient_tokens(torch.from_numpy(probs)[None], self.noise(*place)[None])
+        return token
+
+    def _before(self, position: int, draw: int) -> torch.Tensor:
+        """The state before one of a position's draws of numbers."""
         for place in range(max(self._states), position + 1):
             states = self._states[place]
-            for draw in range(-(-len(self._rows) // self._together)):
-                self._store(place, draw, self._draw(states[-1], draw))
-                states.append(self._twin.get_state())
-            self._states[place + 1] = [states[-1]]
-        return self._states[position]
+            while place + 1 not in self._states and (place < position or len(states) <= draw):
+                last = len(states) - 1
+                if self._device.type == "cpu" and is_fast():
+                    rows = min(self._together, len(self._rows) - last * self._together)
+                    after = state_after(states[-1], rows * self._vocab_size)
+                else:
+                    self._store(place, last, self._draw(states[-1], last))
+                    after = self._twin.get_state()
+                self._follow(place, last, after)
+        return self._states[position][draw]
+
+    def _follow(self, position: int, draw: int, state: torch.Tensor) -> None:
+        """Keep the state behind a draw of a position."""
+        states = self._states[position]
+        if len(states) == draw + 1:
+            states.append(state)
+            if len(states) > -(-len(self._rows) // self._together):
+                self._states[position + 1] = [state]
 
     def _draw(self, state: torch.Tensor, draw: int) -> torch.Tensor:
         """The numbers of some rows, float32 [rows, vocab_size], by this one of a position's draws,
@@ -196,8 +226,9 @@ class KnownDraws:
         """Let the generator stand before the numbers of a position."""
         assert self._generator is not None
         if position != self._at:
+            state = self._before(position, 0)
             with DRAWS:
-                self._generator.set_state(self._states[position][0])
+                self._generator.set_state(state)
             self._at = position
 
     def _drop(self, position: int) -> None:
@@ -205,6 +236,11 @@ class KnownDraws:
         self._states = {place: known for place, known in self._states.items() if place >= position}
         for key in [key for key in self._noise if key[0] < position]:
             del self._noise[key]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states are the same."""
+    return bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def _generator_of(device: torch.device) -> torch.Generator | None:
