@@ -227,19 +227,57 @@ def follow(const token_t[::1] token_ids, const int32_t[::1] parents, const int32
 
     Returns int32 [length of the matched path]. O(n), since children follow their parents.
     """
-    cdef Py_ssize_t n = parents.shape[0], m = tokens.shape[0], i, length = 0
-    cdef int32_t here = -1
-    out = np.empty(min(n, m), dtype=np.int32)
+    cdef Py_ssize_t n = parents.shape[0]
+    out = np.empty(min(n, tokens.shape[0]), dtype=np.int32)
     cdef int32_t[::1] path = out
-    with nogil:
-        for i in range(n):
-            if length == m:
-                break
-            if parents[i] == here and token_ids[i] == tokens[length]:
-                path[length] = <int32_t>i
-                length += 1
-                here = <int32_t>i
-    return out[:length]
+    if not out.size:
+        return out
+    return out[:walked(&token_ids[0], &parents[0], n, &tokens[0], tokens.shape[0], &path[0])]
+
+
+cdef Py_ssize_t walked(
+    const token_t* token_ids, const int32_t* parents, Py_ssize_t n, const int32_t* tokens, Py_ssize_t m,
+    int32_t* path,
+) noexcept nogil:
+    """How many of m tokens a tree of n nodes goes along with; their nodes are written to `path`, unless it
+    is NULL."""
+    cdef Py_ssize_t i, length = 0
+    cdef int32_t here = -1
+    for i in range(n):
+        if length == m:
+            break
+        if parents[i] == here and token_ids[i] == tokens[length]:
+            here = <int32_t>i
+            if path != NULL:
+                path[length] = here
+            length += 1
+    return length
+
+
+def reached(list forests, Py_ssize_t tree, tokens):
+    """How many of some tokens a tree of each of several forests goes along with, from its root on."""
+    cdef const token_t[::1] ids
+    cdef const int32_t[::1] parents
+    cdef const int64_t[::1] offsets
+    cdef int32_t* wanted
+    cdef Py_ssize_t m = len(tokens), i
+    found = []
+    wanted = <int32_t*>resized(NULL, m * sizeof(int32_t))
+    try:
+        for i in range(m):
+            wanted[i] = tokens[i]
+        for forest in forests:
+            ids, parents, offsets = forest.token_ids, forest.parents, forest.offsets
+            if not 0 <= tree < offsets.shape[0] - 1:
+                raise ValueError(f"tree: expected 0 to {offsets.shape[0] - 2}, got {tree}")
+            check_offsets(offsets, offsets.shape[0] - 1, min(ids.shape[0], parents.shape[0]))
+            i = offsets[tree + 1] - offsets[tree]
+            found.append(0 if not i else walked(
+                &ids[offsets[tree]], &parents[offsets[tree]], i, wanted, m, NULL
+            ))
+    finally:
+        free(wanted)
+    return found
 
 
 cdef class _Nodes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from .slot_layers import (
 
 # Bytes from which on layers share another block, so that growing one takes little memory.
 _MOST_BYTES = 1 << 28
+
+_REFS = attrgetter("store.block_refs")
 
 # Layers that share another one's entries have a class of their own in later versions only.
 _SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -152,11 +155,6 @@ class SlotCache(DynamicCache):
         return [x for x in self.layers if isinstance(x, SlotLayer) and not x.store.is_empty]
 
     @property
-    def _indexed(self) -> list[IndexedSlotLayer]:
-        """Those that have indexers."""
-        return [x for x in self.layers if isinstance(x, IndexedSlotLayer)]
-
-    @property
     def state_layers(self) -> list[LinearAttentionLayer]:
         """Layers with a convolution or another recurrent state."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
@@ -206,7 +204,7 @@ class SlotCache(DynamicCache):
     def pack_layers(self) -> list[SlotLayer]:
         """Move the layers that hold tensors of their own into blocks; returns all that hold any."""
         layers = self.slot_layers
-        if all(layer.store.block_refs for layer in layers):
+        if all(map(_REFS, layers)):
             return layers
         length = max(layer.get_seq_length() for layer in layers)
         kinds = kinds_of(layers, _MOST_BYTES, lambda layer: layer.window, lambda kind: length)
@@ -282,8 +280,8 @@ class SlotCache(DynamicCache):
         length = slots.longest
         for layer in layers:
             layer.store.length = length
-        for layer in self._indexed:
-            layer.cut(length)
+            if type(layer) is IndexedSlotLayer:
+                layer.cut(length)
         if slots.window is not None:
             self._drop_passed(layers)
 
