@@ -211,6 +211,25 @@ cdef object fault_of_nodes(
     return None
 
 
+def child(
+    const token_t[::1] token_ids, const int32_t[::1] parents, const int64_t[::1] offsets, Py_ssize_t tree,
+    int32_t parent, int64_t token,
+):
+    """The child of a node of one of several trees, −1: of its root, that carries a token; −1: there is none.
+
+    `offsets`, int64 [trees + 1], tells where each tree begins, from where its nodes count. O(n).
+    """
+    cdef Py_ssize_t i
+    if not (0 <= tree < offsets.shape[0] - 1 and parents.shape[0] == token_ids.shape[0]):
+        raise ValueError(f"tree: expected 0 to {offsets.shape[0] - 2}, got {tree}")
+    if not 0 <= offsets[tree] <= offsets[tree + 1] <= token_ids.shape[0]:
+        raise ValueError(f"offsets: expected 0 to {token_ids.shape[0]}, got {offsets[tree + 1]}")
+    for i in range(offsets[tree], offsets[tree + 1]):
+        if parents[i] == parent and token_ids[i] == token:
+            return i - offsets[tree]
+    return -1
+
+
 def path_products(const int32_t[::1] parents, const float[::1] rates):
     """Product of `rates` from the root's child down to each node. Returns float32 [n]. O(n)."""
     cdef Py_ssize_t n = parents.shape[0], i

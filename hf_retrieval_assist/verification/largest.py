@@ -16,10 +16,10 @@ def host_rows(scores: Any) -> NDArray[np.float32] | None:
     host, or have gaps."""
     if isinstance(scores, np.ndarray):
         return scores
-    if scores.device.type != "cpu" or scores.dtype != torch.float32 or not scores.is_contiguous():
+    if scores.dtype != torch.float32 or not scores.is_cpu:
         return None
     found: NDArray[np.float32] = (scores.detach() if scores.requires_grad else scores).numpy()
-    return found.reshape(-1, found.shape[-1])
+    return found.reshape(-1, found.shape[-1]) if found.flags.c_contiguous else None
 
 
 def largest(

@@ -249,17 +249,15 @@ def views_of(fed: TreeLayout, slots: RowSlots, first: int) -> Views:
     extent, alike = slots.longest + columns, offsets is None or len(offsets) == 1
     if alike and slots.is_even and fed.rows is None:
         start = extent - (width if offsets is None else offsets.shape[1])
-        view = View(start, None, extent)
+        return View(start, None, extent), View(start, None, extent, first)
+    rows, kept = slots.index(fed.depths.device)
+    if offsets is None:
+        offsets = torch.arange(columns - width, columns, device=kept.device)
+    if fed.rows is None:
+        places = rows, kept + offsets
     else:
-        rows, kept = slots.index(fed.depths.device)
-        if offsets is None:
-            offsets = torch.arange(columns - width, columns, device=kept.device)
-        if fed.rows is None:
-            places = rows, kept + offsets
-        else:
-            places = rows[fed.rows].T, (kept[fed.rows] + offsets).T
-        view = View(None, places, extent)
-    return view, view._replace(first=first)
+        places = rows[fed.rows].T, (kept[fed.rows] + offsets).T
+    return View(None, places, extent), View(None, places, extent, first)
 
 
 class _Kept(NamedTuple):
@@ -349,7 +347,10 @@ class TreeAttention:
         if near and kept.tail is None and not padded and device.type == "cpu":
             # Each operator of torch takes ten times as long where others' code was just run.
             made = draft_tree.hiding(fed.sees.numpy().view(np.uint8), common, bits)
-            mask = torch.from_numpy(made).view(self.dtype)
+            if self.dtype == torch.float32:
+                mask = torch.from_numpy(made.view(np.float32))
+            else:
+                mask = torch.from_numpy(made).view(self.dtype)
             return mask if fed.rows is None else mask.transpose(0, 2)
         seen, unseen, start = fed.sees, None, None
         if padded:

@@ -99,7 +99,7 @@ class Verified:
 
     def __init__(self, logits: torch.Tensor, roots: Sequence[int], outputs: Any):
         self.outputs = outputs
-        batch, self.width = logits.shape[:2]
+        batch, self.width, _ = logits.shape
         own = batch > 1
         self.roots = [row * self.width * own + root for row, root in enumerate(roots)]
         self._shown = logits

@@ -314,8 +314,9 @@ class TreeVerifier(Verifier):
     def _feed_lines(self, fed: TreeTokens) -> Verified:
         """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
-        outputs = self._run(ids, ids.shape[1], *self._tree_arguments(lines))
-        return Verified(outputs.logits, [0] * len(ids), outputs)
+        batch, width = fed.token_ids.shape
+        outputs = self._run(ids, width, *self._tree_arguments(lines))
+        return Verified(outputs.logits, [0] * batch, outputs)
 
     @cached_property
     def _next(self) -> int | None:
@@ -329,8 +330,12 @@ class TreeVerifier(Verifier):
         slots, positions = self.cache.slots, self.next_position
         masks, views = self.attention.masks(fed, slots)
         # Each row's root's: [batch, 1], or with a leading axis where ids have one.
-        if self._next is not None and slots.is_even and len(fed.depths) == len(positions):
-            ids = fed.depths + (self._next + slots.longest - self.begun)
+        if self._next is not None and slots.is_even and fed.depths.shape[0] == positions.shape[0]:
+            begin = self._next + slots.longest - self.begun
+            if fed.depths.is_cpu:
+                ids = torch.from_numpy(fed.depths.numpy() + begin)
+            else:
+                ids = fed.depths + begin
             return {"attention_mask": masks, "position_ids": ids}, views
         if fed.rows is None and slots.is_even:
             positions = positions + (slots.longest - self.begun)
