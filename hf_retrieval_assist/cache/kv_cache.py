@@ -287,6 +287,9 @@ class SlotCache(DynamicCache):
 
     def _move(self, layers: Sequence[SlotLayer], sources: Sequence[Sequence[int]]) -> None:
         for part in _parts(layers):
+            if len(sources) == 1 and isinstance(part, Block):
+                part.move_row(self.slots.longest, sources[0])
+                continue
             rows, kept = self.slots.index(part.device)
             moved = torch.tensor(sources, device=part.device)
             part.move(kept + moved, kept + torch.arange(len(sources[0]), device=part.device), rows)
