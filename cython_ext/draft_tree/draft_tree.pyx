@@ -45,39 +45,74 @@ def depths(const int32_t[::1] parents):
 
 
 def arrange(
-    const int64_t[::1] roots, const int64_t[::1] counts, const token_t[::1] token_ids,
-    const int32_t[::1] parents, Py_ssize_t width,
+    roots, lengths, const int64_t[::1] offsets, const token_t[::1] token_ids,
+    const int32_t[::1] parents, rows, Py_ssize_t width,
 ):
     """Trees side by side, each behind its root and filled up to one width.
 
-    `counts` [b] are the nodes of each tree, `token_ids` and `parents` those of all trees, tree after
-    tree. Filler repeats the root's token and sees the root alone, and nobody sees it.
+    `roots` and `lengths`, a number of each text; `token_ids` and `parents` those of the trees, one behind
+    another's, `offsets` where each begins; `rows` which texts have a line, ascending, None: all. Width 0:
+    that of the widest of these. Filler repeats the root's token and sees the root alone, and nobody sees
+    it.
 
-    Returns int64 [b, width] token ids, int64 [b, width] depths, the root's being 0, and bool [b,
-    width, width], who sees whom: a node itself, its ancestors and the root. O(b width²).
+    Returns int64 [b]: the rows, the tokens of each without filler, and their lengths; int64 [b, width]
+    token ids, int64 [b, width] depths, the root's being 0, and bool [b, width, width], who sees whom: a
+    node itself, its ancestors and the root. O(b width²).
     """
-    cdef Py_ssize_t b = roots.shape[0], first = 0, row, i, j, above
-    ids_out, depths_out = np.empty((b, width), np.int64), np.zeros((b, width), np.int64)
-    sees_out = np.zeros((b, width, width), np.bool_)
-    cdef int64_t[:, ::1] ids = ids_out, depth = depths_out
-    cdef unsigned char[:, :, ::1] sees = sees_out.view(np.uint8)
-    for row in range(b):
-        if not 0 <= counts[row] < width or first + counts[row] > parents.shape[0]:
-            raise ValueError(f"counts: expected 0 to {width - 1} nodes each, got {counts[row]}")
+    cdef Py_ssize_t b = len(roots) if rows is None else len(rows), line, row, first, count, i, j, above
+    cdef int64_t root
+    check_offsets(offsets, len(roots), parents.shape[0])
+    numbers_out = np.empty((3, b), np.int64)
+    cdef int64_t[:, ::1] numbers = numbers_out
+    cdef Py_ssize_t widest = 1
+    for line in range(b):
+        row = line if rows is None else rows[line]
+        if not 0 <= row < offsets.shape[0] - 1:
+            raise ValueError(f"rows: expected 0 to {offsets.shape[0] - 2}, got {row}")
+        numbers[0, line], numbers[2, line] = row, lengths[row]
+        numbers[1, line] = 1 + offsets[row + 1] - offsets[row]
+        widest = max(widest, numbers[1, line])
+    if width and width < widest:
+        raise ValueError(f"width: expected at least {widest}, got {width}")
+    width = width or widest
+    lines_out = np.empty((2, b, width), np.int64)
+    sees_out = np.zeros((b, width, width), np.uint8)
+    cdef int64_t[:, :, ::1] lines = lines_out
+    cdef unsigned char[:, :, ::1] sees = sees_out
+    for line in range(b):
+        row, count = numbers[0, line], numbers[1, line]
+        root, first = roots[row], offsets[row]
         for i in range(width):
-            ids[row, i] = roots[row]
-            sees[row, i, 0] = 1
-        for i in range(1, counts[row] + 1):
+            lines[0, line, i], lines[1, line, i] = root, 0
+            sees[line, i, 0] = 1
+        for i in range(1, count):
             above = parents[first + i - 1] + 1
             if not 0 <= above < i:
                 raise ValueError(f"parents: expected one before node {i - 1}, got {above - 1}")
-            ids[row, i] = token_ids[first + i - 1]
-            depth[row, i] = depth[row, above] + 1
+            lines[0, line, i] = token_ids[first + i - 1]
+            lines[1, line, i] = lines[1, line, above] + 1
             for j in range(1, above + 1):
-                sees[row, i, j] = sees[row, above, j]
-            sees[row, i, i] = 1
-        first += counts[row]
-    return ids_out, depths_out, sees_out
+                sees[line, i, j] = sees[line, above, j]
+            sees[line, i, i] = 1
+    return *numbers_out, *lines_out, sees_out.view(np.bool_)
+
+
+def hiding(const unsigned char[:, :, :] sees, Py_ssize_t common, const unsigned char[::1] hidden):
+    """The bytes of a mask: uint8 [lines, 1, width, (common + columns) x bytes of a number].
+
+    Queries see the first `common` slots, where the mask is 0; of the others those that `sees` [lines,
+    width, columns] says. What they do not see has the number of these bytes, `hidden`.
+    """
+    cdef Py_ssize_t lines = sees.shape[0], width = sees.shape[1], columns = sees.shape[2]
+    cdef Py_ssize_t size = hidden.shape[0], line, i, j
+    out = np.zeros((lines, 1, width, (common + columns) * size), np.uint8)
+    cdef unsigned char[:, :, :, ::1] mask = out
+    for line in range(lines):
+        for i in range(width):
+            for j in range(columns):
+                if not sees[line, i, j]:
+                    memcpy(&mask[line, 0, i, (common + j) * size], &hidden[0], size)
+    return out
 
 
 def fault(
@@ -176,6 +211,25 @@ cdef object fault_of_nodes(
     return None
 
 
+def child(
+    const token_t[::1] token_ids, const int32_t[::1] parents, const int64_t[::1] offsets, Py_ssize_t tree,
+    int32_t parent, int64_t token,
+):
+    """The child of a node of one of several trees, −1: of its root, that carries a token; −1: there is none.
+
+    `offsets`, int64 [trees + 1], tells where each tree begins, from where its nodes count. O(n).
+    """
+    cdef Py_ssize_t i
+    if not (0 <= tree < offsets.shape[0] - 1 and parents.shape[0] == token_ids.shape[0]):
+        raise ValueError(f"tree: expected 0 to {offsets.shape[0] - 2}, got {tree}")
+    if not 0 <= offsets[tree] <= offsets[tree + 1] <= token_ids.shape[0]:
+        raise ValueError(f"offsets: expected 0 to {token_ids.shape[0]}, got {offsets[tree + 1]}")
+    for i in range(offsets[tree], offsets[tree + 1]):
+        if parents[i] == parent and token_ids[i] == token:
+            return i - offsets[tree]
+    return -1
+
+
 def path_products(const int32_t[::1] parents, const float[::1] rates):
     """Product of `rates` from the root's child down to each node. Returns float32 [n]. O(n)."""
     cdef Py_ssize_t n = parents.shape[0], i
@@ -192,19 +246,57 @@ def follow(const token_t[::1] token_ids, const int32_t[::1] parents, const int32
 
     Returns int32 [length of the matched path]. O(n), since children follow their parents.
     """
-    cdef Py_ssize_t n = parents.shape[0], m = tokens.shape[0], i, length = 0
-    cdef int32_t here = -1
-    out = np.empty(min(n, m), dtype=np.int32)
+    cdef Py_ssize_t n = parents.shape[0]
+    out = np.empty(min(n, tokens.shape[0]), dtype=np.int32)
     cdef int32_t[::1] path = out
-    with nogil:
-        for i in range(n):
-            if length == m:
-                break
-            if parents[i] == here and token_ids[i] == tokens[length]:
-                path[length] = <int32_t>i
-                length += 1
-                here = <int32_t>i
-    return out[:length]
+    if not out.size:
+        return out
+    return out[:walked(&token_ids[0], &parents[0], n, &tokens[0], tokens.shape[0], &path[0])]
+
+
+cdef Py_ssize_t walked(
+    const token_t* token_ids, const int32_t* parents, Py_ssize_t n, const int32_t* tokens, Py_ssize_t m,
+    int32_t* path,
+) noexcept nogil:
+    """How many of m tokens a tree of n nodes goes along with; their nodes are written to `path`, unless it
+    is NULL."""
+    cdef Py_ssize_t i, length = 0
+    cdef int32_t here = -1
+    for i in range(n):
+        if length == m:
+            break
+        if parents[i] == here and token_ids[i] == tokens[length]:
+            here = <int32_t>i
+            if path != NULL:
+                path[length] = here
+            length += 1
+    return length
+
+
+def reached(list forests, Py_ssize_t tree, tokens):
+    """How many of some tokens a tree of each of several forests goes along with, from its root on."""
+    cdef const token_t[::1] ids
+    cdef const int32_t[::1] parents
+    cdef const int64_t[::1] offsets
+    cdef int32_t* wanted
+    cdef Py_ssize_t m = len(tokens), i
+    found = []
+    wanted = <int32_t*>resized(NULL, m * sizeof(int32_t))
+    try:
+        for i in range(m):
+            wanted[i] = tokens[i]
+        for forest in forests:
+            ids, parents, offsets = forest.token_ids, forest.parents, forest.offsets
+            if not 0 <= tree < offsets.shape[0] - 1:
+                raise ValueError(f"tree: expected 0 to {offsets.shape[0] - 2}, got {tree}")
+            check_offsets(offsets, offsets.shape[0] - 1, min(ids.shape[0], parents.shape[0]))
+            i = offsets[tree + 1] - offsets[tree]
+            found.append(0 if not i else walked(
+                &ids[offsets[tree]], &parents[offsets[tree]], i, wanted, m, NULL
+            ))
+    finally:
+        free(wanted)
+    return found
 
 
 cdef class _Nodes:

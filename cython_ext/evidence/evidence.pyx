@@ -225,3 +225,38 @@ def judge(
                     text.close(i)
     finally:
         free(after)
+
+
+def estimated(
+    const double[::1] mean, const double[:, ::1] covariance, Py_ssize_t left, double weight
+):
+    """What jointly Gaussian numbers say of a mixture of two that stand together: `1 - weight` of the one at
+    `left`, `weight` of the next one. Returns the mixture's mean and its variance."""
+    cdef Py_ssize_t right = left + 1 if weight else left
+    if not 0 <= left <= right < mean.shape[0] == covariance.shape[0] == covariance.shape[1]:
+        raise ValueError(f"left: expected a place among {mean.shape[0]} numbers, got {left}")
+    cdef double at = covariance[left, left], above = covariance[left, right]
+    at += weight * (covariance[right, left] - at)
+    above += weight * (covariance[right, right] - above)
+    return mean[left] + weight * (mean[right] - mean[left]), at + weight * (above - at)
+
+
+def correct(
+    double[::1] mean, double[:, ::1] covariance, Py_ssize_t left, double weight, double error,
+    double variance,
+):
+    """One step of a Kalman filter: such a mixture was measured to differ from its mean by `error`, the
+    measurement's own variance and the mixture's adding up to `variance`. O(numbers²)."""
+    cdef Py_ssize_t n = mean.shape[0], right = left + 1 if weight else left, i, j
+    cdef double gain
+    if not 0 <= left <= right < n == covariance.shape[0] == covariance.shape[1]:
+        raise ValueError(f"left: expected a place among {n} numbers, got {left}")
+    cdef double* row = <double*>resized(NULL, n * sizeof(double))
+    for i in range(n):
+        row[i] = covariance[left, i] + weight * (covariance[right, i] - covariance[left, i])
+    for i in range(n):
+        gain = row[i] / variance
+        mean[i] += error * gain
+        for j in range(n):
+            covariance[i, j] -= gain * row[j]
+    free(row)

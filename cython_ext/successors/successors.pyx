@@ -142,7 +142,8 @@ cdef inline void insert_among(float* values, int32_t* ids, Py_ssize_t count, flo
 
 cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, int32_t* ids) noexcept nogil:
     """The k largest of n values, descending, of equal ones the first."""
-    cdef Py_ssize_t i, start, end = k, larger
+    cdef Py_ssize_t i, start, end = k
+    cdef int32_t larger
     cdef float least
     for i in range(k):
         insert_among(values, ids, i + 1, row[i], <int32_t>i)

@@ -115,6 +115,13 @@ class Block:
         else:
             self.states[:, rows, :, destination] = self.states[:, rows, :, source]
 
+    def move_row(self, length: int, moved: Sequence[int]) -> None:
+        """Copy to the first places behind so many slots of a single row those at `moved` places."""
+        begin = length - self.base
+        source = torch.tensor([begin + place for place in moved], device=self.device)
+        kept = self.states.index_select(3, source)
+        self.states.narrow(3, begin, len(moved)).copy_(kept)
+
     def zero_unused(self, lengths: Sequence[int]) -> None:
         for row, length in enumerate(lengths):
             self.states[:, row, :, max(0, length - self.base) :] = 0

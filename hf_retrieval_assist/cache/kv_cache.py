@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from .slot_layers import (
 
 # Bytes from which on layers share another block, so that growing one takes little memory.
 _MOST_BYTES = 1 << 28
+
+_REFS = attrgetter("store.block_refs")
 
 # Layers that share another one's entries have a class of their own in later versions only.
 _SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -201,7 +204,7 @@ class SlotCache(DynamicCache):
     def pack_layers(self) -> list[SlotLayer]:
         """Move the layers that hold tensors of their own into blocks; returns all that hold any."""
         layers = self.slot_layers
-        if all(layer.store.block_refs for layer in layers):
+        if all(map(_REFS, layers)):
             return layers
         length = max(layer.get_seq_length() for layer in layers)
         kinds = kinds_of(layers, _MOST_BYTES, lambda layer: layer.window, lambda kind: length)
@@ -268,23 +271,25 @@ class SlotCache(DynamicCache):
             paths: for each row, ascending indices into the tokens that were fed.
         """
         sources, slots = moved_from(paths), self.slots
-        layers = self.slot_layers if self.memory is None else []
-        if not all(layer.store.block_refs for layer in layers):
-            self.pack_layers()
+        layers = self.pack_layers() if self.memory is None else []
         if sources and self.memory is not None:
             self.memory.move_later(slots.lengths, sources)
         elif sources:
             self._move(layers, sources)
         slots.set_lengths([n + len(path) for n, path in zip(slots.lengths, paths, strict=True)])
+        length = slots.longest
         for layer in layers:
-            layer.store.length = slots.longest
-            if isinstance(layer, IndexedSlotLayer):
-                layer.cut(slots.longest)
+            layer.store.length = length
+            if type(layer) is IndexedSlotLayer:
+                layer.cut(length)
         if slots.window is not None:
             self._drop_passed(layers)
 
     def _move(self, layers: Sequence[SlotLayer], sources: Sequence[Sequence[int]]) -> None:
         for part in _parts(layers):
+            if len(sources) == 1 and isinstance(part, Block):
+                part.move_row(self.slots.longest, sources[0])
+                continue
             rows, kept = self.slots.index(part.device)
             moved = torch.tensor(sources, device=part.device)
             part.move(kept + moved, kept + torch.arange(len(sources[0]), device=part.device), rows)

@@ -1,14 +1,19 @@
 """The exponentially distributed numbers that torch draws on a CPU, in a third of its time.
 
 For each number torch takes a uniform double u from the generator, then the logarithm of 1 - u, one
-after another. Here the logarithms are taken many at a time.
+after another. Here the logarithms are taken many at a time; or, where nothing but the token is
+wanted that is drawn with them, a few of them alone.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from ..structures import draws
 
 # Logarithms taken many at a time may differ by so much, relative, from those taken alone.
 _ERROR = 2.0**-50
@@ -35,8 +40,45 @@ def is_fast() -> bool:
         drawn = torch.empty(_TRIED, device="cpu").exponential_(generator=own)
         many = _by_many((_TRIED,), twin)
         if many is not None:
-            return torch.equal(many, drawn) and torch.equal(own.get_state(), twin.get_state())
+            same = torch.equal(many, drawn) and torch.equal(own.get_state(), twin.get_state())
+            return same and _is_compiled()
     return False
+
+
+def token_and_state(
+    probs: NDArray[np.float32], state: torch.Tensor
+) -> tuple[int | None, torch.Tensor]:
+    """What `torch.multinomial` draws of float32 [n] probabilities with a generator in this state,
+    and its state then; None where they are no distribution, or all numbers are needed. Where it
+    is fast."""
+    token, after = draws.token(probs, state.numpy())
+    return token if token >= 0 else None, torch.from_numpy(after)
+
+
+def state_after(state: torch.Tensor, count: int) -> torch.Tensor:
+    """A generator's state behind so many numbers. Where it is fast."""
+    return torch.from_numpy(draws.skipped(state.numpy(), count))
+
+
+def _is_compiled() -> bool:
+    """Whether compiled code draws as this torch does."""
+    own = torch.Generator().manual_seed(_TRIALS)
+    for _ in range(_TRIALS):
+        probs, state = torch.rand(_TRIED, generator=own, device="cpu"), own.get_state()
+        drawn = torch.multinomial(probs, 1, generator=own)
+        try:
+            token, after = token_and_state(probs.numpy(), state)
+        except ValueError:  # another generator
+            return False
+        skipped = state_after(state, _TRIED)
+        if (
+            token != drawn
+            or not torch.equal(after, own.get_state())
+            or not torch.equal(after, skipped)
+        ):
+            return False
+        torch.rand(1, generator=own, device="cpu")
+    return True
 
 
 def _by_many(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:

@@ -51,6 +51,15 @@ class Stopping:
         lengths = [float(criterion.max_length) for criterion in self._limits]
         return min(map(math.ceil, filter(math.isfinite, lengths)), default=None)
 
+    @property
+    def bounds(self) -> tuple[int | None, frozenset[int]] | None:
+        """How long rows get, None: without a limit, and the ids that end them; None where others
+        have a say."""
+        if self._alone or not self._rules.hold:
+            return None
+        ends = [self._end_ids(part) for part in self._parts if type(part) is EosTokenCriteria]
+        return self._limit, frozenset().union(*ends)
+
     def finish(
         self,
         walking: Sequence[RowText],

@@ -63,6 +63,9 @@ class Walk:
         self.select.draws.plain = not self.residual
         self.watch: ModelWatch | None = None
         self._streamer = call.streamer
+        # Rows of whose draws none depends on another row.
+        on_host = rows[0].device.type == "cpu" and not self.select.do_sample
+        self._apart = self.rowwise is not None and (len(rows) == 1 or on_host)
 
     def end(self, tokens: int) -> bool:
         """End the streamer's text and leave the generator as plain decoding does after so many
@@ -92,6 +95,11 @@ class Walk:
         walking = [row for row in self.rows if not row.finished]
         for row in walking:
             paths[row.index].accepted.append(0)
+        if self._apart and walking and (bounds := self._bounds) is not None:
+            for row in walking:
+                self._walk_apart(row, paths[row.index], trees, verified, *bounds)
+            self.stopping.finish(walking, self.rows, None)
+            return paths
         while walking:
             nodes = [paths[row.index].accepted[-1] for row in walking]
             if self._needs_scores:
@@ -113,6 +121,35 @@ class Walk:
                 break  # the logits at hand are those of another model
             walking = self._following(walking, trees, paths)
         return paths
+
+    @property
+    def _bounds(self) -> tuple[int | None, frozenset[int]] | None:
+        """Those of :class:`Stopping` where nobody else's code runs between two tokens."""
+        alone = self._streamer is None and self.watch is None and self.select.blind
+        return self.stopping.bounds if alone else None
+
+    def _walk_apart(
+        self,
+        row: RowText,
+        path: Path,
+        trees: Forest,
+        verified: Verified,
+        most: int | None,
+        ends: frozenset[int],
+    ) -> None:
+        """Walk one row up to so many tokens of text, or one that ends it."""
+        rows, index, node, length = [row], row.index, 0, len(row)
+        while True:
+            [token] = verified.choose(rows, [node], self.select)
+            row.generated.append(token)
+            path.tokens.append(token)
+            length += 1
+            if token in ends or (most is not None and length >= most):
+                break
+            node = 1 + trees.child(index, node - 1, token)
+            if node == 0:
+                break
+            path.accepted.append(node)
 
     def _choose_by_scores(
         self,

@@ -67,9 +67,9 @@ def row_feedbacks(
         states = taps.of_rows(places)
     feedbacks = {}
     for row, (n, nodes), seen in zip(rows, chosen.items(), states, strict=True):
-        root, ids = [row.generated[paths[n].start - 1]], trees[n].token_ids
+        root, ids = row.generated[paths[n].start - 1], trees[n].token_ids.tolist()
         feedbacks[n] = RowFeedback(
-            token_ids=np.concatenate([root, ids], dtype=np.int32),
+            token_ids=np.array([root, *ids], np.int32),
             accepted=np.array(nodes, np.int32),
             logits=verified.of_row(n, len(ids)) if needs_all_logits else None,
             top=verified.top(n, len(ids)),

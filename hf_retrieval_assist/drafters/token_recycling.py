@@ -90,6 +90,7 @@ _MOST_REJECTED = 16
 # Rows made at first; more than any real vocabulary needs.
 _FIRST_ROWS = 1 << 20
 _FIRST_PRIVATE_ROWS = 64
+_ONE_START = np.zeros(1, np.int64)
 
 
 def template_of(child_counts: Sequence[int], top_k: int) -> Ranks:
@@ -261,6 +262,8 @@ class SuccessorTable:
     def _rows_of(self, tokens: Int32Array) -> Int32Array:
         """The row of each token, made where it is missing; of −1, −1."""
         rows = self._numbers_of(tokens)
+        if len(self._successors) > self.vocab_size:
+            return rows  # there are all
         needed, known = int(rows.max(initial=_UNKNOWN)) + 1, len(self._successors) - 1
         if needed > known:
             table, classes = self._unknown(min(self.vocab_size, max(needed, 2 * known)) - known)
@@ -304,16 +307,20 @@ class SuccessorTable:
         Args:
             feedbacks: of some rows of the forward, in their order, each with `top`.
         """
-        sizes = [len(feedback.token_ids) for feedback in feedbacks]
-        starts = np.array([0, *accumulate(sizes[:-1])])
-        fed = np.concatenate([feedback.token_ids for feedback in feedbacks])
-        accepted = np.concatenate(
-            [feedback.accepted + first for feedback, first in zip(feedbacks, starts, strict=True)]
-        )
-        first_top, *other_tops = [feedback.top for feedback in feedbacks if feedback.top]
-        top = first_top.joined(other_tops) if other_tops else first_top
+        first, *others = feedbacks
+        assert first.top is not None
+        fed, accepted, starts, top = first.token_ids, first.accepted, _ONE_START, first.top
+        if others:
+            sizes = [len(feedback.token_ids) for feedback in feedbacks]
+            starts = np.array([0, *accumulate(sizes[:-1])])
+            fed = np.concatenate([feedback.token_ids for feedback in feedbacks])
+            shifted = zip(feedbacks, starts, strict=True)
+            accepted = np.concatenate([feedback.accepted + begin for feedback, begin in shifted])
+            top = top.joined([feedback.top for feedback in others if feedback.top])
         limit = len(fed) if top.free else _MOST_REJECTED
-        nodes = successors.rows_to_learn(fed, accepted, self.vocab_size, limit, starts)
+        nodes = successors.rows_to_learn(
+            fed, accepted.astype(np.int64), self.vocab_size, limit, starts
+        )
         found, logits = top.of(nodes, self.top_k, self.vocab_size)
         with self._lock:
             rows, found = self._rows_of(fed[nodes]), self._numbers_of(found)

@@ -9,7 +9,7 @@ verification has to be spent on exploring.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +110,8 @@ class Calibrator:
         if self.conditional:
             known = (earlier or Forest.empty(len(drafts))).known_probs(drafts)
         arrays = drafts.token_ids, drafts.parents, drafts.probs, drafts.classes, drafts.offsets
-        return replace(drafts, probs=evidence.calibrated(texts, *arrays, known, self._counts))
+        probs = evidence.calibrated(texts, *arrays, known, self._counts)
+        return Forest(drafts.token_ids, drafts.parents, probs, drafts.classes, drafts.offsets)
 
     def judge(self, texts: list[OpenDrafts], token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from the tokens by which texts went on; once per step, after `calibrate`.

@@ -152,11 +152,9 @@ class DraftedStep:
     def reached(self, place: int, accepted: Sequence[int]) -> list[int]:
         """How many of a text's accepted tokens each drafter had proposed; nothing where none were
         accepted."""
-        found, tokens = [], np.array(accepted, np.int32)
-        for proposal in self.proposals if accepted else ():
-            nodes = slice(proposal.offsets[place], proposal.offsets[place + 1])
-            ids, parents = proposal.token_ids[nodes], proposal.parents[nodes]
-            found.append(len(draft_tree.follow(ids, parents, tokens)))
+        if not accepted:
+            return []
+        found: list[int] = draft_tree.reached(self.proposals, place, accepted)
         return found
 
     def promise(self, place: int, tree: TokenTree, token_ids: Sequence[int]) -> tuple[float, int]:

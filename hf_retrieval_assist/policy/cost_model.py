@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ..structures import evidence
 from ..system.locks import Lock
 
 Float64Array = NDArray[np.float64]
@@ -136,11 +137,7 @@ class CostModel:
     def _update(self, left: int, weight: float, log_seconds: float) -> None:
         """One robust Kalman step for a timing of `1 − weight` at a knot, `weight` at the next."""
         covariance, mean = self._covariance, self._mean
-        row = covariance[left]
-        if weight:
-            row = row + weight * (covariance[left + 1] - row)
-        predicted = float(mean[left] + weight * (mean[left + 1] - mean[left]))
-        variance = float(row[left] + weight * (row[left + 1] - row[left]))
+        predicted, variance = evidence.estimated(mean, covariance, left, weight)
         if self.observations == 0:
             mean += log_seconds - predicted
             predicted = log_seconds
@@ -153,9 +150,7 @@ class CostModel:
         noise = self._noise * (_FIRST_NOISE[known] if known < len(_FIRST_NOISE) else 1)
         limit = _OUTLIER * math.sqrt(variance + noise)
         believed = min(max(error, -limit), limit)
-        gain = row / (variance + noise)
-        mean += believed * gain
-        covariance -= np.multiply.outer(gain, row)
+        evidence.correct(mean, covariance, left, weight, believed, variance + noise)
         self._learn_noise(believed, variance)
         self._age(left, error - believed)
         self._stale = True

@@ -229,9 +229,10 @@ class DraftingPolicy:
             if budget and able and step.asks(number, _missed(trees) if costly else 1.0):
                 drafts = self._draft(number, step, budget, trees)
                 trees = trees.merge(drafts)
-                promised = trees.expected_tokens
-                step.uses[number].promised += (promised - known) / len(sessions)
-                known = promised
+                if step.account is not None:
+                    promised = trees.expected_tokens
+                    step.uses[number].promised += (promised - known) / len(sessions)
+                    known = promised
             step.proposals.append(drafts)
         return trees
 

@@ -279,10 +279,9 @@ class Forest(_Nodes, Sequence[TokenTree]):
         """What `TokenTree.child` finds in a tree."""
         if not len(self.token_ids):
             return -1
-        first, end = self.offsets[index], self.offsets[index + 1]
-        alike = (self.parents[first:end] == parent) & (self.token_ids[first:end] == token)
-        found = np.flatnonzero(alike)
-        return int(found[0]) if len(found) else -1
+        nodes = self.token_ids, self.parents, self.offsets
+        found: int = draft_tree.child(*nodes, index, parent, token)
+        return found
 
     def spread(self, places: Sequence[int], trees: int) -> Forest:
         """So many trees, of which these stand at ascending places and all others have no nodes."""

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..structures import successors
+
+
+def host_rows(scores: Any) -> NDArray[np.float32] | None:
+    """Scores [..., columns] where they lie, as [n, columns]; None where they are no float32 on the
+    host, or have gaps."""
+    if isinstance(scores, np.ndarray):
+        return scores
+    if scores.dtype != torch.float32 or not scores.is_cpu:
+        return None
+    found: NDArray[np.float32] = (scores.detach() if scores.requires_grad else scores).numpy()
+    return found.reshape(-1, found.shape[-1]) if found.flags.c_contiguous else None
 
 
 def largest(

@@ -155,8 +155,7 @@ class TreeLayout(NamedTuple):
         return TreeLayout(*(part.to(device) for part in self[:4]))
 
 
-@dataclass(frozen=True)
-class TreeTokens:
+class TreeTokens(NamedTuple):
     """A line of tokens for every row that is fed: its root, its tree's nodes, and filler.
 
     Attributes:
@@ -192,14 +191,8 @@ class TreeTokens:
             rows: that are fed; None: all. Others have no nodes.
             width: of a line; None: the widest row's.
         """
-        every, kept = np.array(roots, np.int64), np.array(lengths, np.int64)
-        fed, counts = np.arange(len(trees)), np.array(trees.sizes, np.int64)
-        if rows is not None:
-            fed = np.array(rows, np.int64)
-            every, kept, counts = every[fed], kept[fed], counts[fed]
-        widest = width or 1 + int(counts.max())
-        arranged = draft_tree.arrange(every, counts, trees.token_ids, trees.parents, widest)
-        return cls(fed, 1 + counts, kept, *arranged)
+        nodes = trees.offsets, trees.token_ids, trees.parents
+        return cls(*draft_tree.arrange(roots, lengths, *nodes, rows, width or 0))
 
     @property
     def begins(self) -> Int64Array:
@@ -209,7 +202,9 @@ class TreeTokens:
     def lines(self, device: torch.device) -> tuple[torch.Tensor, TreeLayout]:
         """Row by row on a device: int64 [n, width], the tokens, and where they lie."""
         arrays = self.token_ids, self.depths, self.sees
-        ids, depths, sees = (torch.from_numpy(array).to(device) for array in arrays)
+        ids, depths, sees = map(torch.from_numpy, arrays)
+        if device.type != "cpu":
+            ids, depths, sees = ids.to(device), depths.to(device), sees.to(device)
         return ids, TreeLayout(depths, depths, sees)
 
     def packed(self, device: torch.device) -> tuple[torch.Tensor, TreeLayout]:
@@ -254,17 +249,15 @@ def views_of(fed: TreeLayout, slots: RowSlots, first: int) -> Views:
     extent, alike = slots.longest + columns, offsets is None or len(offsets) == 1
     if alike and slots.is_even and fed.rows is None:
         start = extent - (width if offsets is None else offsets.shape[1])
-        view = View(start, None, extent)
+        return View(start, None, extent), View(start, None, extent, first)
+    rows, kept = slots.index(fed.depths.device)
+    if offsets is None:
+        offsets = torch.arange(columns - width, columns, device=kept.device)
+    if fed.rows is None:
+        places = rows, kept + offsets
     else:
-        rows, kept = slots.index(fed.depths.device)
-        if offsets is None:
-            offsets = torch.arange(columns - width, columns, device=kept.device)
-        if fed.rows is None:
-            places = rows, kept + offsets
-        else:
-            places = rows[fed.rows].T, (kept[fed.rows] + offsets).T
-        view = View(None, places, extent)
-    return view, view._replace(first=first)
+        places = rows[fed.rows].T, (kept[fed.rows] + offsets).T
+    return View(None, places, extent), View(None, places, extent, first)
 
 
 class _Kept(NamedTuple):
@@ -341,7 +334,7 @@ class TreeAttention:
     ) -> torch.Tensor | None:
         """The mask of the slots from the first one on; None, unless it is needed anyway, where it
         would hide nothing."""
-        (lines, width, columns), device = fed.sees.shape, fed.depths.device
+        columns, device = fed.sees.shape[2], fed.depths.device
         padded = self.prompt_mask is not None
         # Whether all slots shown are within the reach of all queries, none of which lies deeper
         # than there are columns.
@@ -350,31 +343,45 @@ class TreeAttention:
         )
         if columns == 1 and near and kept.tail is None and not (padded or needed):
             return None
-        # All rows have kept the first ones of the slots shown.
-        shown, common = kept.longest + columns - first, kept.shortest - first
-        mask = torch.zeros((lines, 1, width, shown), dtype=self.dtype, device=device)
-        hidden = torch.finfo(self.dtype).min
+        common, (shown, hidden, bits) = kept.shortest - first, self._values
+        if near and kept.tail is None and not padded and device.type == "cpu":
+            # Each operator of torch takes ten times as long where others' code was just run.
+            made = draft_tree.hiding(fed.sees.numpy().view(np.uint8), common, bits)
+            if self.dtype == torch.float32:
+                mask = torch.from_numpy(made.view(np.float32))
+            else:
+                mask = torch.from_numpy(made).view(self.dtype)
+            return mask if fed.rows is None else mask.transpose(0, 2)
         seen, unseen, start = fed.sees, None, None
         if padded:
             padding, start = self._padding
             if fed.rows is not None:
                 padding, start = padding[fed.rows], start[fed.rows]
-            padding = padding[:, None, None, first : kept.shortest]
-            mask[..., : padding.shape[-1]].masked_fill_(padding, hidden)
         if not near:
             seen, unseen = rule.limited(seen, kept.slots, fed.depths, fed.columns, start)
-            index = torch.arange(first, kept.shortest, device=device)
-            mask[..., :common].masked_fill_((index <= unseen)[:, None], hidden)
         if kept.tail is not None:
             slots, places = kept.tail
             seen = seen_slots(table_of(seen), places, unseen, slots)
-        mask[..., common:].masked_fill_(~seen[:, None], hidden)
+        # All rows have kept the first ones of the slots shown.
+        mask = F.pad(torch.where(seen[:, None], shown, hidden), (common, 0))
+        if padded:
+            padding = padding[:, None, None, first : kept.shortest]
+            mask[..., : padding.shape[-1]].masked_fill_(padding, hidden)
+        if unseen is not None:
+            index = torch.arange(first, kept.shortest, device=device)
+            mask[..., :common].masked_fill_((index <= unseen)[:, None], hidden)
         return mask if fed.rows is None else mask.transpose(0, 2)
 
     @cached_property
     def _reach(self) -> int:
         """The furthest of any layer of limited reach; 0: there is none."""
         return max((rule.reach or 0 for rule in every_rule(self.rules)), default=0)
+
+    @cached_property
+    def _values(self) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]]:
+        """What masks have where queries see, and where they do not; and the bytes of that."""
+        hidden = torch.full((1,), torch.finfo(self.dtype).min, dtype=self.dtype, device="cpu")
+        return hidden.new_zeros(()), hidden[0], hidden.view(torch.uint8).numpy()
 
     @cached_property
     def _padding(self) -> tuple[torch.Tensor, torch.Tensor]:

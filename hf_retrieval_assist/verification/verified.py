@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..structures import successors
+from ..system.lazy import cached_property
 from ..types.row_text import RowText
-from .largest import argmax_rows, largest
+from .largest import argmax_rows, host_rows, largest
 
 # Logits looked at together, so that a long prompt needs no large temporaries.
 _CHUNK_CELLS = 1 << 25
@@ -20,8 +23,9 @@ class TopLogits:
     """The k largest logits of some tokens of a forward, and which tokens they are of.
 
     Args:
-        logits: a tensor [m, vocab_size] of all tokens of the forward, in which they are found when
-            asked for; or, where they were found together with it, float32 [m, k] on the host.
+        logits: [m, vocab_size] of all tokens of the forward, in which they are found when asked
+            for, a tensor, or float32 on the host; or, where they were found together with it,
+            float32 [m, k] on the host.
         places: int64 [n], ascending, which of the m tokens; None: all.
         ids: int64 [m, k] on the host, what was found; None: nothing yet.
 
@@ -37,7 +41,8 @@ class TopLogits:
     ):
         self.logits, self._ids = logits, ids
         self._places = np.arange(len(logits)) if places is None else places
-        self.free = ids is not None or logits.device.type != "cpu"
+        on_host = isinstance(logits, np.ndarray) or logits.device.type == "cpu"
+        self.free = ids is not None or not on_host
 
     def __len__(self) -> int:
         return len(self._places)
@@ -59,6 +64,8 @@ class TopLogits:
         places = self._places[nodes]
         if self._ids is not None:
             return self._ids[places, :k].astype(np.int32), self.logits[places, :k]
+        if (table := host_rows(self.logits)) is not None:
+            return successors.top_k(table[:, :vocab_size], places, k)
         chunk = max(1, _CHUNK_CELLS // vocab_size)
         ids, values = np.empty((len(nodes), k), np.int32), np.empty((len(nodes), k), np.float32)
         for first in range(0, len(places), chunk):
@@ -92,11 +99,18 @@ class Verified:
 
     def __init__(self, logits: torch.Tensor, roots: Sequence[int], outputs: Any):
         self.outputs = outputs
-        batch, self.width = logits.shape[:2]
+        batch, self.width, _ = logits.shape
         own = batch > 1
         self.roots = [row * self.width * own + root for row, root in enumerate(roots)]
-        self._logits = logits.flatten(0, 1)
+        self._shown = logits
+        # All logits, where the host can read them as they are.
+        self._table = host_rows(logits)
         self._best: list[int] | None = None
+
+    @cached_property
+    def _logits(self) -> torch.Tensor:
+        """[tokens, vocab_size]"""
+        return self._shown.flatten(0, 1)
 
     def choose(self, rows: Sequence[RowText], nodes: Sequence[int], select: Any) -> list[int]:
         """The next tokens of rows, each behind one fed token of its own.
@@ -132,24 +146,28 @@ class Verified:
 
     def top(self, row: int, nodes: int) -> TopLogits:
         """The largest logits behind a row's root and its nodes."""
-        first = self.roots[row]
-        return TopLogits(self._logits, np.arange(first, first + 1 + nodes))
+        first, table = self.roots[row], self._table
+        places = np.arange(first, first + 1 + nodes)
+        return TopLogits(self._logits if table is None else table, places)
 
     @property
     def is_sound(self) -> bool:
         """Whether no token's logits are NaN, as one overflow makes those of its whole row: what a
         mask hides is multiplied by 0, and 0 times infinity is NaN."""
-        return not bool(self._logits[:, 0].isnan().any())
+        table = self._logits if self._table is None else self._table
+        return not any(map(math.isnan, table[:, 0].tolist()))
 
     def wait(self) -> None:
         """Wait until the forward has ended, where it has only been queued."""
-        if self._logits.device.type != "cpu":
+        if self._shown.device.type != "cpu":
             self._find_best()
 
     def best(self, rows: Sequence[RowText], nodes: Sequence[int]) -> list[int]:
         """The most probable token behind one fed token of each of these rows."""
+        # A token's logits cost as much as the walk saves by not looking at them.
+        if self._table is not None:
+            return [int(self._table[place].argmax()) for place in self.places(rows, nodes)]
         if self._logits.device.type == "cpu":
-            # A token's logits cost as much as the walk saves by not looking at them.
             return argmax_rows(self.logits(rows, nodes)).tolist()
         best = self._find_best()
         return [best[place] for place in self.places(rows, nodes)]

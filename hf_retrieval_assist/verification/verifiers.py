@@ -231,17 +231,20 @@ class Verifier:
         views: Views = NO_VIEWS,
         call: Any = None,
     ) -> Any:
-        types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
-        arguments = types | arguments
-        inputs = self._prepared(input_ids, width, arguments) if self._steady is None else {}
-        if self._steady is not None:
-            inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
+        if self._token_types:
+            types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
+            arguments = types | arguments
+        if self._steady is None:
+            inputs = self._prepared(input_ids, width, arguments)
+        else:
+            fed = input_ids if input_ids.shape[1] == width else input_ids[:, -width:]
+            inputs = self._steady | {self._ids_name: fed}
         self.feeding = True
         # Compiled code is made once more for arguments in another order.
-        given = sorted((inputs | arguments | {"return_dict": True}).items())
+        given = inputs | arguments | {"return_dict": True}
         try:
             self.cache.slots.views = views
-            return (call or self.call)(**dict(given))
+            return (call or self.call)(**{name: given[name] for name in sorted(given)})
         finally:
             self.cache.slots.views = NO_VIEWS
 
@@ -311,14 +314,29 @@ class TreeVerifier(Verifier):
     def _feed_lines(self, fed: TreeTokens) -> Verified:
         """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
-        outputs = self._run(ids, ids.shape[1], *self._tree_arguments(lines))
-        return Verified(outputs.logits, [0] * len(ids), outputs)
+        batch, width = fed.token_ids.shape
+        outputs = self._run(ids, width, *self._tree_arguments(lines))
+        return Verified(outputs.logits, [0] * batch, outputs)
+
+    @cached_property
+    def _next(self) -> int | None:
+        """The position behind every row's prompt; None where rows have several."""
+        found = self.next_position
+        alike = found.ndim == 2 and bool((found == found[0]).all())
+        return int(found[0, 0]) if alike else None
 
     def _tree_arguments(self, fed: TreeLayout) -> tuple[dict[str, Any], Views]:
         """Masks and positions of each line, and where layers are written to."""
         slots, positions = self.cache.slots, self.next_position
         masks, views = self.attention.masks(fed, slots)
         # Each row's root's: [batch, 1], or with a leading axis where ids have one.
+        if self._next is not None and slots.is_even and fed.depths.shape[0] == positions.shape[0]:
+            begin = self._next + slots.longest - self.begun
+            if fed.depths.is_cpu:
+                ids = torch.from_numpy(fed.depths.numpy() + begin)
+            else:
+                ids = fed.depths + begin
+            return {"attention_mask": masks, "position_ids": ids}, views
         if fed.rows is None and slots.is_even:
             positions = positions + (slots.longest - self.begun)
         else:

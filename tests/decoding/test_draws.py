@@ -201,6 +201,40 @@ def test_torch_draws_the_same(shape, fault, monkeypatch):
         assert torch.equal(other.get_state(), own.get_state())
 
 
-def test_a_torch_that_draws_otherwise_is_noticed(monkeypatch):
-    monkeypatch.setattr(exponentials, "_by_many", lambda shape, generator: torch.zeros(shape))
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("_by_many", lambda shape, generator: torch.zeros(shape)),
+        ("state_after", lambda state, count: state),
+        ("token_and_state", lambda probs, state: (None, state)),
+    ],
+)
+def test_a_torch_that_draws_otherwise_is_noticed(name, other, monkeypatch):
+    monkeypatch.setattr(exponentials, name, other)
     assert not exponentials.is_fast.__wrapped__()
+
+
+@pytest.mark.parametrize("width", [1, 7, 311, 312, 313, 1000, 70_001])
+def test_a_token_needs_few_of_its_numbers(width):
+    """As torch draws it, however many words of a block earlier draws have left."""
+    own = torch.Generator().manual_seed(width)
+    for turn in range(20):
+        law = (torch.randn(width, generator=own) * (1 + turn % 4)).softmax(-1)
+        law[turn % width if width > 1 else 1 :: 3] = 0.0
+        state = own.get_state()
+        expected = torch.multinomial(law, 1, generator=own).item()
+        token, after = exponentials.token_and_state(law.numpy(), state)
+        assert token == expected
+        assert torch.equal(after, own.get_state())
+        assert torch.equal(exponentials.state_after(state, width), after)
+        torch.rand(turn % 3, generator=own)
+
+
+@pytest.mark.parametrize("fault", [0.0, -1.0, torch.nan])
+def test_what_is_no_distribution_has_no_token(fault):
+    law = torch.full((1000,), fault)
+    assert exponentials.token_and_state(law.numpy(), torch.Generator().get_state())[0] is None
+    with pytest.raises(ValueError, match="expected"):
+        exponentials.token_and_state(law.numpy(), torch.zeros(9, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="expected"):
+        exponentials.state_after(torch.full((5056,), 255, dtype=torch.uint8), 1)

@@ -25,10 +25,14 @@ def test_depths_and_ancestors_follow_the_paths(tree):
 
 
 def test_what_is_no_tree_is_not_arranged():
-    one, two = np.ones(1, np.int64), np.ones(2, np.int32)
-    for counts, parents in ((2, [0, 0]), (2, [-1, 1]), (2, [-2, 0]), (3, [-1, 0]), (4, [-1, 0])):
+    two, whole = np.ones(2, np.int32), (2, [-1, 0], None, 4)
+    for count, parents, rows, width in (
+        *((2, parents, None, 4) for parents in ([0, 0], [-1, 1], [-2, 0])),
+        *((3, *whole[1:]), (1, *whole[1:]), (*whole[:2], [1], 4), (*whole[:3], 2)),
+    ):
+        offsets, nodes = np.array([0, count]), np.array(parents, np.int32)
         with pytest.raises(ValueError, match="expected"):
-            draft_tree.arrange(one, counts * one, two, np.array(parents, np.int32), 4)
+            draft_tree.arrange([1], [9], offsets, two, nodes, rows, width)
 
 
 @given(trees(), st.integers(0, 30))
