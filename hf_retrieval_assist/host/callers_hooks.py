@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import Cache, PreTrainedModel
 
 from ..system.locks import Lock
-from ..system.modules import modules_of
+from ..structures.modules import modules_of
 from . import transformers_private as private
 from .hook_state import (
     PACKAGE,

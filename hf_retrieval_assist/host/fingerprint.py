@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..system.modules import modules_of
+from ..structures.modules import modules_of
 
 # Settings of a run, what saving a model adds, and where its files lie: the model is the same.
 _PASSING = (

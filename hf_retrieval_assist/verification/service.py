@@ -38,7 +38,7 @@ from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.memory import SHORTAGES
-from ..system.modules import modules_of
+from ..structures.modules import modules_of
 from .engine import Engine, engine_of
 from .options import ServiceDemand
 from .self_test import run_self_test

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...system.modules import modules_of
+from ...structures.modules import modules_of
 from .linear import is_kernel
 from .skinny import routed_linear, skinny_linear
 from .weight_copies import Kept, WeightCopies, packable
