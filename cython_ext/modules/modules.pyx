@@ -22,6 +22,7 @@ cdef object TENSOR = torch.Tensor
 
 # What every module keeps of itself, in the order in which it begins to.
 cdef list ORDER = [*vars(nn.Module())]
+cdef Py_ssize_t ORDERED = len(ORDER), MODE = ORDER.index("training")
 
 INTERNAL = frozenset(ORDER) - {"training"}
 """The names of that but its mode."""
@@ -69,9 +70,9 @@ def own_attributes(module, left_out):
 cdef inline bint _is_internal(PyObject* name, Py_ssize_t* at, object left_out) except -1:
     """Whether an attribute is left out. Most modules have what all have in one order, in which `at` is the place that was
     got to."""
-    if at[0] < len(ORDER) and name == PyList_GET_ITEM(ORDER, at[0]):
+    if at[0] < ORDERED and name == PyList_GET_ITEM(ORDER, at[0]):
         at[0] += 1
-        return <object>name != "training"
+        return at[0] - 1 != MODE
     return <object>name in left_out
 
 
@@ -167,8 +168,11 @@ cdef class ObjectWalk:
             at = (at + 1) & (self._room - 1)
         return at
 
-    cpdef object tell(self, value):
+    def tell(self, value):
         """What is written down in a value's place."""
+        return self._tell(value)
+
+    cdef object _tell(self, object value):
         if _is_plain(value):
             return value
         if 4 * <size_t>len(self.values) >= self._room:
@@ -200,7 +204,7 @@ cdef class ObjectWalk:
         while self._done < len(self.values):
             value = <object>PyList_GET_ITEM(self.values, self._done)
             self._done += 1
-            said.append(self.tell(type(value)))
+            said.append(self._tell(type(value)))
             at = len(said)
             said.append(0)
             if self.whole and PyObject_TypeCheck(value, <TypeStruct*>MODULE):
@@ -208,23 +212,26 @@ cdef class ObjectWalk:
             elif self.whole and PyObject_TypeCheck(value, <TypeStruct*>TENSOR):
                 self._tell_tensor(value)
             elif type(value) is dict:
-                if self.spend(1 + 2 * len(<dict>value)):
+                if self._spend(1 + 2 * len(<dict>value)):
                     self._tell_table(value)
             elif type(value) is list or type(value) is tuple or type(value) is set or type(value) is frozenset:
-                if self.spend(1 + len(value)):
+                if self._spend(1 + len(value)):
                     for part in value:
-                        said.append(self.tell(part))
+                        said.append(self._tell(part))
             else:
                 parts, which = self.parts(value)
-                if which and not self.refer(value):
+                if which and not self._refer(value):
                     parts = gc.get_referents(value)
                 for part in parts:
-                    said.append(self.tell(part))
+                    said.append(self._tell(part))
             said[at] = len(said) - at - 1
         return 0
 
-    cpdef bint refer(self, value) except -1:
+    def refer(self, value):
         """Tell an object by which it is; whether that can be."""
+        return self._refer(value)
+
+    cdef bint _refer(self, object value) except -1:
         try:
             self.objects.append(reference_to(value))
         except TypeError:
@@ -233,14 +240,17 @@ cdef class ObjectWalk:
             self.objects.append(value)
         return True
 
-    cpdef bint spend(self, Py_ssize_t parts) except -1:
+    def spend(self, Py_ssize_t parts):
         """Whether so many more parts are looked at."""
+        return self._spend(parts)
+
+    cdef bint _spend(self, Py_ssize_t parts) except -1:
         self._left -= parts
         if self._left <= 0:
             self.give_up()
         return self._left > 0
 
-    cpdef give_up(self):
+    def give_up(self):
         """Let what is told be equal to nothing else."""
         if not self.untold:
             self.untold = True
@@ -271,33 +281,34 @@ cdef class ObjectWalk:
         cdef list told = []
         for module in modules:
             own, place, at = module.__dict__, 0, 0
-            told.append(self.tell(type(module)))
+            told.append(self._tell(type(module)))
             names = moved.get(id(module), ()) if moved else ()
             while PyDict_Next(own, &place, &key, &value):
                 if _is_internal(key, &at, self._left_out) or (names and <object>key in names):
                     continue
-                told.append(self.tell(<object>key))
+                told.append(self._tell(<object>key))
                 told.append(self._unless_weight(<object>value, is_weight))
             table, place = own["_parameters"], 0
             while PyDict_Next(table, &place, &key, &value):
-                told.append(self.tell(type(<object>value)))
-            for name, tensor in own["_buffers"].items() if own["_buffers"] else ():
-                if tensor is not None and name not in names and not is_weight(tensor):
-                    told += ..., name, self.tell(tensor)
+                told.append(self._tell(type(<object>value)))
+            table, place = own["_buffers"], 0
+            while PyDict_Next(table, &place, &key, &value):
+                if <object>value is not None and <object>key not in names and not is_weight(<object>value):
+                    told += ..., <object>key, self._tell(<object>value)
         return told
 
     cdef object _unless_weight(self, object value, object is_weight):
         if PyObject_TypeCheck(value, <TypeStruct*>TENSOR) and is_weight(value):
             return None
-        return self.tell(value)
+        return self._tell(value)
 
     cdef int _tell_module(self, object module) except -1:
         cdef PyObject* key
         cdef PyObject* value
         cdef Py_ssize_t place = 0, at = 0
         cdef dict own = module.__dict__
-        if module._forward_hooks or module._forward_pre_hooks:
-            self._said.extend([self.tell(part) for part in self.hooks(module)])
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            self._said.extend([self._tell(part) for part in self.hooks(module)])
         for table in ("_modules", "_parameters", "_buffers"):
             # One that is written into another may not look like it.
             self._said.append(...)
@@ -305,8 +316,8 @@ cdef class ObjectWalk:
         self._said.append(...)
         while PyDict_Next(own, &place, &key, &value):
             if not _is_internal(key, &at, self._left_out):
-                self._said.append(self.tell(<object>key))
-                self._said.append(self.tell(<object>value))
+                self._said.append(self._tell(<object>key))
+                self._said.append(self._tell(<object>value))
         return 0
 
     cdef int _tell_table(self, dict table) except -1:
@@ -315,15 +326,15 @@ cdef class ObjectWalk:
         cdef PyObject* value
         cdef Py_ssize_t place = 0
         while PyDict_Next(table, &place, &key, &value):
-            self._said.append(self.tell(<object>key))
-            self._said.append(self.tell(<object>value))
+            self._said.append(self._tell(<object>key))
+            self._said.append(self._tell(<object>value))
         return 0
 
     cdef int _tell_tensor(self, object tensor) except -1:
         """Which it is, and where it lies, as far as its kind says: those that are sparse, or not there yet, do not.
         Quantised ones have others inside."""
         cdef object shape
-        self.refer(tensor)
+        self._refer(tensor)
         self._said.append(<size_t><PyObject*>tensor)
         try:
             shape = tensor.shape
@@ -345,7 +356,6 @@ cdef class Told:
     """
 
     cdef list _said, _objects
-    cdef Py_hash_t _hash
 
     def __init__(self, ObjectWalk walk, *values):
         walk._tell_rest()
@@ -357,17 +367,16 @@ cdef class Told:
                 self._said.extend(value)
             else:
                 self._said.append(value)
-        self._hash = _hash_of(self._said)
 
     def __hash__(self):
-        return self._hash
+        return _hash_of(self._said)
 
     def __eq__(self, other):
         if type(other) is not Told:
             return False
         cdef Told told = other
         cdef Py_ssize_t i
-        if self._hash != told._hash or len(self._objects) != len(told._objects):
+        if len(self._objects) != len(told._objects):
             return False
         # A reference is the only one to its object, also once that has ended.
         for i in range(len(self._objects)):

@@ -110,13 +110,13 @@ class Verifier:
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest
-        self.feeding = self._prepared = False
+        self.feeding = self._ready = False
 
     def prepare(self) -> None:
         """Make what forwards behind the prompt's need, for which the first token does not wait;
         called before each of them."""
-        if not self._prepared:
-            self._prepared = True
+        if not self._ready:
+            self._ready = True
             if self.cache.memory is None:
                 self.cache.pack_layers()
 
