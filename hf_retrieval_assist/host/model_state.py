@@ -20,8 +20,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..structures.lookups import Lookups, Snapshot
+from ..structures.modules import modules_of
+from ..structures.modules import own_attributes as attributes_but
 from ..system import changes
-from ..structures.modules import modules_of, own_attributes as attributes_but
 from .callers_hooks import all_hooks, callers_global_hooks, is_callers, may_change
 from .callers_hooks import told as told_of
 from .plain_step import why_exchanged

@@ -19,8 +19,8 @@ from ..host.hook_state import LIBRARIES, PACKAGE, DeepTeller, written_in
 from ..host.model_state import torch_settings
 from ..host.told import Told
 from ..host.transformers_private import global_hooks, hooks_of, own_forwards
-from ..system import changes
 from ..structures.modules import modules_of
+from ..system import changes
 
 # Objects that are read of a module, or of what a call was given; more are too many to look into
 # before every call.

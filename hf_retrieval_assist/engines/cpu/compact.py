@@ -68,7 +68,7 @@ def compactable(model: nn.Module) -> list[torch.Tensor]:
     """The weights of a model's linear layers that may have a copy: float32, multiplied by the
     kernel, and the greatest has bfloat16's values as far as its first row tells."""
     layers = [module for module in modules_of(model) if isinstance(module, nn.Linear)]
-    single = (x for x in layers if getattr(x._parameters.get("weight"), "dtype", None) == _SINGLE)
+    single = (x for x in layers if getattr(x._parameters.get("weight"), "dtype", None) is _SINGLE)
     found = {id(weight): weight for weight in map(packable, single) if weight is not None}
     weights = [*found.values()]
     greatest = max(weights, key=torch.Tensor.numel, default=None)
