@@ -139,6 +139,7 @@ class SlotCache(DynamicCache):
                     clear_layer(layer)
         if not self.static_buffers:
             self.begin(self.batch_size)
+            self._drop_passed(self.pack_layers())
 
     @property
     def batch_size(self) -> int:
@@ -191,15 +192,14 @@ class SlotCache(DynamicCache):
         return DynamicLayer() if own.window is None else DynamicSlidingWindowLayer(own.window)
 
     def begin(self, batch_size: int) -> None:
-        """Take over after a prefill, which appended to all rows alike."""
+        """Take over after a prefill, which appended to all rows alike; its layers are packed for
+        the first forward behind it."""
         kind, made = self._made
         if len(self.layers) > made:
             _APPENDING.add(kind)
         length = max((layer.get_seq_length() for layer in self.slot_layers), default=0)
         self.slots.set_lengths([length] * batch_size)
         self.memory = None
-        if not self.static_buffers:
-            self._drop_passed(self.pack_layers())
 
     def pack_layers(self) -> list[SlotLayer]:
         """Move the layers that hold tensors of their own into blocks; returns all that hold any."""

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache, PreTrainedModel
 
+from ..structures.modules import modules_of
 from ..system.locks import Lock
-from ..system.modules import modules_of
 from . import transformers_private as private
 from .hook_state import (
     PACKAGE,

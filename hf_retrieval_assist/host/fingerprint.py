@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..system.modules import modules_of
+from ..structures.modules import modules_of
 
 # Settings of a run, what saving a model adds, and where its files lie: the model is the same.
 _PASSING = (
@@ -77,7 +77,9 @@ def _lasting(settings: Any) -> Any:
 
 def _adapted_layers(model: nn.Module) -> list[Any]:
     """Modules with adapters, which PEFT puts in the places of the model's own."""
-    return [layer for layer in modules_of(model) if hasattr(type(layer), "adapter_layer_names")]
+    layers = modules_of(model)
+    kinds = {kind for kind in set(map(type, layers)) if hasattr(kind, "adapter_layer_names")}
+    return [layer for layer in layers if type(layer) in kinds] if kinds else []
 
 
 def _in_use(layer: Any) -> list[str]:

@@ -64,16 +64,11 @@ class DeepTeller(Teller):
 
     Args:
         most: parts of objects that are looked at; what has more is never told to be what it was.
-
-    Attributes:
-        untold: whether there is something of which nobody can tell whether it stays as it is.
     """
 
-    _at_once = frozenset()
-
     def __init__(self, most: int = _MOST) -> None:
-        super().__init__()
-        self._left, self.untold = most, False
+        super().__init__(most=most)
+        self.at_once = False
 
     def parts(self, value: Any) -> tuple[Sequence[Any], bool]:
         kind = type(value)
@@ -88,13 +83,12 @@ class DeepTeller(Teller):
             parts, which = _kept(value), False
         elif kind is SimpleNamespace or _is_own(value if issubclass(kind, type) else kind):
             parts = [*parts, *_attributes(value)]
-        self._left -= 1 + len(parts)
-        if self._left > 0 and not hasattr(kind, "__next__"):
-            return parts, which
-        if not self.untold:
-            self.untold = True
-            self.objects.append(object())
-        return (), False
+        if not self.spend(1 + len(parts)):
+            return (), False
+        if hasattr(kind, "__next__"):  # nobody knows what it gives next
+            self.give_up()
+            return (), False
+        return parts, which
 
 
 State = tuple[Told, dict[tuple[int, ...], complex]]

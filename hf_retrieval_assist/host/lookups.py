@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..structures.lookups import Lookups
-from ..system.modules import modules_of
+from ..structures.modules import modules_of
 from .hook_state import LIBRARIES, written_in
 from .told import configurations_in
 from .transformers_private import attention_of, own_calls

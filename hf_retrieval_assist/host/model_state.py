@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -20,16 +20,23 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..structures.lookups import Lookups, Snapshot
+from ..structures.modules import modules_of
+from ..structures.modules import own_attributes as attributes_but
 from ..system import changes
-from ..system.modules import modules_of
 from .callers_hooks import all_hooks, callers_global_hooks, is_callers, may_change
 from .callers_hooks import told as told_of
 from .plain_step import why_exchanged
-from .told import PLAIN, Moving, Teller, Told, configurations_in, members_of, told
-from .transformers_private import GRADIENT_HOOKS, Hook, hooks_of
-
-# What every module keeps of itself.
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
+from .told import (
+    NAMES_OF_ALL,
+    PLAIN,
+    Moving,
+    Teller,
+    Told,
+    configurations_in,
+    members_of,
+    told,
+)
+from .transformers_private import Hook, hooks_of
 
 # PyTorch's settings by which operators compute.
 _SETTINGS = (
@@ -53,37 +60,15 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     """What stands for its modules' forwards, their attributes and configurations but `moving` ones,
     the kinds of their weights, their hooks but those that only look, how attention is computed, and
     modes that change operators."""
-    modules, moving = modules_of(model), moving or None  # which takes its time, too
-    teller = Teller(moving)
-    attributes = [_attributes(teller, module, moving) for module in modules]
+    modules, teller = modules_of(model), Teller(moving)
+    attributes = teller.attributes(modules, moving.by_address if moving else {}, _is_weight)
     hooks = [*callers_global_hooks(), *hooks_of(*modules)]
-    weights = [weight for module in modules for weight in module._parameters.values()]
-    kinds = [teller.numbers.get(id(kind)) or teller.tell(kind) for kind in map(type, weights)]
     return (
-        Told(teller, attributes, kinds),
+        Told(teller, attributes),
         tuple([_told(hook) for hook in hooks if may_change(hook)]),
         autocast_dtypes(),
         torch.get_default_device(),
     )
-
-
-def _attributes(teller: Teller, module: nn.Module, moving: Moving | None) -> tuple[Any, ...]:
-    """What is told of a module: its class and its attributes, among them what stands for its
-    forward, and buffers that may be switches."""
-    own, tell, known = vars(module), teller.tell, teller.numbers
-    names, moved = own_names(tuple(own)), () if moving is None else moving.of(module)
-    if moved:
-        names = tuple([name for name in names if name not in moved])
-    values = [
-        value
-        if type(value := own[name]) in PLAIN
-        else known.get(id(value)) or (None if _is_weight(value) else tell(value))
-        for name in names
-    ]
-    if own["_buffers"]:
-        values += [(n, tell(x)) for n, x in _switches(own) if n not in moved]
-    kind = type(module)
-    return known.get(id(kind)) or tell(kind), names, values
 
 
 def _is_weight(value: Any) -> bool:
@@ -124,16 +109,9 @@ def torch_settings() -> tuple[Any, ...]:
     return *map(torch_setting, _SETTINGS), autocast_dtypes()
 
 
-@lru_cache(1 << 12)
-def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """A module's attributes that not every module has; modules of a kind have the same."""
-    return tuple([name for name in names if name not in _INTERNAL])
-
-
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes that not every module has."""
-    own = vars(module)
-    return {name: own[name] for name in own_names(tuple(own))}
+    return attributes_but(module, NAMES_OF_ALL)
 
 
 def has_changing_hooks(model: nn.Module) -> bool:

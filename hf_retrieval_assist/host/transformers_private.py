@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __v
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..system.modules import modules_of
+from ..structures.modules import hooked, modules_of
 from .private_names import cache_parameter
 
 PIPELINES_SINCE = Version("5.23")
@@ -162,8 +162,7 @@ def hooks_of(*modules: nn.Module) -> list[Hook]:
     """The hooks of modules without those that change nothing of a forward."""
     return [
         Hook(table, number, hook, module, before, number in shown)
-        for module in modules
-        if module._forward_hooks or module._forward_pre_hooks
+        for module in hooked(modules)
         for table, before, shown in (
             (module._forward_hooks, False, module._forward_hooks_with_kwargs),
             (module._forward_pre_hooks, True, module._forward_pre_hooks_with_kwargs),
@@ -200,6 +199,11 @@ def own_calls(module: nn.Module) -> tuple[Any, Any]:
     """What stands on a module for its class's forward, and for all of its call; None: nothing."""
     own = vars(module)
     return own.get("forward"), own.get("_compiled_call_impl")
+
+
+def own_forwards(modules: list[nn.Module]) -> list[Any]:
+    """What stands on modules for their classes' forwards."""
+    return [own for module in modules if (own := vars(module).get("forward")) is not None]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -48,7 +48,8 @@ class EngineCall:
         """The prompt's forward gave these logits, and a verifier goes on."""
 
     def between_steps(self, verifier: Verifier) -> None:
-        """Make what has become worth it; called once for each step."""
+        """Make what the step needs and what has become worth it; called once for each."""
+        verifier.prepare()
 
     def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
         """The verifier's forward."""
@@ -166,7 +167,6 @@ class Engine:
                 "fixed_width: expected None where no memory stays in place, as on a CPU, "
                 f"got {fixed}"
             )
-        cache.pack_layers()
         arguments = model, cache, model_kwargs, prompt_ids
         bounds = Bounds(service.width, options.most_tokens, service.reach)
         if service.tier is not Tier.TREE or why_no_mask(model.config) is not None:

@@ -7,7 +7,7 @@ is not recorded. Nothing is kept alive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache
 
 from ..host.callers_hooks import is_callers
 from ..host.hook_state import LIBRARIES, PACKAGE, DeepTeller, written_in
-from ..host.model_state import own_attributes, torch_settings
-from ..host.told import Told, flat, place_of
-from ..host.transformers_private import global_hooks, hooks_of, own_calls
+from ..host.model_state import torch_settings
+from ..host.told import Told
+from ..host.transformers_private import global_hooks, hooks_of, own_forwards
+from ..structures.modules import modules_of
 from ..system import changes
-from ..system.modules import modules_of
 
 # Objects that are read of a module, or of what a call was given; more are too many to look into
 # before every call.
@@ -35,8 +35,7 @@ def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
     modules = modules_of(model)
     hooks = [hook.called for hook in (*global_hooks(), *hooks_of(*modules))]
     strange = [hook for hook in hooks if is_callers(hook)]
-    forwards = [own_calls(module)[0] for module in modules]
-    strange += [own for own in forwards if own is not None and written_in(own) not in LIBRARIES]
+    strange += [own for own in own_forwards(modules) if written_in(own) not in LIBRARIES]
     return f"nobody knows what {strange[0]!r} will do" if strange else None
 
 
@@ -55,7 +54,7 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
     reader = _Reader(_MOST + (len(modules) << 6))
     try:
-        told = [reader.tell(part) for part in (*modules, passed, torch_settings())]
+        told = [reader.tell(part) for part in (model, passed, torch_settings())]
         state = Told(reader, told)
     except Exception:  # whatever an object raises that is looked into:
         return None  # nobody can tell whether it stays as it is
@@ -65,29 +64,16 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
 class _Reader(DeepTeller):
     """Tells modules by what they hold, and tensors by where they lie."""
 
-    def parts(self, value: Any) -> tuple[Sequence[Any], bool]:
-        if issubclass(type(value), torch.Tensor):
-            # Quantised ones have others inside.
-            return [id(value), *_place(value), *flat(vars(value))], True
-        if not issubclass(type(value), nn.Module):
-            return super().parts(value)
-        own, always = vars(value), vars(value)["_forward_hooks_always_called"]
-        held = own["_modules"], own["_parameters"], own["_buffers"], own_attributes(value)
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.whole = True
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        always = vars(module)["_forward_hooks_always_called"]
         # The package's own look at a thread's forwards and change nothing.
-        hooks = [
+        return [
             part
-            for hook in hooks_of(value)
+            for hook in hooks_of(module)
             if written_in(hook.called) != PACKAGE
             for part in (hook.called, hook.keywords, hook.number in always)
         ]
-        return [*hooks, *(part for table in held for part in flat(table))], False
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Where it lies, as far as its kind says: those that are sparse, or not there yet, do not."""
-    try:
-        # The value of one without dimensions went with the launch.
-        value = repr(tensor.item()) if not tensor.shape and tensor.is_cpu else None
-        return tensor.data_ptr(), place_of(tensor), str(tensor.device), value
-    except Exception:  # whatever its kind raises
-        return ()

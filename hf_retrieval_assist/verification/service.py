@@ -34,11 +34,11 @@ from ..host.transformers_private import (
     why_no_mask,
     why_plain_in_pipeline,
 )
+from ..structures.modules import modules_of
 from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.memory import SHORTAGES
-from ..system.modules import modules_of
 from .engine import Engine, engine_of
 from .options import ServiceDemand
 from .self_test import run_self_test

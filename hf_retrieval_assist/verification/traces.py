@@ -33,7 +33,7 @@ from ..host.lookups import lookups_of
 from ..host.model_state import own_attributes
 from ..host.told import Teller, attributes_of
 from ..host.transformers_private import hooks_of
-from ..system.modules import modules_of
+from ..structures.modules import modules_of
 from ..system.tensors import memory_of
 from .reach import has_ropes
 

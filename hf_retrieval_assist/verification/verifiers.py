@@ -110,7 +110,15 @@ class Verifier:
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest
-        self.feeding = False
+        self.feeding = self._ready = False
+
+    def prepare(self) -> None:
+        """Make what forwards behind the prompt's need, for which the first token does not wait;
+        called before each of them."""
+        if not self._ready:
+            self._ready = True
+            if self.cache.memory is None:
+                self.cache.pack_layers()
 
     def narrow(self) -> None:
         """Feed one token of each row from now on, as plain decoding does."""
@@ -231,6 +239,7 @@ class Verifier:
         views: Views = NO_VIEWS,
         call: Any = None,
     ) -> Any:
+        self.prepare()
         if self._token_types:
             types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
             arguments = types | arguments

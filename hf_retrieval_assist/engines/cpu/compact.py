@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...system.modules import modules_of
+from ...structures.modules import modules_of
 from .linear import is_kernel
 from .skinny import routed_linear, skinny_linear
 from .weight_copies import Kept, WeightCopies, packable
@@ -21,6 +21,8 @@ __all__ = ["COMPACT", "CompactProduct", "CompactWeight", "compactable"]
 
 # More rows spend more on widening than they save on reading.
 MOST_ROWS = 8
+
+_SINGLE = torch.float32
 
 # Elements that are copied and compared at a time, within the caches.
 PART = 1 << 18
@@ -65,10 +67,10 @@ COMPACT = WeightCopies(CompactWeight.pack, lambda weight: 2 * weight.numel())
 def compactable(model: nn.Module) -> list[torch.Tensor]:
     """The weights of a model's linear layers that may have a copy: float32, multiplied by the
     kernel, and the greatest has bfloat16's values as far as its first row tells."""
-    found = {
-        id(weight): weight for weight in map(packable, modules_of(model)) if weight is not None
-    }
-    weights = [weight for weight in found.values() if weight.dtype == torch.float32]
+    layers = [module for module in modules_of(model) if isinstance(module, nn.Linear)]
+    single = (x for x in layers if getattr(x._parameters.get("weight"), "dtype", None) is _SINGLE)
+    found = {id(weight): weight for weight in map(packable, single) if weight is not None}
+    weights = [*found.values()]
     greatest = max(weights, key=torch.Tensor.numel, default=None)
     if greatest is None or CompactWeight.pack(greatest[:1]).values is None:
         return []

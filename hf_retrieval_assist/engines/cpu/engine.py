@@ -91,6 +91,7 @@ class CpuCall(EngineCall):
             self._copies.begin(verifier, logits)
 
     def between_steps(self, verifier: Verifier) -> None:
+        super().between_steps(verifier)
         if self._copies is not None:
             self._copies.pack_due()
 

@@ -21,7 +21,7 @@ from ...host.callers_hooks import callers_global_hooks
 from ...host.hook_state import LIBRARIES, written_in
 from ...host.lookups import ForwardLookups
 from ...host.transformers_private import CACHE, attention_of, hooks_of
-from ...system.modules import modules_of
+from ...structures.modules import modules_of
 from ...system.tensors import same_bits
 from ...verification.recorded_state import recorded_state
 from ...verification.recordings import Borrower, Pool, Recording, Recordings

@@ -39,14 +39,18 @@ class CpuTreeVerifier(TreeVerifier):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.packed = packed
+        self.packed, self._repeats = packed, repeats
         self._repeated: RepeatedForward | None = None
+
+    def prepare(self) -> None:
+        super().prepare()
+        repeats, self._repeats = self._repeats, None
         if repeats is not None and can_repeat(self.model, self.cache, repeats):
             self.call = self._repeated = RepeatedForward(
                 self.compute, self.cache, self.kwargs, repeats
             )
             self.cost_variant = "repeated" if self._repeated.repeats else ""
-            if len(self.prompt_ids) == 1 and not packed:
+            if len(self.prompt_ids) == 1 and not self.packed:
                 self.widths = self._repeated.widths
 
     def narrow(self) -> None:

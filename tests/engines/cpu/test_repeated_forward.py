@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist.cache.slot_layers import SlotLayer
 from hf_retrieval_assist.engines.cpu import repeated_forward
 from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
 from hf_retrieval_assist.engines.cpu.reroute import overriding
@@ -369,3 +370,16 @@ def test_a_new_assistant_claims_nothing_beside_steps_that_were_never_timed():
         assistant = Assistant([], budget=0)
         run(model, assistant=assistant, max_new_tokens=tokens)
         assert assistant.stats.last.plain_seconds < 3 * assistant.stats.last.seconds["total"]
+
+
+@pytest.mark.parametrize(("new", "found"), [(1, 0), (2, 1), (9, 1)])
+def test_the_first_token_waits_for_nothing_that_later_ones_need(new, found, monkeypatch):
+    """A model's state is read, and keys and values are moved, for the first forward behind it."""
+    model = build(LlamaForCausalLM)
+    assistant = repeating(model)
+    reads = calls_of(monkeypatch, repeated_forward, "recorded_state")
+    moves = calls_of(monkeypatch, SlotLayer, "attach")
+    plain = run(model, max_new_tokens=new)
+    assert torch.equal(plain, run(model, assistant=assistant, max_new_tokens=new))
+    assert len(reads) == found
+    assert len(moves) == found * model.config.num_hidden_layers
