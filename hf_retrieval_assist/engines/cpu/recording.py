@@ -187,7 +187,8 @@ class Program:
 
     def _planned(self, overridden: set[int], packed: dict[int, Any], placed: bool) -> _Plan:
         chosen = [x for one in self._operators for x in _chosen(one, overridden, packed)]
-        [last] = [None] if self._last_layer is None else _chosen(self._last_layer, overridden, {})
+        layer = self._last_layer
+        [last] = [None] if layer is None else _chosen(layer, overridden, packed)
         if not isinstance(last, RepeatedLinears):
             last = None
         whole = chosen if last is None else [*chosen, last]
