@@ -16,7 +16,7 @@ from common.types cimport int32_t, int64_t
 cdef enum:
     WORDS = 624
     SHIFT = 397
-    # Of the state that a generator of torch gives out: its size, and where its parts stand.
+    # The state that a generator of torch gives out: its size, and where its parts stand.
     STATE = 5056
     LEFT = 8
     NEXT = 16
@@ -96,7 +96,7 @@ cdef void skip(Twister* t, int64_t count) noexcept nogil:
 
 
 cdef struct Best:
-    float quotient  # below 0 before the first
+    float quotient  # negative until there is one
     float least     # a probability that is not above this times u x 2^21 cannot win
     int64_t token
     bint unknown
@@ -157,7 +157,7 @@ def token(const float[::1] probs, const unsigned char[::1] state):
             pairs = min(held // 2, n - done)
             look_at_all(&best, &probs[done], words, done, pairs)
             done += pairs
-            # Of a pair that is cut in two the first word is here.
+            # The first word of a pair that is cut in two is here.
             if done == n:
                 t.next += t.left - 1 - <int32_t>(held - 2 * pairs)
                 t.left = 1 + <int32_t>(held - 2 * pairs)

@@ -69,7 +69,7 @@ typedef struct {
     int64_t packed_bytes; /* one packed row's */
     int64_t panel_count;
     int64_t all_chunks; /* 1: they are one thread's */
-    int64_t bytes;      /* of memory that the pass needs */
+    int64_t bytes;      /* memory that the pass needs */
     char *panels;    /* the rows of x, packed */
     float *x_scales; /* [rows] of x, where it is rounded */
     float *sums;     /* [threads, rows, CHUNK_ROWS] */

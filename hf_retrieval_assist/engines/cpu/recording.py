@@ -4,8 +4,13 @@ Half of the time that a small model's forward takes is Python's: modules that ca
 tensors and views for every operator. A :class:`Program` is what remains when they are left out. It
 holds the operators of one forward in their order, each with the very tensors that it read and wrote
 then, so that views and shapes need no second look. What changes from forward to forward is given
-anew: token ids, positions, masks, and the cache, whose layers are written to and read by their own
-methods.
+anew: token ids, positions, masks, and the cache. Operators that have kernels are one compiled call,
+from one that has none to the next: linears, attention, norms, copies, sums and products, and
+functions of one number of two bytes, which are looked up. Others stay PyTorch's, in a Llama those
+that turn positions into angles.
+
+The compiled call knows where the cache lies as long as all rows are written to the same slots;
+otherwise its layers are written to and read by their own methods, between two such calls.
 
 A program computes what Python decided while it was recorded. So nothing is recorded that decides by
 numbers in tensors, draws random numbers, or reads a tensor that is neither the model's own nor
