@@ -396,8 +396,10 @@ cdef Py_hash_t _hash_of(object values) except -1:
 cdef inline Py_hash_t _hash_of_one(object value) except? -1:
     if type(value) is tuple:
         return (<tuple>value)[1] if (<tuple>value)[0] is ... else _hash_of(value)
-    # Numbers that are none have the hashes of the objects that they are.
-    return 0 if type(value) is complex or value != value else hash(value)
+    if type(value) is float or type(value) is complex:
+        # Numbers that are none have the hashes of the objects that they are.
+        return hash(value) if value == value else 0
+    return hash(value)
 
 
 cdef bint _are_same(object some, object others) except -1:
