@@ -88,6 +88,7 @@ class KnownDraws:
             state = self._before(position, draw)
             if place not in self._noise:
                 self._store(position, draw, self._draw(state, draw))
+                self._follow(position, draw, self._twin.get_state())
         return self._noise[place]
 
     def draw(self, probs: torch.Tensor, rows: Sequence[RowText]) -> list[int]:

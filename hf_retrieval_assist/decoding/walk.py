@@ -63,9 +63,8 @@ class Walk:
         self.select.draws.plain = not self.residual
         self.watch: ModelWatch | None = None
         self._streamer = call.streamer
-        # Rows of whose draws none depends on another row.
-        on_host = rows[0].device.type == "cpu" and not self.select.do_sample
-        self._apart = self.rowwise is not None and (len(rows) == 1 or on_host)
+        on_host = rows[0].device.type == "cpu"
+        self._apart = self.rowwise is not None and on_host and len(rows) == 1
 
     def end(self, tokens: int) -> bool:
         """End the streamer's text and leave the generator as plain decoding does after so many

@@ -66,7 +66,8 @@ def test_tokens_and_state_are_plain_decodings(name, rows, together, llama, walke
     for _ in range(2):
         walked.clear()
         check(llama, rows, **OPTIONS[name])
-        assert [len(processed) for _, processed, _ in walked] == [rows]
+        # Without a processor there is nothing to be processed.
+        assert sum(len(processed) for _, processed, _ in walked) == (0 if name == "all" else rows)
 
 
 @pytest.mark.parametrize("most", [1 << 24, 150])
