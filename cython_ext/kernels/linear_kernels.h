@@ -12,7 +12,7 @@
 
 /* Most weight rows of one unit of work, which is a multiple of the next number; input rows of one pass;
  * layers that may share one. */
-#define CHUNK_ROWS 128
+#define CHUNK_ROWS 256
 #define CHUNK_MULTIPLE 16
 #define PASS_ROWS 64
 #define MAX_TOGETHER 4
