@@ -48,10 +48,12 @@ plain_linear = torch._C._nn.linear
 
 # Numbers of rows that a choice is made for, and what is timed for each: so much of the weight, or
 # so many copies of a smaller one in turn, that each has left the second-level caches when it is
-# read again, as it has between two forwards.
-TUNING_ROWS = (1, 4, 16)
-TUNING_BYTES = 32 << 20
+# read again, as it has between two forwards; behind layers of the kernel's, as in a forward:
+# PyTorch's own products then take up to half as long again as one after another.
+TUNING_ROWS = (1, 2, 4, 16)
+TUNING_BYTES = 64 << 20
 MAX_COPIES = 64
+LAYERS_BEFORE = 4
 
 # Smaller weights stay in the second-level cache between two forwards. The kernel then takes as long
 # for one row as PyTorch, and for several, above all in half precision, a half or less.
@@ -92,18 +94,28 @@ def _copies(weight: torch.Tensor) -> torch.Tensor:
     return part.repeat(min(max(1, count), MAX_COPIES), 1, 1)
 
 
-def _on_next(
-    method: LinearMethod, x: torch.Tensor, weights: Iterator[torch.Tensor]
+def _behind_others(
+    method: LinearMethod,
+    x: torch.Tensor,
+    others: torch.Tensor,
+    weights: Iterator[torch.Tensor],
 ) -> torch.Tensor:
+    for other in others:
+        kernel_linear(x, other, None)
     return method(x, next(weights), None)
 
 
 def _cases(weight: torch.Tensor) -> Iterator[Candidates]:
-    weights = cycle(_copies(weight))
+    weights, (_, columns) = cycle(_copies(weight)), weight.shape
+    shape = LAYERS_BEFORE, -(-2 * LEAST_ELEMENTS // columns), columns
+    others = torch.ones(shape, dtype=weight.dtype)
     for n in TUNING_ROWS:
-        x = torch.ones(n, weight.shape[1], dtype=weight.dtype)
+        x = torch.ones(n, columns, dtype=weight.dtype)
         candidates = METHODS | {"serial": partial(skinny_linear, threads=1)}
-        yield {name: partial(_on_next, method, x, weights) for name, method in candidates.items()}
+        yield {
+            name: partial(_behind_others, method, x, others, weights)
+            for name, method in candidates.items()
+        }
 
 
 def fastest_method(weight: torch.Tensor) -> str | None:
