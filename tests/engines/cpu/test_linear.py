@@ -188,13 +188,13 @@ def test_every_method_computes_the_product(name, dtype, shape):
         assert y.is_contiguous()
 
 
-def seconds_as(monkeypatch, serial=9, **seconds):
-    """Let each method take so many seconds for 1, 4 and 16 rows."""
+def seconds_as(monkeypatch, serial=20, **seconds):
+    """Let each method take so many seconds for 1, 2, 4 and 16 rows."""
 
     def measured(call):
-        method, x, _ = call.args
+        method, x, *_ = call.args
         names = [name for name in METHODS if METHODS[name] is method]
-        return seconds[names[0]][(1, 4, 16).index(len(x))] if names else serial
+        return seconds[names[0]][(1, 2, 4, 16).index(len(x))] if names else serial
 
     monkeypatch.setattr(tuning_module, "_seconds", measured)
 
@@ -202,10 +202,10 @@ def seconds_as(monkeypatch, serial=9, **seconds):
 @pytest.mark.parametrize(
     ("kernel", "transposed", "pytorch", "fastest"),
     [
-        ((1, 1, 9), (9, 9, 1), (2, 2, 1), "pytorch"),  # all numbers of rows together
-        ((1, 1, 3), (9, 9, 1), (2, 2, 1), "kernel"),
-        ((1, 1, 1), (2, 2, 2), (0.95, 0.95, 0.95), "kernel"),  # unless another wins clearly
-        ((1, 1, 1), (0.8, 0.8, 0.8), (0.9, 0.9, 0.9), "transposed"),
+        ((1, 1, 1, 20), (9, 9, 9, 1), (2, 2, 2, 1), "pytorch"),  # all numbers of rows together
+        ((1, 1, 1, 3), (9, 9, 9, 1), (2, 2, 2, 1), "kernel"),
+        ((1,) * 4, (2,) * 4, (0.95,) * 4, "kernel"),  # unless another wins clearly
+        ((1,) * 4, (0.8,) * 4, (0.9,) * 4, "transposed"),
     ],
 )
 def test_the_fastest_method_is_chosen(monkeypatch, kernel, transposed, pytorch, fastest):
@@ -218,7 +218,7 @@ def test_weights_have_left_the_caches_when_they_are_read_again(monkeypatch, shap
     read = []
 
     def recorded(call):
-        _, _, weights = call.args
+        *_, weights = call.args
         weight = next(weights)
         assert weight.shape[1] == shape[1]
         read.append(weight.data_ptr())
@@ -234,7 +234,7 @@ def test_weights_have_left_the_caches_when_they_are_read_again(monkeypatch, shap
 def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
     """But for small weights, which are the kernel's, and of a busy machine."""
     with monkeypatch.context() as patch:
-        seconds_as(patch, serial=1, kernel=(2, 2, 2), transposed=(9, 9, 9), pytorch=(1, 1, 1))
+        seconds_as(patch, serial=1, kernel=(2,) * 4, transposed=(9,) * 4, pytorch=(1,) * 4)
         assert module.fastest_method(W) is None
         assert LinearTuning(tuning.path).choose(W) is METHODS["kernel"]
     assert not tuning.path.exists()
