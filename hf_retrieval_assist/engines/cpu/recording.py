@@ -183,7 +183,9 @@ class Program:
         placed = self._placed is not None and self._placed.open(
             layers, masks, self._updates[0].tokens
         )
-        key = frozenset(overridden), frozenset(map(id, packed.values())), placed
+        # Tensors that a plan keeps: an identity is no other one's as long as it does.
+        values = frozenset([(i, id(one.values)) for i, one in packed.items()])
+        key = frozenset(overridden), values, placed
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) == _MOST_PLANS:
                 self._plans.clear()

@@ -1,11 +1,16 @@
 """Recorded forwards as programs: what is compiled of them, with the bits of their operators."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, reroute
 from hf_retrieval_assist.engines.cpu import recording, weight_copies
+from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
+from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
+from hf_retrieval_assist.engines.cpu.reroute import overriding
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
     CompiledOperators,
@@ -94,6 +99,22 @@ def test_weights_in_eight_bits_are_the_same_program(plans, monkeypatch):
     in_eight_bits = [plan for plan, packed in plans if packed]
     assert in_eight_bits
     assert all(len(plan.operators) <= 12 and plan.last is not None for plan in in_eight_bits)
+
+
+def test_weights_that_are_packed_anew_are_another_plan():
+    model = llama()
+    repeated(model, SamAssistant(budget=3), plainly(model))
+    kinds = [kind for kept in PROGRAMS.report(model).idle for kind in kept.kinds.values()]
+    program = next(kind.content[0] for kind in kinds if kind.content)
+    program._placed = None  # without a cache
+    weight = model.model.layers[0].mlp.down_proj.weight
+    first, second = (QuantizedWeight.pack(weight.detach() * factor) for factor in (1, 2))
+    packed = SimpleNamespace(values=first.values, scales=first.scales)
+    with overriding({id(weight): packed}):
+        plan = program._plan((), ())
+        assert program._plan((), ()) is plan
+        packed.values, packed.scales = second.values, second.scales
+        assert program._plan((), ()) is not plan
 
 
 def test_drafts_in_eight_bits_have_the_bits_of_their_operators(monkeypatch):
