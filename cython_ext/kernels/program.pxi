@@ -38,8 +38,8 @@ cdef class GivenLayers:
         free(self._places)
 
     def open(self, layers, masks, int64_t tokens):
-        """Make room for so many tokens more in all layers; False where they are not written to one stretch
-        of slots in blocks, and nothing was done.
+        """Make room for so many tokens more in all layers, and let them hold these; False, and none of them
+        does, where they are not written to one stretch of slots in blocks.
 
         Args:
             layers: of the cache.
