@@ -9,12 +9,9 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 
 from common.blocks cimport resized
+from common.largest cimport largest
 from common.sort cimport sort
 from common.types cimport int32_t, token_t, uint8_t
-
-cdef enum:
-    BLOCK = 256  # logits looked at together in `largest`
-
 
 cdef inline int32_t child_among(
     const token_t* tokens, const int32_t* parents, Py_ssize_t n, int32_t parent, token_t token
@@ -127,37 +124,6 @@ cdef Py_ssize_t lay_template(
             out.probs[place], out.evidence[place] = out.path[i], kind
         out.places[i] = place
     return known
-
-
-cdef inline void insert_among(float* values, int32_t* ids, Py_ssize_t count, float value, int32_t id) noexcept nogil:
-    """Put a value into its place among `count` descending ones, behind equal ones; the last one goes."""
-    cdef Py_ssize_t place = count - 1
-    while place > 0 and values[place - 1] < value:
-        values[place] = values[place - 1]
-        ids[place] = ids[place - 1]
-        place -= 1
-    values[place] = value
-    ids[place] = id
-
-
-cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, int32_t* ids) noexcept nogil:
-    """The k largest of n values, descending, of equal ones the first."""
-    cdef Py_ssize_t i, start, end = k
-    cdef int32_t larger
-    cdef float least
-    for i in range(k):
-        insert_among(values, ids, i + 1, row[i], <int32_t>i)
-    while end < n:
-        start, end = end, min(end + BLOCK, n)
-        least = values[k - 1]
-        larger = 0
-        # Few blocks hold one of the largest, and a count compiles to vector instructions.
-        for i in range(start, end):
-            larger += row[i] > least
-        if larger:
-            for i in range(start, end):
-                if row[i] > values[k - 1]:
-                    insert_among(values, ids, k, row[i], <int32_t>i)
 
 
 cdef Py_ssize_t select_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexcept nogil:
@@ -403,26 +369,3 @@ def learn_text(
             size += 1
         replace(&successors[row, 0], &classes[row, 0], k, new, &kinds[0], kind_count)
     free(new)
-
-
-def top_k(const float[:, :] logits, const int64_t[::1] rows, Py_ssize_t k):
-    """The k largest logits of some rows, of equal ones the first.
-
-    `logits` is float32 [m, vocabulary], its rows without gaps between their columns. Returns the ids,
-    int32 [n, k], and their logits, float32 [n, k], descending. O(n · vocabulary), without Python's lock.
-    """
-    cdef Py_ssize_t count = rows.shape[0], columns = logits.shape[1], i
-    if not 1 <= k <= columns:
-        raise ValueError(f"k: expected 1 to {columns}, got {k}")
-    if columns > 1 and logits.strides[1] != sizeof(float):
-        raise ValueError("logits: expected columns without gaps")
-    for i in range(count):
-        if not 0 <= rows[i] < logits.shape[0]:
-            raise ValueError(f"rows: expected 0 to {logits.shape[0] - 1}, got {rows[i]}")
-    ids_out, values_out = np.empty((count, k), np.int32), np.empty((count, k), np.float32)
-    cdef int32_t[:, ::1] ids = ids_out
-    cdef float[:, ::1] values = values_out
-    with nogil:
-        for i in range(count):
-            largest(&logits[rows[i], 0], columns, k, &values[i, 0], &ids[i, 0])
-    return ids_out, values_out

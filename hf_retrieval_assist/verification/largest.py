@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..structures import successors
+from ..structures.scores import Scores
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def host_rows(scores: Any) -> NDArray[np.float32] | None:
-    """Scores [..., columns] where they lie, as [n, columns]; None where they are no float32 on the
-    host, or have gaps."""
-    if isinstance(scores, np.ndarray):
-        return scores
-    if scores.dtype != torch.float32 or not scores.is_cpu:
+def host_scores(scores: torch.Tensor) -> Scores | None:
+    """Scores [..., columns] where they lie, as [n, columns]; None where they are no float numbers
+    of four or two bytes on the host, or have gaps."""
+    dtype = _DTYPES.get(scores.dtype)
+    plain = type(scores) in _TENSORS and scores.is_cpu and scores.is_contiguous()
+    if dtype is None or not plain or scores.is_neg():
         return None
-    found: NDArray[np.float32] = (scores.detach() if scores.requires_grad else scores).numpy()
-    return found.reshape(-1, found.shape[-1]) if found.flags.c_contiguous else None
+    columns = scores.shape[-1]
+    return Scores(scores, scores.data_ptr(), scores.numel() // max(1, columns), columns, dtype)
 
 
 def largest(
@@ -36,17 +37,17 @@ def largest(
         The scores, descending, and their columns, int64, [..., count] each.
     """
     count = min(count, scores.shape[-1])
-    if rows is not None and (scores.device.type != "cpu" or scores.dtype != torch.float32):
+    found = host_scores(scores.detach())
+    if rows is not None and (found is None or scores.device.type != "cpu"):
         scores, rows = scores[torch.from_numpy(rows).to(scores.device)], None
     if scores.device.type != "cpu":
         best = scores.topk(count, dim=-1)
         return best.values, best.indices
+    if found is None:
+        found = _copied(scores)
     shape = (*scores.shape[:-1], count) if rows is None else (len(rows), count)
-    table = scores.detach().float().flatten(0, -2).numpy()
-    if table.strides[1] != table.itemsize:
-        table = np.ascontiguousarray(table)
-    found = successors.top_k(table, np.arange(len(table)) if rows is None else rows, count)
-    ids, values = (torch.from_numpy(array).view(shape) for array in found)
+    chosen = found.top_k(np.arange(found.rows) if rows is None else rows, count, found.columns)
+    ids, values = (torch.from_numpy(array).view(shape) for array in chosen)
     return values.to(scores.dtype), ids.long()
 
 
@@ -63,4 +64,12 @@ def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
     before all."""
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
-    return torch.from_numpy(scores.detach().float().numpy().argmax(axis=-1))
+    found = host_scores(scores) or _copied(scores)
+    return torch.tensor([found.argmax(row) for row in range(found.rows)], device="cpu")
+
+
+def _copied(scores: torch.Tensor) -> Scores:
+    """Scores of the host in another place, in float32."""
+    found = host_scores(scores.detach().to(torch.float32, copy=True).contiguous())
+    assert found is not None
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..structures import successors
+from ..structures.scores import Scores
 from ..system.lazy import cached_property
 from ..types.row_text import RowText
-from .largest import argmax_rows, host_rows, largest
+from .largest import argmax_rows, host_scores, largest
 
 # Logits looked at together, so that a long prompt needs no large temporaries.
 _CHUNK_CELLS = 1 << 25
@@ -24,8 +23,7 @@ class TopLogits:
 
     Args:
         logits: [m, vocab_size] of all tokens of the forward, in which they are found when asked
-            for, a tensor, or float32 on the host; or, where they were found together with it,
-            float32 [m, k] on the host.
+            for, a tensor or `Scores`; or, where they were found together with it, float32 [m, k] on the host.
         places: int64 [n], ascending, which of the m tokens; None: all.
         ids: int64 [m, k] on the host, what was found; None: nothing yet.
 
@@ -41,8 +39,9 @@ class TopLogits:
     ):
         self.logits, self._ids = logits, ids
         self._places = np.arange(len(logits)) if places is None else places
-        on_host = isinstance(logits, np.ndarray) or logits.device.type == "cpu"
-        self.free = ids is not None or not on_host
+        self.free = ids is not None
+        if not self.free and isinstance(logits, torch.Tensor):
+            self.free = logits.device.type != "cpu"
 
     def __len__(self) -> int:
         return len(self._places)
@@ -64,8 +63,9 @@ class TopLogits:
         places = self._places[nodes]
         if self._ids is not None:
             return self._ids[places, :k].astype(np.int32), self.logits[places, :k]
-        if (table := host_rows(self.logits)) is not None:
-            return successors.top_k(table[:, :vocab_size], places, k)
+        table = self.logits if isinstance(self.logits, Scores) else host_scores(self.logits)
+        if table is not None:
+            return table.top_k(places, k, min(vocab_size, table.columns))
         chunk = max(1, _CHUNK_CELLS // vocab_size)
         ids, values = np.empty((len(nodes), k), np.int32), np.empty((len(nodes), k), np.float32)
         for first in range(0, len(places), chunk):
@@ -104,7 +104,7 @@ class Verified:
         self.roots = [row * self.width * own + root for row, root in enumerate(roots)]
         self._shown = logits
         # All logits, where the host can read them as they are.
-        self._table = host_rows(logits)
+        self._table = host_scores(logits)
         self._best: list[int] | None = None
 
     @cached_property
@@ -154,8 +154,9 @@ class Verified:
     def is_sound(self) -> bool:
         """Whether no token's logits are NaN, as one overflow makes those of its whole row: what a
         mask hides is multiplied by 0, and 0 times infinity is NaN."""
-        table = self._logits if self._table is None else self._table
-        return not any(map(math.isnan, table[:, 0].tolist()))
+        if self._table is not None:
+            return not self._table.starts_with_nan()
+        return not bool(self._logits[:, 0].isnan().any())
 
     def wait(self) -> None:
         """Wait until the forward has ended, where it has only been queued."""
@@ -166,7 +167,7 @@ class Verified:
         """The most probable token behind one fed token of each of these rows."""
         # A token's logits cost as much as the walk saves by not looking at them.
         if self._table is not None:
-            return [int(self._table[place].argmax()) for place in self.places(rows, nodes)]
+            return [self._table.argmax(place) for place in self.places(rows, nodes)]
         if self._logits.device.type == "cpu":
             return argmax_rows(self.logits(rows, nodes)).tolist()
         best = self._find_best()

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.structures import successors
-from hf_retrieval_assist.verification.largest import argmax_rows, largest
+from hf_retrieval_assist.structures.scores import Scores, block_bounds, reaching
+from hf_retrieval_assist.verification.largest import argmax_rows, host_scores, largest
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -62,13 +62,47 @@ def test_argmax_rows_is_torch_argmax(columns, seed, dtype, broken):
 
 
 def test_wrong_arguments_are_refused():
-    scores = scores_of(0, 2, 9, torch.float32).numpy()
-    rows = np.array([0])
-    for k in (0, 10):
-        with pytest.raises(ValueError, match="k: expected 1 to 9"):
-            successors.top_k(scores, rows, k)
+    scores = scores_of(0, 2, 9, torch.float32)
+    table, rows = host_scores(scores), np.array([0])
+    for k, columns in ((0, 9), (10, 9), (4, 3), (1, 10)):
+        with pytest.raises(ValueError, match=f"k: expected 1 to {columns} of 9 columns"):
+            table.top_k(rows, k, columns)
     for row in (-1, 2):
-        with pytest.raises(ValueError, match="rows: expected 0 to 1"):
-            successors.top_k(scores, np.array([row]), 1)
-    with pytest.raises(ValueError, match="without gaps"):
-        successors.top_k(scores[:, ::2], rows, 1)
+        with pytest.raises(IndexError, match="row: expected 0 to 1"):
+            table.top_k(np.array([row]), 1, 9)
+        with pytest.raises(IndexError, match="row: expected 0 to 1"):
+            table.argmax(row)
+    for refused in (scores[:, ::2], scores.double(), scores.to("meta"), torch._neg_view(scores)):
+        assert host_scores(refused) is None
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        Scores(scores, scores.data_ptr(), 2, 9, "float64")
+
+
+@given(st.integers(1, 900), st.integers(0, 2**32 - 1), dtypes)
+def test_a_nan_in_front_is_seen(columns, seed, dtype):
+    scores = scores_of(seed, 3, columns, dtype)
+    assert not host_scores(scores).starts_with_nan()
+    scores[:, 1:] = torch.nan
+    assert not host_scores(scores).starts_with_nan()
+    scores[2, 0] = torch.nan
+    assert host_scores(scores).starts_with_nan()
+
+
+@given(
+    st.integers(1, 1200), st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 1e-2])
+)
+def test_what_may_be_among_the_largest_is_found(columns, k, seed, tolerance):
+    """Against the definition, with bounds of which some are large and values that are equal."""
+    torch.manual_seed(seed)
+    near = torch.randn(columns) if seed % 2 else torch.randint(4, (columns,)).float()
+    bounds, k = torch.rand(columns) ** 4, min(k, columns)
+    least = (near - 0.5 * bounds).topk(k).values[-1] - 0.25
+    least -= tolerance * least.abs() + 0.25
+    expected = (near + 0.5 * bounds >= least).nonzero()[:, 0]
+    blocks = block_bounds(bounds.numpy())
+    found = reaching(near.numpy(), bounds.numpy(), blocks, 0.5, k, 1e30, tolerance, 0.25)
+    np.testing.assert_array_equal(found, expected)
+    found = reaching(near.numpy(), bounds.numpy(), blocks, 0.5, k, -1e3, tolerance, 0.25)
+    assert len(found) == columns
+    with pytest.raises(ValueError, match="k: expected 1 to"):
+        reaching(near.numpy(), bounds.numpy(), blocks, 0.5, columns + 1, 1e30, tolerance, 0.25)

@@ -12,10 +12,10 @@ import math
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from ...verification.largest import largest
+from ...structures.scores import block_bounds, reaching
+from ...verification.largest import argmax_rows
 from .quantized import QuantizedWeight
 from .skinny import skinny_linear
 
@@ -76,6 +76,7 @@ class Screen:
         self.packed = packed
         # Bounds for a row of x of norm 1.
         self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
+        self.block_bounds = block_bounds(self.bounds.numpy())
 
     def look(self, x: torch.Tensor) -> Screened:
         """What eight bits tell of rows of x, [n, depth] of the weight's dtype."""
@@ -115,39 +116,46 @@ class Screened:
         Returns:
             token ids in ascending order, int64, and their logits in x's dtype.
         """
-        screen, near, norm = self._screen, self.near[row], self._norms[row]
-        count += len(screen.unknown)
-        lacking = 0 if also is None else len(also)
-        if not LEAST_NORM < norm < MOST_NORM or count + lacking >= len(near):
-            return torch.arange(len(near)), self.whole(row)
-        others = near
-        if lacking:
-            others = near.clone()
-            others[also] = -math.inf
-        norm *= 1 + 2.0**-20
-        lower = torch.sub(others, screen.bounds, alpha=norm)
-        reached = lower.amax() if count == 1 else largest(lower[None], count)[0].min()
-        least = _rounded_down(reached - LEAST_MARGIN, self._x.dtype) - LEAST_MARGIN
-        upper = torch.add(others, screen.bounds, alpha=norm)
-        # torch takes three times as long to find so few.
-        ids = torch.from_numpy(np.flatnonzero(upper.numpy() >= least))
-        if lacking or len(screen.unknown):
-            more = [screen.unknown] if also is None else [screen.unknown, also]
-            ids = torch.cat([ids, *more]).unique()
-        return self._some(row, ids)
-
-    def _some(self, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(ids) > MOST_CANDIDATES * self.near.shape[1]:
+        ids = self._candidates(row, also, count)
+        if ids is None:
             return torch.arange(self.near.shape[1]), self.whole(row)
-        return ids, skinny_linear(self._x[row], self._screen.weight[ids])
+        return ids, self._some(row, ids)
 
     def argmax(self, row: int) -> int:
         """The first token of the greatest logit of a row.
 
         As `torch.argmax` of all logits would, it takes a NaN for the greatest.
         """
-        ids, logits = self.logits(row)
-        return int(ids[logits.argmax()])
+        ids = self._candidates(row)
+        if ids is None:
+            return int(argmax_rows(self.whole(row)[None]))
+        return int(ids[0] if len(ids) == 1 else ids[argmax_rows(self._some(row, ids)[None])])
+
+    def _candidates(
+        self, row: int, also: torch.Tensor | None = None, count: int = 1
+    ) -> torch.Tensor | None:
+        """The tokens that :meth:`logits` is to tell of; None: all."""
+        screen, near, norm = self._screen, self.near[row], self._norms[row]
+        count += len(screen.unknown)
+        lacking = 0 if also is None else len(also)
+        if not LEAST_NORM < norm < MOST_NORM or count + lacking >= len(near):
+            return None
+        if lacking:
+            near = near.clone()
+            near[also] = -torch.finfo(torch.float32).max
+        info = torch.finfo(self._x.dtype)
+        # Numbers that are less by so much round to less, in x's dtype and in float32.
+        tolerance, margin = 4 * info.eps, 2 * info.smallest_normal + LEAST_MARGIN
+        given = near.numpy(), screen.bounds.numpy(), screen.block_bounds, norm * (1 + 2.0**-20)
+        ids = torch.from_numpy(reaching(*given, count, info.max, tolerance, margin))
+        if lacking or len(screen.unknown):
+            more = [screen.unknown] if also is None else [screen.unknown, also]
+            ids = torch.cat([ids, *more]).unique()
+        return None if len(ids) > MOST_CANDIDATES * len(near) else ids
+
+    def _some(self, row: int, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of some tokens."""
+        return skinny_linear(self._x[row], self._screen.weight[ids])
 
     def draw(self, row: int, noise: torch.Tensor, sampling: Sampling = PLAIN) -> int | None:
         """The token of the greatest p / noise, with p the probabilities of those that are kept.
@@ -306,10 +314,3 @@ def _bounds_of(packed: QuantizedWeight) -> _Bounds:
     most = float(bounds.max()) if len(bounds) else 0.0
     known = _known_bounds[packed] = bounds, most, unfit.nonzero()[:, 0]
     return known
-
-
-def _rounded_down(value: torch.Tensor, dtype: torch.dtype) -> float:
-    """A number that no number that rounds to less than the rounded value reaches."""
-    info = torch.finfo(dtype)
-    rounded = min(value.to(dtype).item(), info.max)
-    return rounded - abs(rounded) * info.eps - info.smallest_normal
