@@ -180,6 +180,45 @@ def kernel_linear(x, weight, bias):
     return _multiply(x, weight, bias, _path_index(None), _get_num_threads())
 
 
+def chosen_linear(x, weight, ids):
+    """`skinny_linear` of one row with some rows of a weight, to the bit.
+
+    Args:
+        x: [in_features], adjacent.
+        weight: as for `skinny_linear`, of x's dtype.
+        ids: int64 NumPy array [n], which of its rows.
+
+    Returns:
+        [n] of x's dtype.
+
+    Raises:
+        IndexError: a row that there is not; others as `skinny_linear`.
+    """
+    cdef const int64_t[::1] chosen = ids
+    cdef linear_problem problem
+    cdef int64_t i, bytes, stride, count = chosen.shape[0]
+    cdef char *rows
+    dtype = _dtype_of("weight", weight)
+    _check_matrix("weight", weight, dtype)
+    _check_rows(x, dtype, weight.size(0), weight.size(1), None)
+    _describe_weight(&problem, weight)
+    bytes = problem.depth * skinny_item_bytes(problem.weight_dtype)
+    stride = problem.weight_stride * skinny_item_bytes(problem.weight_dtype)
+    for i in range(count):
+        if not 0 <= chosen[i] < problem.outputs:
+            raise IndexError(f"ids: expected 0 to {problem.outputs - 1}, got {chosen[i]}")
+    rows = <char *>calloc(max(1, count * bytes), 1)
+    if rows == NULL:
+        raise MemoryError(f"no memory for {count} rows of {problem.depth}")
+    try:
+        for i in range(count):
+            memcpy(rows + i * bytes, problem.weight + chosen[i] * stride, bytes)
+        problem.weight, problem.weight_stride, problem.outputs = rows, problem.depth, count
+        return _solve(&problem, x, None, _path_index(None), _get_num_threads())
+    finally:
+        free(rows)
+
+
 def pack_int8(weight, *, path=None, threads=None):
     """Round a matrix to eight bits: a weight becomes `scale[row] * value`, with values from -127 to 127 and
     the row's greatest magnitude over 127 for its scale.

@@ -155,14 +155,10 @@ cdef class RepeatedUpdate:
                     f"layer {self._layer}: expected room for {list(self._states[i].shape)}, got "
                     f"{[buffer.batch, buffer.heads, place.extent - place.start, buffer.depth]}"
                 )
-            p.out = buffer.data + place.start * buffer.strides[2] * _item_bytes(p.dtype)
+            p.out = buffer.data + place.start * buffer.strides[2] * skinny_item_bytes(p.dtype)
             p.strides[2] = [buffer.strides[0], buffer.strides[1], buffer.strides[2], 1]
             buffer = &place.values
         return 0
-
-
-cdef int64_t _item_bytes(int dtype):
-    return 4 if dtype == SKINNY_FLOAT32 else 2
 
 
 cdef class RepeatedAttend:
@@ -198,7 +194,7 @@ cdef class RepeatedAttend:
         cdef _Attention again = self._again, like
         cdef attention_problem *p = &again._problem
         cdef _Place *place = given._places + self._layer
-        cdef int64_t bytes = _item_bytes(p.dtype)
+        cdef int64_t bytes = skinny_item_bytes(p.dtype)
         if place.keys.batch != p.batch or place.keys.depth != p.depth or again._heads % place.keys.heads:
             raise ValueError(f"layer {self._layer}: expected keys that fit {list(again._query.shape)}")
         p.groups, p.width = place.values.heads, place.values.depth

@@ -126,6 +126,7 @@ cdef extern from "program.h" nogil:
         operation *operations
         int count
 
+    int64_t skinny_item_bytes(int dtype)
     int kernel_paths(kernel_path *paths)
     void plain_norm(norm_problem *)
     void run_alone(work_step)

@@ -200,26 +200,28 @@ def reaching(
     Returns int64, ascending: those whose upper bounds reach the k-th largest lower bound.
     """
     cdef Py_ssize_t n = near.shape[0], parts = blocks.shape[0], first, end, i, b, count = 0
+    cdef float largest_near
     if not (bounds.shape[0] == n and 1 <= k <= n and parts == (n + BLOCK - 1) // BLOCK):
         raise ValueError(f"k: expected 1 to {n}, and as many bounds, got {k} and {bounds.shape[0]}")
-    cdef float* upper = <float*>resized(NULL, (parts + k) * sizeof(float) + k * sizeof(int32_t))
+    cdef float* upper = <float*>resized(NULL, (parts + k) * sizeof(float) + (k + n) * sizeof(int32_t))
     cdef float* lower = upper + parts
     cdef int32_t* ids = <int32_t*>(lower + k)
+    cdef int32_t* reached = ids + k
     cdef float buffer[BLOCK]
-    cdef const float* block
-    cdef float least, value
+    cdef float least
     cdef int32_t unordered
     with nogil:
         for i in range(k):
             lower[i] = -INFINITY
         for b in range(parts):
-            first, end = b * BLOCK, min((b + 1) * BLOCK, n)
-            value = block_largest(
-                block_of(<const char*>&near[0], KIND_FLOAT32, first, end, buffer), BLOCK, &unordered
+            largest_near = block_largest(
+                block_of(<const char*>&near[0], KIND_FLOAT32, b * BLOCK, min((b + 1) * BLOCK, n), buffer), BLOCK,
+                &unordered,
             )
-            upper[b] = value + norm * blocks[b]
-            # What any of the block reaches; the exact one is found below.
-            insert_lower(lower, ids, k, value - norm * blocks[b])
+            upper[b] = largest_near + norm * blocks[b]
+            # One of the block is known to be no less; the exact number is found below.
+            if largest_near - norm * blocks[b] > lower[k - 1]:
+                insert_among(lower, ids, k, largest_near - norm * blocks[b], 0)
         least = lower[k - 1]
         for i in range(k):
             lower[i] = -INFINITY
@@ -230,27 +232,23 @@ def reaching(
             for i in range(first, end):
                 buffer[i - first] = near[i] - norm * bounds[i]
             compete(buffer, end - first, first, k, lower, ids)
+            for i in range(first, end):
+                buffer[i - first] = near[i] + norm * bounds[i]
+            upper[b] = block_largest(
+                block_of(<const char*>buffer, KIND_FLOAT32, 0, end - first, buffer), BLOCK, &unordered
+            )
         least = min(lower[k - 1] - margin, greatest)
         least -= tolerance * abs(least) + margin
         for b in range(parts):
             if upper[b] < least:
                 continue
             for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
-                count += near[i] + norm * bounds[i] >= least
+                if near[i] + norm * bounds[i] >= least:
+                    reached[count] = <int32_t>i
+                    count += 1
     found = np.empty(count, np.int64)
     cdef int64_t[::1] out = found
-    count = 0
-    for b in range(parts):
-        if upper[b] < least:
-            continue
-        for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
-            if near[i] + norm * bounds[i] >= least:
-                out[count] = i
-                count += 1
+    for i in range(count):
+        out[i] = reached[i]
     free(upper)
     return found
-
-
-cdef inline void insert_lower(float* lower, int32_t* ids, Py_ssize_t k, float value) noexcept nogil:
-    if value > lower[k - 1]:
-        insert_among(lower, ids, k, value, 0)

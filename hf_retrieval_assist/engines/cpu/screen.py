@@ -12,12 +12,14 @@ import math
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...structures.scores import block_bounds, reaching
-from ...verification.largest import argmax_rows
+from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
-from .skinny import skinny_linear
+from .skinny import chosen_linear, skinny_linear
 
 __all__ = ["Sampling", "Screen", "Screened"]
 
@@ -76,7 +78,15 @@ class Screen:
         self.packed = packed
         # Bounds for a row of x of norm 1.
         self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
-        self.block_bounds = block_bounds(self.bounds.numpy())
+        self._known = self.bounds.numpy(), block_bounds(self.bounds.numpy())
+        info = torch.finfo(weight.dtype)
+        # Numbers that are less by so much round to less, in that dtype and in float32.
+        self._rounding = info.max, 4 * info.eps, 2 * info.smallest_normal + LEAST_MARGIN
+
+    def reaching(self, near: NDArray[np.float32], norm: float, count: int) -> NDArray[np.int64]:
+        """The tokens that may be among the greatest by approximate logits, float32 [tokens]."""
+        found: NDArray[np.int64] = reaching(near, *self._known, norm, count, *self._rounding)
+        return found
 
     def look(self, x: torch.Tensor) -> Screened:
         """What eight bits tell of rows of x, [n, depth] of the weight's dtype."""
@@ -96,6 +106,7 @@ class Screened:
         self.near = screen.packed(x.float())
         if len(screen.unknown):
             self.near[:, screen.unknown] = 0.0
+        self._table = self.near.numpy()
         # Rounded up.
         self._norms = (x.double().norm(dim=1) * (1 + 2.0**-20)).tolist()
 
@@ -119,7 +130,7 @@ class Screened:
         ids = self._candidates(row, also, count)
         if ids is None:
             return torch.arange(self.near.shape[1]), self.whole(row)
-        return ids, self._some(row, ids)
+        return torch.from_numpy(ids), self._some(row, ids)
 
     def argmax(self, row: int) -> int:
         """The first token of the greatest logit of a row.
@@ -129,33 +140,33 @@ class Screened:
         ids = self._candidates(row)
         if ids is None:
             return int(argmax_rows(self.whole(row)[None]))
-        return int(ids[0] if len(ids) == 1 else ids[argmax_rows(self._some(row, ids)[None])])
+        if len(ids) == 1:
+            return int(ids[0])
+        found = host_scores(self._some(row, ids))
+        assert found is not None
+        return int(ids[found.argmax(0)])
 
     def _candidates(
         self, row: int, also: torch.Tensor | None = None, count: int = 1
-    ) -> torch.Tensor | None:
+    ) -> NDArray[np.int64] | None:
         """The tokens that :meth:`logits` is to tell of; None: all."""
-        screen, near, norm = self._screen, self.near[row], self._norms[row]
+        screen, near, norm = self._screen, self._table[row], self._norms[row]
         count += len(screen.unknown)
         lacking = 0 if also is None else len(also)
         if not LEAST_NORM < norm < MOST_NORM or count + lacking >= len(near):
             return None
         if lacking:
-            near = near.clone()
-            near[also] = -torch.finfo(torch.float32).max
-        info = torch.finfo(self._x.dtype)
-        # Numbers that are less by so much round to less, in x's dtype and in float32.
-        tolerance, margin = 4 * info.eps, 2 * info.smallest_normal + LEAST_MARGIN
-        given = near.numpy(), screen.bounds.numpy(), screen.block_bounds, norm * (1 + 2.0**-20)
-        ids = torch.from_numpy(reaching(*given, count, info.max, tolerance, margin))
+            near = near.copy()
+            near[also] = -np.finfo(np.float32).max
+        ids = screen.reaching(near, norm * (1 + 2.0**-20), count)
         if lacking or len(screen.unknown):
-            more = [screen.unknown] if also is None else [screen.unknown, also]
-            ids = torch.cat([ids, *more]).unique()
+            ids = np.unique(np.concatenate([ids, screen.unknown, *([] if also is None else [also])]))
         return None if len(ids) > MOST_CANDIDATES * len(near) else ids
 
-    def _some(self, row: int, ids: torch.Tensor) -> torch.Tensor:
+    def _some(self, row: int, ids: NDArray[np.int64]) -> torch.Tensor:
         """The logits of some tokens."""
-        return skinny_linear(self._x[row], self._screen.weight[ids])
+        logits: torch.Tensor = chosen_linear(self._x[row], self._screen.weight, ids)
+        return logits
 
     def draw(self, row: int, noise: torch.Tensor, sampling: Sampling = PLAIN) -> int | None:
         """The token of the greatest p / noise, with p the probabilities of those that are kept.
@@ -238,7 +249,8 @@ class _Draw:
 
     def _compute(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits divided by the temperature, float32, which are known from now on."""
-        logits = skinny_linear(self._x, self._weight[ids]).float() / self._sampling.temperature
+        logits = chosen_linear(self._x, self._weight, ids.numpy()).float()
+        logits /= self._sampling.temperature
         self.low[ids] = self.high[ids] = logits
         return logits
 
