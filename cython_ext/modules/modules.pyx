@@ -55,6 +55,39 @@ def hooked(modules):
     return [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
 
 
+def held_by(modules):
+    """What modules keep: the dictionaries and the lists among their attributes, and tensors, each once, of the attributes
+    and of these."""
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef Py_ssize_t place
+    cdef list tables = [], lists = []
+    cdef dict own, tensors = {}
+    for module in modules:
+        own, place = module.__dict__, 0
+        while PyDict_Next(own, &place, &key, &value):
+            if isinstance(<object>value, dict):
+                tables.append(<object>value)
+            elif type(<object>value) is list:
+                lists.append(<object>value)
+            else:
+                _note_tensor(tensors, <object>value)
+    for table in tables:
+        place = 0
+        while PyDict_Next(<dict>table, &place, &key, &value):
+            _note_tensor(tensors, <object>value)
+    for members in lists:
+        for member in members:
+            _note_tensor(tensors, member)
+    return tables, lists, [*tensors.values()]
+
+
+cdef inline int _note_tensor(dict tensors, object value) except -1:
+    if PyObject_TypeCheck(value, <TypeStruct*>TENSOR):
+        tensors[<size_t><PyObject*>value] = value
+    return 0
+
+
 def own_attributes(module, left_out):
     """A module's attributes but those of some names, among them `INTERNAL`."""
     cdef PyObject* key

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..structures.lookups import Lookups, Snapshot
-from ..structures.modules import modules_of
+from ..structures.modules import held_by, modules_of
 from ..structures.modules import own_attributes as attributes_but
 from ..system import changes
 from .callers_hooks import all_hooks, callers_global_hooks, is_callers, may_change
@@ -234,12 +233,8 @@ class ModelWatch:
         self._model, self._lookups = model, lookups
         modules = modules_of(model)
         configs = [vars(config) for config in configurations_in(model.config)]
-        held = [value for module in modules for value in vars(module).values()]
-        tables = [value for value in held if isinstance(value, dict)]
-        lists = [value for value in held if type(value) is list]
-        inside = chain(held, *(table.values() for table in tables), *lists)
-        tensors = {id(value): value for value in inside if isinstance(value, torch.Tensor)}
-        self._snapshot = Snapshot(modules, configs + tables, lists, [*tensors.values()])
+        tables, lists, tensors = held_by(modules)
+        self._snapshot = Snapshot(modules, configs + tables, lists, tensors)
         self.look()
 
     def look(self) -> None:

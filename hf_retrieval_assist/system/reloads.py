@@ -24,7 +24,10 @@ class Loaded:
             for name in [*sys.modules]:
                 if name.startswith(_PACKAGE):
                     self._specs.setdefault(name, _spec(name))
+        modules = sys.modules
         for name, spec in self._specs.items():
+            if spec is not None and getattr(modules.get(name), "__spec__", None) is spec:
+                continue
             # What has been deleted may come again, and what a test puts there has no spec.
             if (found := _spec(name)) is not spec and None not in (found, spec):
                 return (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_retrieval_assist.host.told import NAMES_OF_ALL, Teller, Told, told
-from hf_retrieval_assist.structures.modules import INTERNAL, hooked, modules_of, own_attributes
+from hf_retrieval_assist.structures.modules import INTERNAL, held_by, hooked, modules_of, own_attributes
 from tests.support.lossless import build
 
 PLAIN = [0, 1, True, False, None, 0.0, -0.0, 1.0, math.nan, math.inf, "", "1", b"1", 1j, 2**70]
@@ -41,6 +41,21 @@ def test_attributes_that_not_every_module_has():
     assert own_attributes(layer, NAMES_OF_ALL) == expected
     assert {"training", "strength", "in_features"} <= expected.keys()
     assert "training" not in INTERNAL
+
+
+def test_what_modules_keep():
+    model = build()
+    model.listed, model.named = [torch.ones(1), 3], {"one": torch.ones(2)}
+    model.again, model.own = model.listed[0], torch.ones(3)
+    modules = modules_of(model)
+    values = [value for module in modules for value in vars(module).values()]
+    tables, lists, tensors = held_by(modules)
+    assert [*map(id, tables)] == [id(x) for x in values if isinstance(x, dict)]
+    assert [*map(id, lists)] == [id(x) for x in values if type(x) is list]
+    inside = [*model.listed, *model.named.values(), model.own, *model.buffers()]
+    expected = {id(x) for x in [*inside, *model.parameters()] if isinstance(x, torch.Tensor)}
+    assert len(tensors) == len(expected)
+    assert {*map(id, tensors)} == expected
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])

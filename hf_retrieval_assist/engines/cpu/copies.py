@@ -60,9 +60,10 @@ class _Part:
         pairs = zip(self.weights, self.kept, strict=True)
         return sum(self.copies.size_of(weight) for weight, kept in pairs if kept is None)
 
-    def take(self, weights: list[torch.Tensor], limit: int | None, other_bytes: int = 0) -> None:
-        """Have copies of these weights, if there is memory for them."""
-        self.weights, self.kept = weights, [self.copies.find(weight) for weight in weights]
+    def look(self, limit: int | None, other_bytes: int = 0) -> None:
+        """Look for copies of the weights, which are read as they are if there is no memory for
+        them."""
+        self.kept = [self.copies.find(weight) for weight in self.weights]
         if not may_take(self.missing_bytes, limit, other_bytes):
             self.drop()
 
@@ -90,8 +91,10 @@ class Copies:
     is looked at again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._output, self._compact = _Part(WEIGHTS), _Part(COMPACT)
+        self._limit = limit
+        self._begins = True  # nobody has looked for copies yet
         self._sampled = False  # whether hooks may write to weights while forwards run
         self._screen: Screen | None = None
         self._products: dict[int, Override] = {}
@@ -104,23 +107,23 @@ class Copies:
     def of(
         cls, model: Any, select: TokenSelector | None, extra_memory: int | None
     ) -> Copies | None:
-        """Those that there is memory for; None where there are none.
+        """Those of a call; None where there are none.
 
         Args:
             model: whose layers.
             select: how tokens are chosen; None: the call needs more of its logits than these.
             extra_memory: bytes that copies may take; None: as the machine has them.
         """
-        copies = cls()
+        copies = cls(extra_memory)
         copies._sampled = has_callers_hooks(model)
         if select is not None and may_screen(select):
             output = _output_weight(model)
             draws = sampling_of(select) is not None  # any token may be drawn
             if output is not None and not (draws and _saved_bytes(output) < LEAST_SAVED):
-                copies._output.take([output], extra_memory)
-        other_bytes = sum(map(WEIGHTS.size_of, copies._output.weights))
-        copies._compact.take(compactable(model), extra_memory, other_bytes)
-        return copies if any(part.weights for part in copies._parts) else None
+                copies._output.weights = [output]
+        copies._compact.weights = compactable(model)
+        any_weights = any(part.weights for part in copies._parts)
+        return copies if any_weights and extra_memory != 0 else None
 
     def watching(self) -> AbstractContextManager[Any]:
         """Scope of a forward in which copies are read, and the output layer is watched."""
@@ -131,14 +134,20 @@ class Copies:
         return overriding(others) if others else nullcontext()
 
     def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
-        """Read copies in forwards to come, those that there are and the prompt's forward has shown
-        nothing against."""
+        """Read no copy in forwards to come that the prompt's forward has shown something
+        against."""
         if not (isinstance(verifier, TreeVerifier) and self._are_own(logits)):
             self._output.drop()
-        self._pack([part for part in self._parts if part.weights and all(part.kept)])
 
     def pack_due(self) -> None:
-        """Make the copies that have become worth it; to be called once for each forward."""
+        """Read the copies that there are, and make those that have become worth it; to be called
+        once for each forward behind the prompt's."""
+        if self._begins:
+            self._begins = False
+            self._output.look(self._limit)
+            other_bytes = sum(map(WEIGHTS.size_of, self._output.weights))
+            self._compact.look(self._limit, other_bytes)
+            self._pack([part for part in self._parts if part.weights and all(part.kept)])
         self._pack([part for part in self._parts if part.is_due()])
 
     def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
@@ -184,13 +193,13 @@ class Copies:
 
     def _logits(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Stands for the output layer."""
-        weight, kept = self._output.weights[0], self._output.kept[0]
+        weight = self._output.weights[0]
         rows = x.numel() // x.shape[-1]
         if (
             self._screen is None
             or rows > MAX_ROWS
             or x.dtype != weight.dtype
-            or not kept.stands_for(weight, self._sampled)
+            or not self._output.kept[0].stands_for(weight, self._sampled)
         ):
             returned = routed_linear(x, weight, bias)
         else:

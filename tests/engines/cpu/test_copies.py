@@ -100,6 +100,7 @@ def test_what_verifies_decides_what_is_read(kind, screened, products):
         with reroute(), found.watching():
             logits = model(PROMPT).logits
         found.begin(made, logits)
+        found.pack_due()
         with reroute(), found.watching(), watch_screens() as watch:
             model.lm_head(torch.randn(1, HIDDEN))
             other(torch.randn(1, HIDDEN))
