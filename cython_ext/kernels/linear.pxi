@@ -2,6 +2,7 @@
 # them its time grows with the rows although the memory traffic, which bounds it, does not.
 
 MAX_ROWS = ROUTED_ROWS
+PEAK_COLUMNS = CHUNK_ROWS
 INT8_MULTIPLE = INT8_STEP  # rows in eight bits are filled up to a multiple of so many columns
 
 
@@ -71,7 +72,7 @@ cdef int _describe_weight(linear_problem *problem, object weight) except -1:
     problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.weight_stride = weight.stride()[0]
     problem.weight_dtype = _dtypes[weight.dtype]
-    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
+    problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
     return 0
 
 
@@ -257,7 +258,7 @@ def pack_int8(weight, *, path=None, threads=None):
     return values, scales, left_out, norms
 
 
-def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
+def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
 
     A row of x is rounded to 14 bits, one scale per row; products are summed as integers, and the result is
@@ -269,6 +270,8 @@ def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
             what fills them up.
         values, scales: what `pack_int8` returned.
         bias: [outputs] of x's dtype, or None.
+        peaks: float32 [rows, parts], contiguous, which is given the largest of every `PEAK_COLUMNS` outputs of
+            a row, where x is float32 and none is NaN; None: nobody wants them.
         path, threads: as for `skinny_linear`.
 
     Raises:
@@ -292,6 +295,13 @@ def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
     _read_values(&problem, values, scales)
     problem.depth = depth
     problem.weight_dtype = SKINNY_ROUNDED
+    if peaks is not None:
+        _check_plain("peaks", peaks, dtype)
+        parts = skinny_parts(problem.outputs, CHUNK_ROWS)
+        _check_shape("peaks", peaks, (x.numel() // max(1, depth), parts))
+        if dtype is not torch.float32 or not peaks.is_contiguous():
+            raise ValueError(f"peaks: expected adjacent ones of float32 outputs, got {dtype}, {peaks.stride()}")
+        problem.peaks = <float *><uintptr_t>peaks.data_ptr()
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 
@@ -302,6 +312,7 @@ cdef int _read_values(linear_problem *problem, object values, object scales) exc
     problem.weight_dtype = SKINNY_INT8
     problem.scales = <char *><uintptr_t>scales.data_ptr()
     problem.scale_dtype = _dtypes[scales.dtype]
+    problem.peaks = NULL
     return 0
 
 

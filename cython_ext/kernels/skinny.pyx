@@ -33,6 +33,7 @@ cdef extern from "program.h" nogil:
         SKINNY_INT8
         SKINNY_ROUNDED
         INT8_STEP
+        CHUNK_ROWS
         MASK_NONE
         MASK_BOOL
         MASK_ADDED
@@ -62,6 +63,7 @@ cdef extern from "program.h" nogil:
         int weight_dtype
         const char *scales
         int scale_dtype
+        float *peaks
 
     ctypedef struct int8_packing:
         const char *weight
@@ -127,6 +129,7 @@ cdef extern from "program.h" nogil:
         int count
 
     int64_t skinny_item_bytes(int dtype)
+    int64_t skinny_parts(int64_t, int64_t)
     int kernel_paths(kernel_path *paths)
     void plain_norm(norm_problem *)
     void run_alone(work_step)

@@ -34,6 +34,8 @@ cdef extern from *:
     """
     float block_largest(const float* block, int count, int32_t* unordered) noexcept nogil
 
+BLOCK_COLUMNS = BLOCK
+
 cdef enum:
     KIND_FLOAT32
     KIND_BFLOAT16
@@ -71,6 +73,7 @@ cdef class Scores:
         address: where the first lies; the others follow without gaps.
         rows, columns: how many.
         dtype: "float32", "bfloat16" or "float16".
+        peaks: float32 [rows, blocks], no less than any score of each block of `BLOCK_COLUMNS`; None: unknown.
     """
 
     cdef object _owner
@@ -78,14 +81,24 @@ cdef class Scores:
     cdef readonly Py_ssize_t rows, columns
     cdef Py_ssize_t _row_bytes
     cdef int _kind
+    cdef const float* _peaks
+    cdef Py_ssize_t _blocks
 
-    def __cinit__(self, owner, uintptr_t address, Py_ssize_t rows, Py_ssize_t columns, str dtype):
+    def __cinit__(self, owner, uintptr_t address, Py_ssize_t rows, Py_ssize_t columns, str dtype, peaks=None):
         kinds = ("float32", "bfloat16", "float16")
         if dtype not in kinds:
             raise ValueError(f"dtype: expected one of {kinds}, got {dtype!r}")
         self._owner, self._data = owner, <const char*>address
         self.rows, self.columns, self._kind = rows, columns, kinds.index(dtype)
         self._row_bytes = columns * (4 if self._kind == KIND_FLOAT32 else 2)
+        self._peaks, self._blocks = NULL, (columns + BLOCK - 1) // BLOCK
+        cdef const float[:, ::1] known
+        if peaks is not None:
+            known = peaks
+            if not (known.shape[0] == rows and known.shape[1] == self._blocks):
+                raise ValueError(f"peaks: expected [{rows}, {self._blocks}], got {list(peaks.shape)}")
+            if rows and columns:
+                self._owner, self._peaks = (owner, peaks), &known[0, 0]
 
     def __len__(self):
         return self.rows
@@ -150,58 +163,57 @@ cdef class Scores:
         cdef float[:, ::1] values = values_out
         with nogil:
             for i in range(count):
-                self._top_k(self._data + rows[i] * self._row_bytes, k, columns, &values[i, 0], &ids[i, 0])
+                self._top_k(rows[i], k, columns, &values[i, 0], &ids[i, 0])
         return ids_out, values_out
 
     cdef void _top_k(
-        self, const char* data, Py_ssize_t k, Py_ssize_t columns, float* values, int32_t* ids
+        self, Py_ssize_t row, Py_ssize_t k, Py_ssize_t columns, float* values, int32_t* ids
     ) noexcept nogil:
+        cdef const char* data = self._data + row * self._row_bytes
         cdef float buffer[BLOCK]
-        cdef Py_ssize_t first
+        cdef Py_ssize_t first, end
         for first in range(k):
             block_of(data, self._kind, first, first + 1, buffer)
             insert_among(values, ids, first + 1, buffer[0], <int32_t>first)
         first = k
         while first < columns:
-            compete(
-                block_of(data, self._kind, first, min(first + BLOCK, columns), buffer),
-                min(<Py_ssize_t>BLOCK, columns - first), first, k, values, ids,
-            )
-            first += BLOCK
+            end = min((first // BLOCK + 1) * BLOCK, columns)
+            if self._peaks == NULL or self._peaks[row * self._blocks + first // BLOCK] > values[k - 1]:
+                compete(block_of(data, self._kind, first, end, buffer), end - first, first, k, values, ids)
+            first = end
 
 
-def block_bounds(const float[::1] bounds):
-    """The largest bound of each block of numbers, float32 [blocks]; see `reaching`."""
+def peaks_of(const float[::1] numbers):
+    """The largest of each `BLOCK_COLUMNS` numbers, none of which is NaN: float32 [blocks]."""
     cdef float buffer[BLOCK]
     cdef int32_t unordered
-    cdef Py_ssize_t n = bounds.shape[0], parts = (n + BLOCK - 1) // BLOCK, i
+    cdef Py_ssize_t n = numbers.shape[0], parts = (n + BLOCK - 1) // BLOCK, i
     found = np.empty(parts, np.float32)
     cdef float[::1] largest = found
     for i in range(parts):
         largest[i] = block_largest(
-            block_of(<const char*>&bounds[0], KIND_FLOAT32, i * BLOCK, min((i + 1) * BLOCK, n), buffer), BLOCK,
+            block_of(<const char*>&numbers[0], KIND_FLOAT32, i * BLOCK, min((i + 1) * BLOCK, n), buffer), BLOCK,
             &unordered,
         )
     return found
 
 
 def reaching(
-    const float[::1] near, const float[::1] bounds, const float[::1] blocks, float norm, Py_ssize_t k,
-    float greatest, float tolerance, float margin,
+    const float[::1] near, const float[::1] peaks, const float[::1] bounds, const float[::1] most, float norm,
+    Py_ssize_t k, float greatest, float tolerance, float margin,
 ):
     """Which of many numbers may be among the k largest, each known to within a bound of its own.
 
     Args:
-        near: float32 [n], finite; `norm` times `bounds`, float32 [n], is how far each may be off.
-        blocks: of the bounds, see `block_bounds`.
+        near, peaks: float32 [n], finite, and the largest of each block of them, see `peaks_of`.
+        bounds, most: the same of what, times `norm`, is how far each may be off.
         greatest, tolerance, margin: what the k-th of their lower bounds must not exceed, and by which
             share of it and by how much more others may fall short of it.
 
     Returns int64, ascending: those whose upper bounds reach the k-th largest lower bound.
     """
-    cdef Py_ssize_t n = near.shape[0], parts = blocks.shape[0], first, end, i, b, count = 0
-    cdef float largest_near
-    if not (bounds.shape[0] == n and 1 <= k <= n and parts == (n + BLOCK - 1) // BLOCK):
+    cdef Py_ssize_t n = near.shape[0], parts = most.shape[0], first, end, i, b, count = 0
+    if not (bounds.shape[0] == n and 1 <= k <= n and parts == peaks.shape[0] == (n + BLOCK - 1) // BLOCK):
         raise ValueError(f"k: expected 1 to {n}, and as many bounds, got {k} and {bounds.shape[0]}")
     cdef float* upper = <float*>resized(NULL, (parts + k) * sizeof(float) + (k + n) * sizeof(int32_t))
     cdef float* lower = upper + parts
@@ -214,14 +226,10 @@ def reaching(
         for i in range(k):
             lower[i] = -INFINITY
         for b in range(parts):
-            largest_near = block_largest(
-                block_of(<const char*>&near[0], KIND_FLOAT32, b * BLOCK, min((b + 1) * BLOCK, n), buffer), BLOCK,
-                &unordered,
-            )
-            upper[b] = largest_near + norm * blocks[b]
+            upper[b] = peaks[b] + norm * most[b]
             # One of the block is known to be no less; the exact number is found below.
-            if largest_near - norm * blocks[b] > lower[k - 1]:
-                insert_among(lower, ids, k, largest_near - norm * blocks[b], 0)
+            if peaks[b] - norm * most[b] > lower[k - 1]:
+                insert_among(lower, ids, k, peaks[b] - norm * most[b], 0)
         least = lower[k - 1]
         for i in range(k):
             lower[i] = -INFINITY

@@ -232,12 +232,13 @@ class Generation:
             sum([trees.sizes[row.index] for row in grown]),
             sum([len(paths[row.index].tokens) - 1 for row in grown]),
         )
+        fed = [*trees]
         feedbacks: dict[int, RowFeedback] = {}
         if self.policy.needs_feedback and (self.policy.hidden_layers or not step.is_plain):
             needs_all, taps = self.policy.needs_all_logits, self.forward.taps
-            feedbacks = row_feedbacks(grown, trees, paths, verified, taps, needs_all)
+            feedbacks = row_feedbacks(grown, fed, paths, verified, taps, needs_all)
         outcomes = [
-            Outcome(self.sessions[i], paths[i].tokens, trees[i], feedbacks.get(i))
+            Outcome(self.sessions[i], paths[i].tokens, fed[i], feedbacks.get(i))
             for i in [row.index for row in rows]
         ]
         self.policy.learn(step, outcomes, width)

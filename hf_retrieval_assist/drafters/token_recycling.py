@@ -314,8 +314,8 @@ class SuccessorTable:
             sizes = [len(feedback.token_ids) for feedback in feedbacks]
             starts = np.array([0, *accumulate(sizes[:-1])])
             fed = np.concatenate([feedback.token_ids for feedback in feedbacks])
-            shifted = zip(feedbacks, starts, strict=True)
-            accepted = np.concatenate([feedback.accepted + begin for feedback, begin in shifted])
+            accepted = np.concatenate([feedback.accepted for feedback in feedbacks])
+            accepted = accepted + starts.repeat([len(one.accepted) for one in feedbacks])
             top = top.joined([feedback.top for feedback in others if feedback.top])
         limit = len(fed) if top.free else _MOST_REJECTED
         nodes = successors.rows_to_learn(

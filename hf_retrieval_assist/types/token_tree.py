@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, le
 from typing import Any
 
@@ -268,6 +268,8 @@ class Forest(_Nodes, Sequence[TokenTree]):
         return self._tree(slice(self.offsets[index], self.offsets[index + 1]))
 
     def __iter__(self) -> Iterator[TokenTree]:
+        if not len(self.token_ids):
+            return repeat(_EMPTY, len(self))
         bounds = self.offsets.tolist()
         return map(self._tree, map(slice, bounds, bounds[1:]))
 
@@ -302,8 +304,7 @@ class Forest(_Nodes, Sequence[TokenTree]):
     @cached_property
     def sizes(self) -> list[int]:
         """Nodes of each tree."""
-        sizes: list[int] = (self.offsets[1:] - self.offsets[:-1]).tolist()
-        return sizes
+        return [end - begin for begin, end in pairwise(self.offsets.tolist())]
 
     def merge(self, other: Forest) -> Forest:
         """Tree by tree what `TokenTree.merge` makes of two."""

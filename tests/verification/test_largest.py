@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.structures.scores import Scores, block_bounds, reaching
+from hf_retrieval_assist.structures.scores import BLOCK_COLUMNS, Scores, peaks_of, reaching
 from hf_retrieval_assist.verification.largest import argmax_rows, host_scores, largest
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -99,10 +99,23 @@ def test_what_may_be_among_the_largest_is_found(columns, k, seed, tolerance):
     least = (near - 0.5 * bounds).topk(k).values[-1] - 0.25
     least -= tolerance * least.abs() + 0.25
     expected = (near + 0.5 * bounds >= least).nonzero()[:, 0]
-    blocks = block_bounds(bounds.numpy())
-    found = reaching(near.numpy(), bounds.numpy(), blocks, 0.5, k, 1e30, tolerance, 0.25)
+    given = [x for some in (near.numpy(), bounds.numpy()) for x in (some, peaks_of(some))]
+    found = reaching(*given, 0.5, k, 1e30, tolerance, 0.25)
     np.testing.assert_array_equal(found, expected)
-    found = reaching(near.numpy(), bounds.numpy(), blocks, 0.5, k, -1e3, tolerance, 0.25)
-    assert len(found) == columns
+    assert len(reaching(*given, 0.5, k, -1e3, tolerance, 0.25)) == columns
     with pytest.raises(ValueError, match="k: expected 1 to"):
-        reaching(near.numpy(), bounds.numpy(), blocks, 0.5, columns + 1, 1e30, tolerance, 0.25)
+        reaching(*given, 0.5, columns + 1, 1e30, tolerance, 0.25)
+
+
+@given(st.integers(1, 1200), st.integers(1, 40), st.integers(0, 2**32 - 1), dtypes)
+def test_peaks_of_blocks_leave_the_largest_what_they_are(columns, k, seed, dtype):
+    scores, k = scores_of(seed, 3, columns, dtype, spread=9), min(k, columns)
+    peaks = np.stack([peaks_of(row) for row in scores.float().numpy()])
+    blocks = scores.float().split(BLOCK_COLUMNS, dim=1)
+    np.testing.assert_array_equal(peaks, torch.stack([x.amax(1) for x in blocks], 1))
+    rows = np.array([0, 2])
+    found = host_scores(scores, peaks).top_k(rows, k, columns)
+    for one, expected in zip(found, host_scores(scores).top_k(rows, k, columns), strict=True):
+        np.testing.assert_array_equal(one, expected)
+    with pytest.raises(ValueError, match="peaks: expected"):
+        host_scores(scores, peaks[:2])

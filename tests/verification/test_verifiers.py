@@ -27,6 +27,7 @@ from hf_retrieval_assist.verification.options import ForwardOptions
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
+from hf_retrieval_assist.verification.largest import host_scores
 from hf_retrieval_assist.verification.verified import TopLogits, Verified
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build, padded, prompts_of
@@ -337,7 +338,7 @@ def test_a_forward_tells_those_of_a_rows_tokens_in_their_order(screened):
     near = torch.randn(10, 30)
     verified = Verified(logits, [0, 1], None)
     if screened:
-        verified = ScreenedVerified(verified, SimpleNamespace(near=near))
+        verified = ScreenedVerified(verified, SimpleNamespace(scores=host_scores(near)))
     expected = (near[6:9] if screened else logits[1, 1:4].float()).topk(3)
     ids, values = verified.top(1, 2).of(np.arange(3), 3, 30)
     assert (ids == expected.indices.numpy()).all()

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...structures.scores import block_bounds, reaching
+from ...structures.scores import BLOCK_COLUMNS, Scores, peaks_of, reaching
+from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
-from .skinny import chosen_linear, skinny_linear
+from .skinny import PEAK_COLUMNS, chosen_linear, skinny_linear
 
 __all__ = ["Sampling", "Screen", "Screened"]
 
@@ -56,6 +57,8 @@ class Sampling(NamedTuple):
 
 PLAIN = Sampling()
 
+assert PEAK_COLUMNS == BLOCK_COLUMNS
+
 
 class Screen:
     """Finds which token an output layer without bias would choose, from its weights in eight bits.
@@ -78,14 +81,17 @@ class Screen:
         self.packed = packed
         # Bounds for a row of x of norm 1.
         self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
-        self._known = self.bounds.numpy(), block_bounds(self.bounds.numpy())
+        self._known = self.bounds.numpy(), peaks_of(self.bounds.numpy())
         info = torch.finfo(weight.dtype)
         # Numbers that are less by so much round to less, in that dtype and in float32.
         self._rounding = info.max, 4 * info.eps, 2 * info.smallest_normal + LEAST_MARGIN
 
-    def reaching(self, near: NDArray[np.float32], norm: float, count: int) -> NDArray[np.int64]:
-        """The tokens that may be among the greatest by approximate logits, float32 [tokens]."""
-        found: NDArray[np.int64] = reaching(near, *self._known, norm, count, *self._rounding)
+    def reaching(
+        self, near: NDArray[np.float32], peaks: NDArray[np.float32], norm: float, count: int
+    ) -> NDArray[np.int64]:
+        """The tokens that may be among the greatest by approximate logits, float32 [tokens], of
+        which each block's greatest is known."""
+        found: NDArray[np.int64] = reaching(near, peaks, *self._known, norm, count, *self._rounding)
         return found
 
     def look(self, x: torch.Tensor) -> Screened:
@@ -103,12 +109,21 @@ class Screened:
     def __init__(self, screen: Screen, x: torch.Tensor) -> None:
         self._screen = screen
         self._x = x
-        self.near = screen.packed(x.float())
+        peaks = x.new_empty((len(x), -(-len(screen.weight) // BLOCK_COLUMNS)), dtype=torch.float32)
+        self.near = screen.packed(x.float(), peaks=peaks)
+        self._table, self._peaks = self.near.numpy(), peaks.numpy()
         if len(screen.unknown):
             self.near[:, screen.unknown] = 0.0
-        self._table = self.near.numpy()
+            self._peaks = np.stack([peaks_of(row) for row in self._table])
         # Rounded up.
         self._norms = (x.double().norm(dim=1) * (1 + 2.0**-20)).tolist()
+
+    @cached_property
+    def scores(self) -> Scores:
+        """The approximate logits, as they lie."""
+        found = host_scores(self.near, self._peaks)
+        assert found is not None
+        return found
 
     def whole(self, row: int) -> torch.Tensor:
         """All logits of a row, [tokens] of x's dtype."""
@@ -158,7 +173,8 @@ class Screened:
         if lacking:
             near = near.copy()
             near[also] = -np.finfo(np.float32).max
-        ids = screen.reaching(near, norm * (1 + 2.0**-20), count)
+        peaks = peaks_of(near) if lacking else self._peaks[row]
+        ids = screen.reaching(near, peaks, norm * (1 + 2.0**-20), count)
         if lacking or len(screen.unknown):
             ids = np.unique(np.concatenate([ids, screen.unknown, *([] if also is None else [also])]))
         return None if len(ids) > MOST_CANDIDATES * len(near) else ids

@@ -89,7 +89,7 @@ class ScreenedVerified(Verified):
 
     def top(self, row: int, nodes: int) -> TopLogits:
         first = self.roots[row]
-        return TopLogits(self._screened.near, np.arange(first, first + 1 + nodes))
+        return TopLogits(self._screened.scores, np.arange(first, first + 1 + nodes))
 
     def choose(
         self, rows: Sequence[RowText], nodes: Sequence[int], select: TokenSelector

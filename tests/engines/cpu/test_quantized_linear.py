@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.skinny import PATHS, int8_linear, pack_int8
+from hf_retrieval_assist.engines.cpu.skinny import PATHS, PEAK_COLUMNS, int8_linear, pack_int8
 from tests.support.products import DTYPES, Packed, dequantized, everywhere, packed, paths, random
 
 
@@ -39,6 +39,23 @@ def test_packing_does_not_depend_on_the_number_of_threads(path):
     weight = random(300, 100, dtype=torch.float32)
     found = pack_int8(weight, path=path, threads=1), pack_int8(weight, path=path)
     assert all(map(torch.equal, *found))
+
+
+@paths
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 256), (66, 700), (2, 2047)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_largest_outputs_of_each_part_are_told(path, rows, outputs, threads):
+    x, weight = random(rows, 70, dtype=torch.float32), random(outputs, 70, seed=1)
+    values, scales, *_ = pack_int8(weight, path=path)
+    parts = -(-outputs // PEAK_COLUMNS)
+    peaks = torch.full((rows, parts), torch.nan)
+    y = int8_linear(x, values, scales, peaks=peaks, path=path, threads=threads)
+    assert torch.equal(y, int8_linear(x, values, scales, path=path))
+    assert torch.equal(peaks, torch.stack([part.amax(1) for part in y.split(PEAK_COLUMNS, 1)], 1))
+    with pytest.raises(ValueError, match="peaks: expected shape"):
+        int8_linear(x, values, scales, peaks=peaks[:, :0], path=path)
+    with pytest.raises(ValueError, match="peaks: expected adjacent ones of float32"):
+        int8_linear(x.bfloat16(), values, scales, peaks=peaks.bfloat16(), path=path)
 
 
 @everywhere
