@@ -75,9 +75,14 @@ class UnrecordableError(Exception):
 
 
 class _Overrides(threading.local):
-    """What stands for weights of this thread's linear layers, by the identity of the parameter."""
+    """What stands for weights of this thread's linear layers, by the identity of the parameter.
+
+    Attributes:
+        unseen: whether nothing of the model's sees what the layer that is computed returns.
+    """
 
     by_id: Mapping[int, Any] = MappingProxyType({})
+    unseen = False
 
 
 overrides = _Overrides()
@@ -154,8 +159,10 @@ class Program:
         inputs: Mapping[str, torch.Tensor],
         layers: Sequence[Any],
         masks: Sequence[torch.Tensor],
+        compared: bool = True,
     ) -> torch.Tensor:
-        """The logits of a forward that is given these."""
+        """The logits of a forward that is given these; unless they are compared with the model's,
+        what stands for the last layer may know them and return nothing of the kind."""
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._given.layers, self._given.masks = layers, masks
@@ -167,8 +174,12 @@ class Program:
             logits = None if last is None else last.new_out()
             for operator in operators:
                 operator()
-            return self._last() if logits is None else logits
+            if logits is None:
+                overrides.unseen = not compared and self._last_layer is not None
+                logits = self._last()
+            return logits
         finally:
+            overrides.unseen = False
             set_route_depth(depth)
             self._given.layers = self._given.masks = ()
             self._given.shown.clear()

@@ -78,12 +78,13 @@ class _ShapeRecording(Recording):
         return self.compute(asked) if self.content is None else outputs
 
     def repeat(self, asked: _Asked, aside: bool) -> Any:
-        if aside:
-            with _undone(asked.layers):
-                return self.repeat(asked, False)
         assert self.content is not None
         program, outputs = self.content
-        return outputs(logits=program(asked.inputs, asked.layers, asked.masks))
+        given = asked.inputs, asked.layers, asked.masks
+        if aside:
+            with _undone(asked.layers):
+                return outputs(logits=program(*given))
+        return outputs(logits=program(*given, compared=False))
 
     def difference(self, repeated: Any, computed: Any) -> str | None:
         same = same_bits(repeated.logits, computed.logits)

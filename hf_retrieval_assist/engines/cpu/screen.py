@@ -116,7 +116,8 @@ class Screened:
             self.near[:, screen.unknown] = 0.0
             self._peaks = np.stack([peaks_of(row) for row in self._table])
         # Rounded up.
-        self._norms = (x.double().norm(dim=1) * (1 + 2.0**-20)).tolist()
+        norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).tolist()
+        self._norms = [norm * (1 + 2.0**-20) for norm in norms]
 
     @cached_property
     def scores(self) -> Scores:

@@ -84,6 +84,10 @@ class ScreenedVerified(Verified):
         self.__dict__.update(verified.__dict__)
         self._screened = screened
 
+    @property
+    def is_sound(self) -> bool:
+        return not self._screened.scores.starts_with_nan()
+
     def best(self, rows: Sequence[RowText], nodes: Sequence[int]) -> list[int]:
         return [self._screened.argmax(place) for place in self.places(rows, nodes)]
 

@@ -11,6 +11,8 @@ import transformers
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import copies
+from hf_retrieval_assist.engines.cpu.copies import Copies
+from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.screen import Sampling, Screened
 from hf_retrieval_assist.engines.cpu.screened import sampling_of, shortlist_of
@@ -84,6 +86,24 @@ def test_output_is_plain(llama, name):
     assert watch.screened >= assistant.stats.last.steps - 1
     # How much top-p keeps depends on all logits, whose bounds do not always tell.
     assert watch.whole <= (watch.screened // 4 if name.startswith("top-p") else 0)
+
+
+def test_nothing_of_the_model_sees_what_a_repeated_forward_has_for_logits(llama, monkeypatch):
+    """A forward that is compared, or computed, has approximations."""
+    unseen, original = [], Copies._logits
+
+    def logits(found, x, bias):
+        unseen.append(overrides.unseen)
+        return original(found, x, bias)
+
+    monkeypatch.setattr(Copies, "_logits", logits)
+    assistant = SamAssistant(budget=0)
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    agreeing(llama, inputs, make=lambda plain: assistant, **options)
+    assert assistant.stats.last.repeated == sum(unseen) > 0
+    assert unseen.count(False) > 0
+    assert not overrides.unseen
 
 
 @pytest.mark.parametrize("name", WHOLE)
