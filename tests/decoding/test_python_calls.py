@@ -45,11 +45,11 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "budget", "sampled", "most"),
     [
-        *[(1, 0, False, (205, 138, 33)), (1, 8, False, (315, 180, 34))],
+        *[(1, 0, False, (198, 139, 32)), (1, 8, False, (295, 180, 33))],
         *[
-            (16, 0, False, (430, 145, 33)),
-            (16, 8, False, (920, 228, 36)),
-            (208, 0, True, (3500, 176, 36)),
+            (16, 0, False, (390, 143, 32)),
+            (16, 8, False, (850, 224, 36)),
+            (208, 0, True, (2800, 174, 36)),
         ],
     ],
 )
