@@ -2,6 +2,7 @@
 # them its time grows with the rows although the memory traffic, which bounds it, does not.
 
 MAX_ROWS = ROUTED_ROWS
+FEW_ROWS = 16
 PEAK_COLUMNS = CHUNK_ROWS
 INT8_MULTIPLE = INT8_STEP  # rows in eight bits are filled up to a multiple of so many columns
 
@@ -374,10 +375,11 @@ def chosen_method(input, weight, bias=None):
         or not _are_few_rows(input, weight, bias, dtype)
     ):
         return None
-    key = (weight.shape, dtype, _get_num_threads())
+    prompt = thread_prompts and input.numel() > FEW_ROWS * <int64_t>weight.size(1)
+    key = (weight.shape, dtype, _get_num_threads(), prompt)
     method = _methods.get(key)
     if method is None:
-        method = _methods[key] = _choose(weight)
+        method = _methods[key] = _choose(weight, prompt)
     return method
 
 
@@ -390,8 +392,9 @@ def routed_linear(input, weight, bias=None):
 
 
 def set_chooser(choose):
-    """Let `choose(weight)` name the function (x, weight, bias) for weights of a new shape, dtype or
-    number of threads; what was chosen before is forgotten.
+    """Let `choose(weight, prompt)` name the function (x, weight, bias) for weights of a new shape, dtype or
+    number of threads, and whether for more than `FEW_ROWS` rows of prompts; what was chosen before is
+    forgotten.
     """
     global _choose
     _choose = choose
@@ -421,6 +424,13 @@ def routed_scaled(x, values, scales, dtype, bias=None):
     ):
         return None
     return scaled_linear(x, values, scales, bias)
+
+
+def set_prompts(bint prompts):
+    """Say whether this thread's products are those of a prompt; whether they were so far."""
+    global thread_prompts
+    before, thread_prompts = thread_prompts, prompts
+    return bool(before)
 
 
 def route_depth():

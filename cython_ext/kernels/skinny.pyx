@@ -18,12 +18,14 @@ cdef extern from "openmp_runtime.h" nogil:
 cdef extern from *:
     """
     #if defined(_MSC_VER)
-    static __declspec(thread) int thread_depth = 0;
+    #define THREAD_LOCAL __declspec(thread)
     #else
-    static __thread int thread_depth = 0;
+    #define THREAD_LOCAL __thread
     #endif
+    static THREAD_LOCAL int thread_depth = 0, thread_prompts = 0;
     """
     int thread_depth  # how many scopes of reroute the running thread is in
+    bint thread_prompts  # whether it computes a prompt
 
 cdef extern from "program.h" nogil:
     enum:

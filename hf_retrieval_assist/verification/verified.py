@@ -23,7 +23,8 @@ class TopLogits:
 
     Args:
         logits: [m, vocab_size] of all tokens of the forward, in which they are found when asked
-            for, a tensor or `Scores`; or, where they were found together with it, float32 [m, k] on the host.
+            for, a tensor or `Scores`; or, where they were found together with it, float32 [m, k] on
+            the host.
         places: int64 [n], ascending, which of the m tokens; None: all.
         ids: int64 [m, k] on the host, what was found; None: nothing yet.
 

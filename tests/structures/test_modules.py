@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from hf_retrieval_assist.host.told import NAMES_OF_ALL, Teller, Told, told
-from hf_retrieval_assist.structures.modules import INTERNAL, held_by, hooked, modules_of, own_attributes
+from hf_retrieval_assist.structures.modules import (
+    INTERNAL,
+    held_by,
+    hooked,
+    modules_of,
+    own_attributes,
+)
 from tests.support.lossless import build
 
 PLAIN = [0, 1, True, False, None, 0.0, -0.0, 1.0, math.nan, math.inf, "", "1", b"1", 1j, 2**70]

@@ -40,7 +40,7 @@ def kernels_serving():
     for attention."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
-        set_chooser(lambda weight: linear.kernel_linear)
+        set_chooser(lambda *_: linear.kernel_linear)
         yield results_of(patch, attention, "kernel_attention", lambda y, query, *_: query.shape[2])
     set_chooser(linear.TUNING.choose)
 

@@ -23,11 +23,11 @@ from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.types.token_tree import Forest, TokenTree
 from hf_retrieval_assist.verification import verified
 from hf_retrieval_assist.verification.engine import engine_of
+from hf_retrieval_assist.verification.largest import host_scores
 from hf_retrieval_assist.verification.options import ForwardOptions
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
-from hf_retrieval_assist.verification.largest import host_scores
 from hf_retrieval_assist.verification.verified import TopLogits, Verified
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build, padded, prompts_of

@@ -9,7 +9,9 @@ Products of 1 to 65 rows, a token and 64 drafts, are computed by one of
 One method serves a weight shape, dtype and number of threads for every number of rows, chosen when
 that shape is first met; weights of less than `LEAST_ELEMENTS` are the kernel's. Where it is the
 kernel (bits do not depend on rows there), a token's logits do not depend on how many draft tokens
-are verified beside it; neither is promised of the others.
+are verified beside it; neither is promised of the others. Prompts of more than `FEW_ROWS` rows,
+which plain decoding feeds at once as well, have a choice of their own: PyTorch's products take a
+third of the kernel's time where the CPU multiplies tiles.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from ...system.tensors import thread
 from .library_weights import library_linear
 from .recording import overrides
 from .skinny import (
+    FEW_ROWS,
     MAX_ROWS,
     RepeatedLinears,
     chosen_method,
@@ -50,7 +53,8 @@ plain_linear = torch._C._nn.linear
 # so many copies of a smaller one in turn, that each has left the second-level caches when it is
 # read again, as it has between two forwards; behind layers of the kernel's, as in a forward:
 # PyTorch's own products then take up to half as long again as one after another.
-TUNING_ROWS = (1, 2, 4, 16)
+TUNING_ROWS = (1, 2, 4, FEW_ROWS)
+PROMPT_ROWS = (48,)
 TUNING_BYTES = 64 << 20
 MAX_COPIES = 64
 LAYERS_BEFORE = 4
@@ -58,6 +62,7 @@ LAYERS_BEFORE = 4
 # Smaller weights stay in the second-level cache between two forwards. The kernel then takes as long
 # for one row as PyTorch, and for several, above all in half precision, a half or less.
 LEAST_ELEMENTS = 1 << 17
+LEAST_OF_PROMPTS = 1 << 15
 
 
 # The types of weights whose values are what lies in memory.
@@ -105,11 +110,12 @@ def _behind_others(
     return method(x, next(weights), None)
 
 
-def _cases(weight: torch.Tensor) -> Iterator[Candidates]:
+def _cases(weight: torch.Tensor, prompt: bool) -> Iterator[Candidates]:
     weights, (_, columns) = cycle(_copies(weight)), weight.shape
-    shape = LAYERS_BEFORE, -(-2 * LEAST_ELEMENTS // columns), columns
+    # Layers before one of a prompt take no less time than itself, and may be of any method.
+    shape = 0 if prompt else LAYERS_BEFORE, -(-2 * LEAST_ELEMENTS // columns), columns
     others = torch.ones(shape, dtype=weight.dtype)
-    for n in TUNING_ROWS:
+    for n in PROMPT_ROWS if prompt else TUNING_ROWS:
         x = torch.ones(n, columns, dtype=weight.dtype)
         candidates = METHODS | {"serial": partial(skinny_linear, threads=1)}
         yield {
@@ -118,10 +124,11 @@ def _cases(weight: torch.Tensor) -> Iterator[Candidates]:
         }
 
 
-def fastest_method(weight: torch.Tensor) -> str | None:
-    """The name in METHODS of the fastest over TUNING_ROWS; None on a machine too busy to tell."""
+def fastest_method(weight: torch.Tensor, prompt: bool = False) -> str | None:
+    """The name in METHODS of the fastest over TUNING_ROWS, or PROMPT_ROWS; None on a machine too
+    busy to tell."""
     with torch.no_grad():
-        return fastest(_cases(weight))
+        return fastest(_cases(weight, prompt))
 
 
 class LinearTuning(Tuning):
@@ -134,13 +141,15 @@ class LinearTuning(Tuning):
     def __init__(self, path: Path | None = None) -> None:
         super().__init__(METHODS, "linear", path)
 
-    def choose(self, weight: torch.Tensor) -> LinearMethod:
-        """The method for weights of this shape and dtype at the present number of threads."""
-        if weight.numel() < LEAST_ELEMENTS:
+    def choose(self, weight: torch.Tensor, prompt: bool = False) -> LinearMethod:
+        """The method for weights of this shape and dtype at the present number of threads; or the
+        one for more than `FEW_ROWS` rows of a prompt."""
+        if weight.numel() < (LEAST_OF_PROMPTS if prompt else LEAST_ELEMENTS):
             return kernel_linear
         rows, columns = weight.shape
         key = f"{weight.dtype} {rows}x{columns} threads={torch.get_num_threads()}"
-        return METHODS[self.name(key, lambda: fastest_method(weight))]
+        key += " prompts" * prompt
+        return METHODS[self.name(key, lambda: fastest_method(weight, prompt))]
 
 
 def is_kernel(weight: torch.Tensor) -> bool:

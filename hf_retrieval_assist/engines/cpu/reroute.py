@@ -19,30 +19,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
+from ...host.transformers_private import exchange_prefill, prefill_method
 from . import norms, skinny
 from .attention import attention, plain_attention
 from .linear import Override, linear, plain_linear
 from .recording import overrides
-from .skinny import route_depth, set_route_depth
+from .skinny import route_depth, set_prompts, set_route_depth
 
 __all__ = ["all_scopes_left", "overriding", "reroute"]
+
+
+_plain_prefill = prefill_method()
+
+
+@wraps(_plain_prefill)
+def _prefill(model: Any, *arguments: Any, **options: Any) -> Any:
+    """What stands for the method by which `generate` feeds a prompt: it says so to products."""
+    outer = set_prompts(True)
+    try:
+        return _plain_prefill(model, *arguments, **options)
+    finally:
+        set_prompts(outer)
 
 
 def _put() -> None:
     if skinny.PATHS and F.linear is plain_linear:
         F.linear = linear
+    if skinny.PATHS:
+        exchange_prefill(_plain_prefill, _prefill)
     norms.put()
 
 
 def _restore() -> None:
     if F.linear is linear:
         F.linear = plain_linear
+    exchange_prefill(_prefill, _plain_prefill)
     norms.restore()
 
 
@@ -81,7 +100,8 @@ def _is_traced() -> bool:
 
 class reroute:  # noqa: N801, a context manager reads as a verb
     """Scope in which this thread's linears of 1 to 65 rows, and attention of as many queries, run
-    by the fastest method.
+    by the fastest method; for a prompt of more than 16 tokens that `generate` feeds, by what is
+    fastest for it.
 
     An assistant's forwards run in such a scope already. Plain decoding inside of one rounds as they
     do: where the kernels serve, logits do not depend on how many tokens a forward processes, so

@@ -177,7 +177,9 @@ class Screened:
         peaks = peaks_of(near) if lacking else self._peaks[row]
         ids = screen.reaching(near, peaks, norm * (1 + 2.0**-20), count)
         if lacking or len(screen.unknown):
-            ids = np.unique(np.concatenate([ids, screen.unknown, *([] if also is None else [also])]))
+            ids = np.unique(
+                np.concatenate([ids, screen.unknown, *([] if also is None else [also])])
+            )
         return None if len(ids) > MOST_CANDIDATES * len(near) else ids
 
     def _some(self, row: int, ids: NDArray[np.int64]) -> torch.Tensor:

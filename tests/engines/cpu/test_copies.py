@@ -29,7 +29,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(copies, "LEAST_SAVED", 0)
     # The machine's own choice may be another.
     monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
-    linear.set_chooser(lambda weight: linear.kernel_linear)
+    linear.set_chooser(lambda *_: linear.kernel_linear)
     gc.collect()  # copies of other tests' models
     yield
     linear.set_chooser(linear.TUNING.choose)

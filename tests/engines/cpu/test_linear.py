@@ -2,18 +2,21 @@
 
 import json
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GenerationMixin
 
 from hf_retrieval_assist.engines.cpu import linear as module
 from hf_retrieval_assist.engines.cpu import tuning as tuning_module
 from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS, METHODS, LinearTuning
 from hf_retrieval_assist.engines.cpu.reroute import overriding, reroute
-from hf_retrieval_assist.engines.cpu.skinny import kernel_linear, set_chooser
+from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, kernel_linear, set_chooser
+from tests.support.lossless import build
 from tests.support.rounding import within
 from tests.support.threads import in_threads
 
@@ -37,7 +40,7 @@ def served():
         rows.append(x.numel() // x.shape[-1])
         return kernel_linear(x, weight, bias)
 
-    set_chooser(lambda weight: kernel)
+    set_chooser(lambda weight, prompt: kernel)
     return rows
 
 
@@ -56,7 +59,9 @@ def of_products(expected, x, weight):
 def measure_as(monkeypatch, name):
     """Let tuning find `name` fastest; returns the list of the weights it was asked about."""
     asked = []
-    monkeypatch.setattr(module, "fastest_method", lambda weight: asked.append(weight.shape) or name)
+    monkeypatch.setattr(
+        module, "fastest_method", lambda weight, *_: asked.append(weight.shape) or name
+    )
     return asked
 
 
@@ -250,6 +255,49 @@ def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
     monkeypatch.setattr(module, "LEAST_ELEMENTS", 10_000)
     assert LinearTuning(tuning.path).choose(weight[:9]) is METHODS["kernel"]
     assert asked == [(7, 32)]
+
+
+def test_products_of_prompts_are_chosen_apart(tuning, monkeypatch):
+    """Those that are timed are a prompt's; small weights are the kernel's."""
+    seen = []
+
+    def fastest(cases):
+        seen.extend(cases)
+        return "pytorch"
+
+    monkeypatch.setattr(module, "fastest", fastest)
+    monkeypatch.setattr(module, "LEAST_OF_PROMPTS", 0)
+    assert tuning.choose(W, True) is METHODS["pytorch"]
+    assert len(seen) == len(module.PROMPT_ROWS)
+    assert tuning.choose(W) is METHODS["pytorch"]
+    assert len(seen) == len(module.PROMPT_ROWS) + len(module.TUNING_ROWS)
+    assert len(json.loads(tuning.path.read_text())["choices"]) == 2
+    monkeypatch.setattr(module, "LEAST_OF_PROMPTS", 10_000)
+    assert tuning.choose(W[:9], True) is METHODS["kernel"]
+
+
+def test_prompts_that_generate_feeds_have_products_of_their_own():
+    """Of more than a few tokens, in scopes of the thread alone; forwards that are no prompt's have
+    those of any number of rows."""
+    model, asked, plain = build(), [], GenerationMixin._prefill
+    for length, prompts in ((FEW_ROWS, {False}), (FEW_ROWS + 1, {False, True})):
+        asked.clear()
+        set_chooser(lambda weight, prompt: asked.append(prompt) or kernel_linear)
+        ids = torch.arange(length)[None] + 3
+        with reroute():
+            assert GenerationMixin._prefill is not plain
+            model.generate(ids, max_new_tokens=3, do_sample=False)
+            # The output layer has one row of a prompt.
+            assert {*asked} == prompts
+            before = asked.count(True)
+            with torch.no_grad():
+                model(torch.arange(40)[None])
+        assert asked.count(True) == before
+        assert GenerationMixin._prefill is plain
+    with mock.patch.object(GenerationMixin, "_prefill", lambda *given: plain(*given)):
+        others = GenerationMixin._prefill
+        with reroute():
+            assert GenerationMixin._prefill is others
 
 
 @pytest.mark.parametrize("part", ["cpu", "kernels", "torch", "package"])
