@@ -4,8 +4,8 @@
     python -m benchmarks.llama_engine --gguf FOLDER --node NODE --output benchmarks/results
 
 Whole calls, greedy, prompts that nothing was tuned on, in alternating order, each with the same
-number of new tokens: plain decoding, the kernels, a `SamAssistant` that is new in every call, and
-llama.cpp with each kind of weights, which are written to `--gguf` where they are missing.
+number of new tokens: plain decoding, the kernels, a `SamAssistant` that is new in every call, with
+drafts and without any, and llama.cpp with each kind of weights, which are written to `--gguf` where they are missing.
 It runs as node-llama-cpp brings it, in a process of its own. Texts may differ between precisions.
 """
 
@@ -156,10 +156,12 @@ def calls_of(
     """A run of each method of ours and of each engine, by what its weights are kept in."""
     # Texts of several precisions would end at several places.
     model.generation_config.eos_token_id = None
+    drafting = partial(SamAssistant, costs=CostModels())
     ours = [
         Method(PLAIN, dict),
         Method(KERNELS, dict, scope=reroute),
-        assisted("SamAssistant", partial(SamAssistant, costs=CostModels())),
+        assisted("without drafts", partial(drafting, budget=0)),
+        assisted("SamAssistant", drafting),
     ]
 
     def call(method: Method, prompt: Prompt) -> Run:

@@ -215,10 +215,9 @@ def reaching(
     cdef Py_ssize_t n = near.shape[0], parts = most.shape[0], first, end, i, b, count = 0
     if not (bounds.shape[0] == n and 1 <= k <= n and parts == peaks.shape[0] == (n + BLOCK - 1) // BLOCK):
         raise ValueError(f"k: expected 1 to {n}, and as many bounds, got {k} and {bounds.shape[0]}")
-    cdef float* upper = <float*>resized(NULL, (parts + k) * sizeof(float) + (k + n) * sizeof(int32_t))
+    cdef float* upper = <float*>resized(NULL, (parts + k) * sizeof(float) + k * sizeof(int32_t))
     cdef float* lower = upper + parts
     cdef int32_t* ids = <int32_t*>(lower + k)
-    cdef int32_t* reached = ids + k
     cdef float buffer[BLOCK]
     cdef float least
     cdef int32_t unordered
@@ -248,15 +247,15 @@ def reaching(
         least = min(lower[k - 1] - margin, greatest)
         least -= tolerance * abs(least) + margin
         for b in range(parts):
-            if upper[b] < least:
-                continue
-            for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
-                if near[i] + norm * bounds[i] >= least:
-                    reached[count] = <int32_t>i
-                    count += 1
+            for i in range(b * BLOCK, min((b + 1) * BLOCK, n) if upper[b] >= least else 0):
+                count += near[i] + norm * bounds[i] >= least
     found = np.empty(count, np.int64)
     cdef int64_t[::1] out = found
-    for i in range(count):
-        out[i] = reached[i]
+    count = 0
+    for b in range(parts):
+        for i in range(b * BLOCK, min((b + 1) * BLOCK, n) if upper[b] >= least else 0):
+            if near[i] + norm * bounds[i] >= least:
+                out[count] = i
+                count += 1
     free(upper)
     return found

@@ -73,6 +73,8 @@ def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
 
 def _copied(scores: torch.Tensor) -> Scores:
     """Scores of the host in another place, in float32."""
-    found = host_scores(scores.detach().to(torch.float32, copy=True).contiguous())
+    # NumPy makes a plain tensor of one of another class.
+    table = np.ascontiguousarray(scores.detach().resolve_neg().float().numpy())
+    found = host_scores(torch.from_numpy(table))
     assert found is not None
     return found

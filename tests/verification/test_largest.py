@@ -61,6 +61,18 @@ def test_argmax_rows_is_torch_argmax(columns, seed, dtype, broken):
     assert torch.equal(argmax_rows(scores), scores.argmax(dim=-1))
 
 
+class Named(torch.Tensor):
+    """A tensor of another class."""
+
+
+def test_scores_of_another_class_or_dtype_are_copied():
+    scores = scores_of(0, 3, 9, torch.float32)
+    for given in (scores.as_subclass(Named), scores.double(), torch._neg_view(-scores)):
+        assert host_scores(given) is None
+        assert argmax_rows(given).tolist() == scores.argmax(1).tolist()
+        assert torch.equal(largest(given, 4)[1], scores.topk(4).indices)
+
+
 def test_wrong_arguments_are_refused():
     scores = scores_of(0, 2, 9, torch.float32)
     table, rows = host_scores(scores), np.array([0])
