@@ -32,7 +32,12 @@ from hf_retrieval_assist.engines.cpu.linear import transposed_linear
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
-from hf_retrieval_assist.engines.cpu.skinny import kernel_attention, kernel_linear, skinny_linear
+from hf_retrieval_assist.engines.cpu.skinny import (
+    chosen_linear,
+    kernel_attention,
+    kernel_linear,
+    skinny_linear,
+)
 from hf_retrieval_assist.host.transformers_private import CACHE
 
 from .inputs import load, model_name, read_prompts
@@ -293,14 +298,19 @@ def lifted(rows: torch.Tensor, basis: torch.Tensor, side: int) -> torch.Tensor:
 
 @contextmanager
 def logits_counted() -> Iterator[list[int]]:
-    """Scope that notes how many logits the screen computes in full, each time."""
+    """Scope that notes how many logits the screen computes in full, each time: none where bounds
+    leave a single token."""
     sizes: list[int] = []
 
-    def noted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         sizes.append(len(weight))
         return skinny_linear(x, weight)
 
-    with mock.patch.object(screen_module, "skinny_linear", noted):
+    def some(x: torch.Tensor, weight: torch.Tensor, ids: Any) -> torch.Tensor:
+        sizes.append(len(ids))
+        return chosen_linear(x, weight, ids)
+
+    with mock.patch.multiple(screen_module, skinny_linear=whole, chosen_linear=some):
         yield sizes
 
 

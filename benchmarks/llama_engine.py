@@ -5,8 +5,9 @@
 
 Whole calls, greedy, prompts that nothing was tuned on, in alternating order, each with the same
 number of new tokens: plain decoding, the kernels, a `SamAssistant` that is new in every call, with
-drafts and without any, and llama.cpp with each kind of weights, which are written to `--gguf` where they are missing.
-It runs as node-llama-cpp brings it, in a process of its own. Texts may differ between precisions.
+drafts and without any, and llama.cpp with each kind of weights, which are written to `--gguf` where
+they are missing. It runs as node-llama-cpp brings it, in a process of its own. Texts may differ
+between precisions.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ class Account:
         Args:
             seconds: from the first token to the last.
             tokens: between them, of the longest row.
-            plain_step: seconds that a plain step is expected to take; None: nobody knows.
+            plain_step: seconds that a plain step is expected to take; None: nobody knows, or calls
+                are not to be tried plainly.
             recorded: whether forwards were recorded in it, or may have been.
         """
         with self.lock:

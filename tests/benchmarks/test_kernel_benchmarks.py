@@ -65,7 +65,7 @@ def test_logits_of_a_screened_output_layer_are_counted(monkeypatch):
     kinds = {"certain": weight[:3] * 2, "zero": torch.zeros(2, 64)}
     kernel.screened(table, "tiny", weight, kinds, silent)
     found = {(row["text"], row["choice"]): row for row in table.rows}
-    assert found["certain", "greedy"]["logits"] == "1 / 1 / 1"
+    assert found["certain", "greedy"]["logits"] == "0 / 0 / 0"
     assert found["certain", "T 1 top-p 0.9"]["whole"] == "0.0%"
     assert found["zero", "T 1 top-p 0.9"]["whole"] == "100.0%"
     assert found["zero", "T 1 top-p 0.9"]["logits"] is None

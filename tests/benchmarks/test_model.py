@@ -184,7 +184,7 @@ def test_llama_cpp_takes_turns_with_ours():
     llama_engine.fill(table, {"model": "small"}, turns, list(engines))
     found = {row["method"]: row for row in table.rows}
     theirs = [f"llama.cpp, {kind}" for kind in engines]
-    assert [*found] == ["plain", "kernels", "SamAssistant", *theirs]
+    assert [*found] == ["plain", "kernels", "without drafts", "SamAssistant", *theirs]
     assert {row["same"] for row in found.values()} == {"1 of 1"}
     assert found["llama.cpp, Q8_0"]["rate"] == 6
     assert all(row["Q8_0"] == near(row["rate"] / 6) for row in found.values())

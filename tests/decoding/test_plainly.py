@@ -188,6 +188,18 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     assert not eager._calls
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_calls_whose_forwards_are_repeated_are_not_tried_plainly(graphs, monkeypatch):
+    """Whatever drafts cost there."""
+    model, assistant, tried = build(), SamAssistant(graphs=graphs), []
+    monkeypatch.setattr(Account, "count_drafted", lambda *told: tried.append(told[3]))
+    for _ in range(3):
+        run(model, max_new_tokens=40, assistant=assistant)
+    last = assistant.stats.last
+    assert (2 * last.repeated > last.forwards) == graphs
+    assert (tried[-1] is None) == graphs
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -67,10 +67,10 @@ class Named(torch.Tensor):
 
 def test_scores_of_another_class_or_dtype_are_copied():
     scores = scores_of(0, 3, 9, torch.float32)
-    for given in (scores.as_subclass(Named), scores.double(), torch._neg_view(-scores)):
-        assert host_scores(given) is None
-        assert argmax_rows(given).tolist() == scores.argmax(1).tolist()
-        assert torch.equal(largest(given, 4)[1], scores.topk(4).indices)
+    for other in (scores.as_subclass(Named), scores.double(), torch._neg_view(-scores)):
+        assert host_scores(other) is None
+        assert argmax_rows(other).tolist() == scores.argmax(1).tolist()
+        assert torch.equal(largest(other, 4)[1], scores.topk(4).indices)
 
 
 def test_wrong_arguments_are_refused():
