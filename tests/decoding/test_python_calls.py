@@ -49,7 +49,7 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
         *[
             (16, 0, False, (390, 143, 32)),
             (16, 8, False, (850, 224, 36)),
-            (208, 0, True, (2800, 174, 36)),
+            (208, 0, True, (2800, 174, 37)),
         ],
     ],
 )
