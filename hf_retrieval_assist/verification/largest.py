@@ -67,8 +67,11 @@ def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
     before all."""
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
-    found = host_scores(scores) or _copied(scores)
-    return torch.tensor([found.argmax(row) for row in range(found.rows)], device="cpu")
+    found = host_scores(scores)
+    if found is None:
+        found = _copied(scores)
+    best = [found.argmax(row) for row in range(found.rows)]
+    return torch.tensor(best, dtype=torch.long, device="cpu")
 
 
 def _copied(scores: torch.Tensor) -> Scores:
