@@ -16,7 +16,7 @@ static void check(kernel_path path, int dtype) {
     memset(y, 7, rows * outputs * 4 + 2 * GUARD);
     y += GUARD;
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
-                              NULL, 0};
+                              NULL, 0, NULL};
     run_linears(&problem, 1, &path, 1);
     for (int64_t i = 1; i <= GUARD; i++)
         if (y[-i] != 7 || y[rows * outputs * skinny_item_bytes(dtype) + i - 1] != 7)
@@ -43,7 +43,7 @@ static void check_int8(kernel_path path, int dtype) {
     fill(scales, factors, outputs, dtype);
     for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
-                              dtype, SKINNY_INT8, scales, dtype};
+                              dtype, SKINNY_INT8, scales, dtype, NULL};
     run_linears(&problem, 1, &path, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
@@ -64,14 +64,20 @@ static void check_rounded(kernel_path path, int dtype) {
     char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4), *y = malloc(rows * outputs * 4);
     double *xs = malloc(rows * depth * 8), *ws = malloc(outputs * depth * 8);
     int8_t *values = malloc(outputs * stride);
-    float *scales = malloc(outputs * 4), *norms = malloc(outputs * 8);
+    float *scales = malloc(outputs * 4), *norms = malloc(outputs * 8), *peaks = malloc(rows * 4);
     fill(x, xs, rows * depth, dtype);
     fill(w, ws, outputs * depth, dtype);
     int8_packing packing = {w, outputs, depth, depth, dtype, values, scales, norms, norms + outputs, 0};
     path.pack_int8(&packing, 1);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, stride,
-                              outputs, dtype, SKINNY_ROUNDED, (char *)scales, SKINNY_FLOAT32};
+                              outputs, dtype, SKINNY_ROUNDED, (char *)scales, SKINNY_FLOAT32,
+                              dtype == SKINNY_FLOAT32 ? peaks : NULL};
     run_linears(&problem, 1, &path, 1);
+    for (int64_t r = 0; r < rows && problem.peaks; r++) {
+        double most = -INFINITY;
+        for (int64_t o = 0; o < outputs; o++) most = fmax(most, read_one(y, r * outputs + o, dtype));
+        if (peaks[r] != most) failures++, printf("%s: the largest output of row %d\n", path.name, (int)r);
+    }
     for (int64_t o = 0; o < outputs; o++) {
         double left_out = 0;
         for (int64_t k = 0; k < depth; k++) {
@@ -89,7 +95,7 @@ static void check_rounded(kernel_path path, int dtype) {
             compare(path.name, dtype, read_one(y, r * outputs + o, dtype), sum, size);
         }
     }
-    free(x), free(w), free(y), free(xs), free(ws), free(values), free(scales), free(norms);
+    free(x), free(w), free(y), free(xs), free(ws), free(values), free(scales), free(norms), free(peaks);
 }
 
 int main(void) {
