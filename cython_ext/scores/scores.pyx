@@ -3,7 +3,7 @@
 import numpy as np
 
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint16_t, uint32_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uintptr_t
 from libc.stdlib cimport free
 
 from common.blocks cimport resized

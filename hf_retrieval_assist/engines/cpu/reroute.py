@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...host.plain_step import is_own
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
 from ...host.transformers_private import exchange_prefill, prefill_method
 from . import norms, skinny
@@ -53,7 +54,8 @@ def _prefill(model: Any, *arguments: Any, **options: Any) -> Any:
 def _put() -> None:
     if skinny.PATHS and F.linear is plain_linear:
         F.linear = linear
-    if skinny.PATHS:
+    # One of a caller's from before this was imported must be seen to be a caller's.
+    if skinny.PATHS and is_own(_plain_prefill, "_prefill"):
         exchange_prefill(_plain_prefill, _prefill)
     norms.put()
 

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GenerationMixin
 
 from hf_retrieval_assist.engines.cpu import linear as module
+from hf_retrieval_assist.engines.cpu import reroute as reroute_module
 from hf_retrieval_assist.engines.cpu import tuning as tuning_module
 from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS, METHODS, LinearTuning
 from hf_retrieval_assist.engines.cpu.reroute import overriding, reroute
@@ -294,10 +294,21 @@ def test_prompts_that_generate_feeds_have_products_of_their_own():
                 model(torch.arange(40)[None])
         assert asked.count(True) == before
         assert GenerationMixin._prefill is plain
-    with mock.patch.object(GenerationMixin, "_prefill", lambda *given: plain(*given)):
-        others = GenerationMixin._prefill
-        with reroute():
-            assert GenerationMixin._prefill is others
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_caller_s_way_to_feed_prompts_stays_where_it_is(before, monkeypatch):
+    """Also one that was there before the package was imported."""
+    plain = GenerationMixin._prefill
+
+    def own(*given):
+        return plain(*given)
+
+    monkeypatch.setattr(GenerationMixin, "_prefill", own)
+    if before:
+        monkeypatch.setattr(reroute_module, "_plain_prefill", own)
+    with reroute():
+        assert GenerationMixin._prefill is own
 
 
 @pytest.mark.parametrize("part", ["cpu", "kernels", "torch", "package"])
