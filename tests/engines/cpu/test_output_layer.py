@@ -12,13 +12,15 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import copies
 from hf_retrieval_assist.engines.cpu.copies import Copies
+from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.reroute import reroute
-from hf_retrieval_assist.engines.cpu.screen import Sampling, Screened
-from hf_retrieval_assist.engines.cpu.screened import sampling_of, shortlist_of
+from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
+from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified, sampling_of, shortlist_of
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
+from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
 from tests.support.copied_models import model_of, watch_screens
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
@@ -104,6 +106,17 @@ def test_nothing_of_the_model_sees_what_a_repeated_forward_has_for_logits(llama,
     assert assistant.stats.last.repeated == sum(unseen) > 0
     assert unseen.count(False) > 0
     assert not overrides.unseen
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_whether_a_screened_forward_is_sound_is_told_by_its_screen(broken):
+    """What stands for its logits may be anything."""
+    weight, x = torch.randn(300, 8), torch.randn(2, 8)
+    x[1, 3] = torch.nan if broken else 1.0
+    screened = Screen(weight, QuantizedWeight.pack(weight)).look(x)
+    logits = torch.full((1, 2, 300), 0.0 if broken else torch.nan)
+    verified = ScreenedVerified(Verified(logits, [0], None), screened)
+    assert verified.is_sound != broken
 
 
 @pytest.mark.parametrize("name", WHOLE)
