@@ -38,7 +38,13 @@ from .skinny import route_depth, set_prompts, set_route_depth
 __all__ = ["all_scopes_left", "overriding", "reroute"]
 
 
-_plain_prefill = prefill_method()
+def _plain_method() -> Any:
+    """transformers' own; None: a caller's stands there, which must be seen to be a caller's."""
+    method = prefill_method()
+    return method if is_own(method, "_prefill") else None
+
+
+_plain_prefill = _plain_method()
 
 
 @wraps(_plain_prefill)
@@ -54,8 +60,7 @@ def _prefill(model: Any, *arguments: Any, **options: Any) -> Any:
 def _put() -> None:
     if skinny.PATHS and F.linear is plain_linear:
         F.linear = linear
-    # One of a caller's from before this was imported must be seen to be a caller's.
-    if skinny.PATHS and is_own(_plain_prefill, "_prefill"):
+    if skinny.PATHS:
         exchange_prefill(_plain_prefill, _prefill)
     norms.put()
 

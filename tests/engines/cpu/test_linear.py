@@ -306,7 +306,7 @@ def test_a_caller_s_way_to_feed_prompts_stays_where_it_is(before, monkeypatch):
 
     monkeypatch.setattr(GenerationMixin, "_prefill", own)
     if before:
-        monkeypatch.setattr(reroute_module, "_plain_prefill", own)
+        monkeypatch.setattr(reroute_module, "_plain_prefill", reroute_module._plain_method())
     with reroute():
         assert GenerationMixin._prefill is own
 
