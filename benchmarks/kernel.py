@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from hf_retrieval_assist.decoding.draws import reaching_of
 from hf_retrieval_assist.engines.cpu import screen as screen_module
 from hf_retrieval_assist.engines.cpu.attention import plain_attention
 from hf_retrieval_assist.engines.cpu.linear import transposed_linear
@@ -318,7 +319,11 @@ def logits_needed(found: Screened, row: int, noise: torch.Tensor, choice: str) -
     """How many logits of a row are computed in full before its token is known."""
     sampling = CHOICES[choice]
     with logits_counted() as sizes:
-        token = found.argmax(row) if sampling is None else found.draw(row, noise, sampling)
+        token = (
+            found.argmax(row)
+            if sampling is None
+            else found.draw(row, partial(reaching_of, noise), sampling)
+        )
     return len(noise) if token is None else min(sum(sizes), len(noise))
 
 

@@ -52,7 +52,8 @@ class Assistant:
             Copies are shared by all assistants and go with the model.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
-        costs: measured costs, to share between assistants; None: its own.
+        costs: what forwards cost, to share between assistants; None: what all assistants of the
+            process have measured.
 
     Attributes:
         policy: what the loop asks.

@@ -9,6 +9,8 @@ Kinds:
     drafters: `() -> Drafter`, which every assistant has besides its own; idle in calls that it has
         nothing to say of.
     fallbacks: `() -> Drafter` for the name that a preset's `fallback=` takes.
+    automatic: `() -> Drafter` that `fallback="auto"` has besides Token Recycling; idle in calls
+        that it cannot draft for.
     heads: `(module) -> Drafter | None` for a model or head that is given as a fallback.
     memories: `(url, keep_bytes) -> SharedOutputs` for URLs of a scheme.
     methods: `(original, model, assistant, args, kwargs) -> result`, what serves a method of
@@ -36,6 +38,7 @@ OURS: dict[str, dict[str, str]] = {
         "mtp": "extensions.heads.mtp:MtpDrafter",
         "quantized_self": "engines.cpu.quantized_self:QuantizedSelf",
     },
+    "automatic": {"quantized_self": "engines.cpu.quantized_self:automatic"},
     "heads": {"heads": "extensions.heads.fallbacks:drafter_of"},
     "memories": dict.fromkeys(("redis", "rediss", "unix"), "extensions.redis.stream:outputs_at"),
     "methods": {

@@ -98,10 +98,11 @@ class SamAssistant(Preset):
         corpus: documents, indexed once, in memory: texts, rows of a data set with a "text", or
             sequences of token ids. Or the path of a text file or of a folder of them, or
             "datasets:NAME". Or a `Datastore`, or its path.
-        fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers;
-            "quantized_self", the target itself with weights in eight bits, beside token recycling;
-            a draft model, of any tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a
-            list of these, whose drafts become one tree.
+        fallback: "auto", token recycling and, where it can draft and pays, "quantized_self", the
+            target itself with weights in few bits, for which it packs a copy of them as far as
+            `extra_memory` allows; "token_recycling" alone; "mtp", the target's own
+            multi-token-prediction layers; a draft model, of any tokenizer; a DFlash model; an
+            `EagleHead`; a drafter; None. Or a list of these, whose drafts become one tree.
         memory: earlier outputs to draft from, and to teach; None learns nothing.
         tokenizer: of the model; for a corpus of texts.
         budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
@@ -117,7 +118,7 @@ class SamAssistant(Preset):
     def __init__(
         self,
         corpus: Corpus | None = None,
-        fallback: Fallback = "token_recycling",
+        fallback: Fallback = "auto",
         memory: OutputMemory | None = None,
         *,
         tokenizer: Any = None,
@@ -169,7 +170,7 @@ class SuffixAssistant(Preset):
         alpha: float = math.inf,
         min_prob: float = 0.002,
         tree: bool = True,
-        fallback: Fallback = "token_recycling",
+        fallback: Fallback = "auto",
         *,
         budget: Budget = "auto",
         max_nodes: int = 255,

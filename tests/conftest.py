@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from hf_retrieval_assist.policy import cost_store
 from hf_retrieval_assist.verification import service
 from tests.support.lossless import build, run
 from tests.support.parts import missing
@@ -69,6 +70,12 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_terminal_summary(terminalreporter, config):
     for line in config.stash.get(_LEFT_OUT, {}).values():
         terminalreporter.write_line(f"left out: {line}")
+
+
+@pytest.fixture(autouse=True)
+def costs_of_its_own(monkeypatch):
+    """What a test has timed says nothing to others."""
+    monkeypatch.setattr(cost_store, "OF_PROCESS", cost_store.CostModels())
 
 
 @pytest.fixture

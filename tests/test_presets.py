@@ -216,7 +216,7 @@ BELOW = {
     partial(DFlashDrafter, None): ("top_k",),
     EarlyExit: ("layer",),
     TokenRecyclingDrafter: ("top_k",),
-    QuantizedSelf: ("bits", "width"),
+    QuantizedSelf: ("bits", "max_levels"),
     Planner: ("max_nodes",),
 }
 BAD_SIZES += [
@@ -285,13 +285,22 @@ def test_an_assistant_shows_what_it_was_told(llama):
     assert repr(Own([1, 2], budget=8)) == "Own(budget=8)"
 
 
-def test_the_target_in_eight_bits_drafts_beside_token_recycling():
+def test_the_target_in_few_bits_drafts_beside_token_recycling():
     named = ["token_recycling", "quantized_self"]
     for fallback in ("quantized_self", ["quantized_self"], named):
         assert [drafter.name for drafter in fallback_drafters(fallback)] == [
             "token_recycling",
             "quantized self",
         ]
+        assert not fallback_drafters(fallback)[1].optional
+    for preset in (SamAssistant, SuffixAssistant):
+        default = inspect.signature(preset).parameters["fallback"].default
+        table, own = fallback_drafters(default)
+        assert (default, table.name, own.name) == ("auto", "token_recycling", "quantized self")
+        assert own.optional
+        assert [drafter.name for drafter in preset().drafters][1:3] == [table.name, own.name]
+    for paper in (SamDecoding(), SuffixDecoding()):
+        assert "quantized self" not in [drafter.name for drafter in paper.drafters]
 
 
 # The law of residual sampling, on a vocabulary small enough to enumerate.

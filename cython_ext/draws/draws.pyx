@@ -7,7 +7,7 @@ For each number torch takes 64 bits of a Mersenne Twister (Matsumoto and Nishimu
 
 import numpy as np
 
-from libc.math cimport log1p
+from libc.math cimport INFINITY, log, log1p
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -169,6 +169,121 @@ def token(const float[::1] probs, const unsigned char[::1] state):
     elif not best.quotient > 0:
         best.token = NOBODY
     return best.token, written(state, &t)
+
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <string.h>
+
+    /* Whether one of n numbers may reach `least`, once -log(u) is added to it, u having these 21 bits first: u is
+     * at least 2^k of them, k being the place of the first one. The compiler makes vectors of the loop. */
+    static inline int32_t any_reaches(const float *high, const uint32_t *bits, long n, float least) {
+        int32_t found = 0;
+        for (long i = 0; i < n; i++) {
+            const float number = (float)(int32_t)(bits[i] & 0x1fffff);
+            uint32_t exponent;
+            memcpy(&exponent, &number, 4);
+            found += !(high[i] + 0.69314725f * (float)(148 - (int32_t)(exponent >> 23)) < least);
+        }
+        return found;
+    }
+    """
+    int32_t any_reaches(const float* high, const uint32_t* bits, long n, float least) noexcept nogil
+
+
+cdef inline float gain_of(uint32_t high, uint32_t low) noexcept nogil:
+    """-log of the number that 64 bits become."""
+    cdef uint64_t bits = (<uint64_t>high << 32 | low) & ((<uint64_t>1 << 53) - 1)
+    return <float>-log(-log1p(-<double>max(bits, 1) * 2.0**-53))
+
+
+cdef struct Reaching:
+    const float* low
+    const float* high
+    int64_t* ids
+    float* gains
+    Py_ssize_t found
+    float* best        # the greatest of low plus gain, ascending
+    Py_ssize_t count
+
+
+cdef void reach(Reaching* r, const uint32_t* words, int64_t first, Py_ssize_t n) noexcept nogil:
+    """Find those of n tokens from the first one on, of which `words` has two each, that may be among the best."""
+    cdef uint32_t bits[WORDS]
+    cdef Py_ssize_t i, j
+    cdef float gain, value
+    for i in range(n):
+        bits[i] = tempered(words[2 * i])
+    if not any_reaches(r.high + first, bits, n, r.best[0]):
+        return
+    for i in range(n):
+        if not r.high[first + i] > -INFINITY or not any_reaches(r.high + first + i, bits + i, 1, r.best[0]):
+            continue
+        gain = gain_of(bits[i], tempered(words[2 * i + 1]))
+        if r.high[first + i] + gain < r.best[0]:
+            continue
+        r.ids[r.found], r.gains[r.found] = first + i, gain
+        r.found += 1
+        value = r.low[first + i] + gain
+        if value > r.best[0]:
+            j = 1
+            while j < r.count and r.best[j] < value:
+                r.best[j - 1] = r.best[j]
+                j += 1
+            r.best[j - 1] = value
+
+
+def reaching(const float[::1] low, const float[::1] high, Py_ssize_t count, const unsigned char[::1] state):
+    """The tokens that may be among the first ones once what a draw adds to them is known: -log of its number each.
+
+    So logarithms of probabilities, up to a constant, have their greatest sum with it where
+    `torch.multinomial` would draw, up to rounding.
+
+    Args:
+        low, high: float32 [n], bounds of each token's; −∞ of one that is none.
+        count: how many first ones.
+        state: as for `token`.
+
+    Returns:
+        int64 [m] tokens, ascending, whose upper bound reaches what so many lower ones exceed; float32 [m], what
+        is added to each; and the state after the draw.
+    """
+    cdef Twister t
+    cdef uint32_t words[2 * WORDS]
+    cdef Py_ssize_t n = low.shape[0], done = 0, held = 0, pairs, kept = 0, i
+    if high.shape[0] != n or count < 1:
+        raise ValueError(f"high: expected {n} numbers and a positive count, got {high.shape[0]}, {count}")
+    read(state, &t)
+    ids, gains, best = np.empty(n, np.int64), np.empty(n, np.float32), np.full(count, -np.inf, np.float32)
+    cdef int64_t[::1] found = ids
+    cdef float[::1] added = gains, greatest = best
+    cdef Reaching r
+    if n == 0:
+        return ids, gains, np.array(state)
+    r = Reaching(&low[0], &high[0], &found[0], &added[0], 0, &greatest[0], count)
+    with nogil:
+        while done < n:
+            if t.left == 1:
+                twist(t.words)
+                t.left, t.next = WORDS + 1, 0
+            memcpy(words + held, t.words + t.next, (t.left - 1) * sizeof(uint32_t))
+            held += t.left - 1
+            pairs = min(held // 2, n - done)
+            reach(&r, words, done, pairs)
+            done += pairs
+            # The first word of a pair that is cut in two is here.
+            if done == n:
+                t.next += t.left - 1 - <int32_t>(held - 2 * pairs)
+                t.left = 1 + <int32_t>(held - 2 * pairs)
+            else:
+                words[0], held = words[2 * pairs], held - 2 * pairs
+                t.next, t.left = WORDS, 1
+        for i in range(r.found):
+            if high[found[i]] + added[i] >= greatest[0]:
+                found[kept], added[kept] = found[i], added[i]
+                kept += 1
+    return ids[:kept].copy(), gains[:kept].copy(), written(state, &t)
 
 
 def skipped(const unsigned char[::1] state, int64_t count):

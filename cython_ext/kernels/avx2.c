@@ -34,6 +34,6 @@ static void add_attention_by_dtype(work_step *steps, attention_pass *pass, char 
 
 const kernel_path avx2_path = {
     "avx2",    plan_linears_by_dtype, add_linears_by_dtype, plan_attention_by_dtype, add_attention_by_dtype,
-    norm_step, element_step,          pack_int8};
+    norm_step, element_step,          pack_int8, pack_int4};
 TARGET_END
 #endif

@@ -36,6 +36,25 @@ static ALWAYS_INLINE __m256i add_products(__m256i sums, int8_weights w, const ch
 static ALWAYS_INLINE __m256i no_sums(void) { return _mm256_setzero_si256(); }
 static ALWAYS_INLINE __m256 to_floats(__m256i sums) { return _mm256_cvtepi32_ps(sums); }
 
+/* Two sums of each output, in 16 bits: a group's products of half a byte and a byte come to less than 2^15. */
+typedef __m256i int4_sums;
+
+static ALWAYS_INLINE __m256i add_int4(__m256i sums, const char *w, const char *x) {
+    const __m256i halves = _mm256_loadu_si256((const __m256i *)w), low = _mm256_set1_epi8(15);
+    int32_t first, second;
+    memcpy(&first, x, 4), memcpy(&second, x + 4, 4);
+    const __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(halves, low), _mm256_set1_epi32(first));
+    const __m256i odd = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(halves, 4), low),
+                                             _mm256_set1_epi32(second));
+    return _mm256_add_epi16(sums, _mm256_add_epi16(even, odd));
+}
+
+static ALWAYS_INLINE __m256i no_int4_sums(void) { return _mm256_setzero_si256(); }
+
+static ALWAYS_INLINE __m256 int4_floats(__m256i sums) {
+    return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+}
+
 static ALWAYS_INLINE __m256 load_int8(const char *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }

@@ -8,6 +8,7 @@
 #define TARGET "avx512bf16,avx512vnni,avx512f,avx512bw,avx2,fma,f16c"
 #include "target_begin.h"
 #define ADD_PAIRS(sums, a, b) _mm512_dpwssd_epi32((sums), (a), (b))
+#define ADD_FOURS(sums, w, x) _mm512_dpbusd_epi32((sums), (w), (x))
 #include "avx512.h"
 
 #define PACKED_DTYPE SKINNY_BFLOAT16
@@ -17,7 +18,7 @@
 /* What the extension does not know goes the common way. */
 static int is_own(const linear_problem *p) {
     const int halves = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-    return halves || p->weight_dtype == SKINNY_ROUNDED;
+    return halves || p->weight_dtype == SKINNY_ROUNDED || p->weight_dtype == SKINNY_INT4;
 }
 
 static int64_t plan_linears_by_dtype(linear_pass *pass, const linear_problem *p, int count, int threads) {
@@ -39,6 +40,6 @@ static void add_attention_by_dtype(work_step *steps, attention_pass *pass, char 
 
 const kernel_path avx512bf16_path = {
     "avx512bf16",   plan_linears_by_dtype, add_linears_by_dtype, plan_attention_by_dtype, add_attention_by_dtype,
-    norm_step,      element_step,          pack_int8};
+    norm_step,      element_step,          pack_int8, pack_int4};
 TARGET_END
 #endif

@@ -23,17 +23,24 @@ static ALWAYS_INLINE void read_step(float *to, const char *from, int64_t k, int6
     for (int i = 0; i < INT8_STEP; i += LANES) STORE(to + i, read_lanes(step + i * bytes, dtype));
 }
 
-/* The bits of a row's greatest magnitude; a NaN counts as more than infinity. */
+/* The bits of the greatest magnitude of at most INT8_STEP numbers; a NaN counts as more than infinity. */
+static ALWAYS_INLINE uint32_t greatest_bits(const float *step, const int count) {
+    uint32_t bits[INT8_STEP], greatest = 0;
+    memcpy(bits, step, count * sizeof(*bits));
+    for (int i = 0; i < count; i++) {
+        const uint32_t magnitude = bits[i] & 0x7fffffffu;
+        greatest = magnitude > greatest ? magnitude : greatest;
+    }
+    return greatest;
+}
+
 static float greatest_of(const char *from, int64_t depth, int dtype) {
     float step[INT8_STEP];
-    uint32_t bits[INT8_STEP], greatest = 0;
+    uint32_t greatest = 0;
     for (int64_t k = 0; k < depth; k += INT8_STEP) {
         read_step(step, from, k, depth, dtype);
-        memcpy(bits, step, sizeof(bits));
-        for (int i = 0; i < INT8_STEP; i++) {
-            const uint32_t magnitude = bits[i] & 0x7fffffffu;
-            greatest = magnitude > greatest ? magnitude : greatest;
-        }
+        const uint32_t here = greatest_bits(step, INT8_STEP);
+        greatest = here > greatest ? here : greatest;
     }
     return skinny_float_of(greatest);
 }
@@ -44,14 +51,14 @@ static float scale_of(float greatest, float most) {
     return greatest < INT8_LEAST ? 0 : greatest < INFINITY ? greatest / most : NAN;
 }
 
-/* step * factor, rounded to nearest integers, of less than 2^15 in magnitude. Adding 1.5 * 2^23 leaves the
- * integer in the lowest bits. */
-static ALWAYS_INLINE void round_step(int16_t *to, const float *step, float factor) {
+/* Numbers, at most INT8_STEP, times a factor, rounded to nearest integers of less than 2^15 in magnitude. Adding
+ * 1.5 * 2^23 leaves the integer in the lowest bits. */
+static ALWAYS_INLINE void round_step(int16_t *to, const float *step, float factor, const int count) {
     float shifted[INT8_STEP];
     uint32_t bits[INT8_STEP];
-    for (int i = 0; i < INT8_STEP; i++) shifted[i] = step[i] * factor + 0x1.8p23f;
-    memcpy(bits, shifted, sizeof(bits));
-    for (int i = 0; i < INT8_STEP; i++) to[i] = (int16_t)bits[i];
+    for (int i = 0; i < count; i++) shifted[i] = step[i] * factor + 0x1.8p23f;
+    memcpy(bits, shifted, count * sizeof(*bits));
+    for (int i = 0; i < count; i++) to[i] = (int16_t)bits[i];
 }
 
 /* One row of x in integers, INT8_STEP of them every `stride` bytes. Returns their scale. */
@@ -61,7 +68,7 @@ static float pack_x(char *to, int64_t stride, const char *from, int64_t depth, i
     int16_t rounded[INT8_STEP] = {0};
     for (int64_t k = 0; k < depth; k += INT8_STEP, to += stride) {
         read_step(step, from, k, depth, dtype);
-        if (scale > 0) round_step(rounded, step, X_MOST / greatest);
+        if (scale > 0) round_step(rounded, step, X_MOST / greatest, INT8_STEP);
         memcpy(to, rounded, sizeof(rounded));
     }
     return scale;
@@ -123,7 +130,7 @@ static void pack_int8_row(const int8_packing *p, int64_t row, double *left_out, 
     *left_out = *whole = 0;
     for (int64_t k = 0; k < p->depth; k += INT8_STEP, to += INT8_STEP) {
         read_step(step, from, k, p->depth, p->dtype);
-        if (scale > 0) round_step(rounded, step, 1 / scale);
+        if (scale > 0) round_step(rounded, step, 1 / scale, INT8_STEP);
         for (int i = 0; i < INT8_STEP; i++) {
             const double part = (double)step[i] - (double)scale * rounded[i];
             to[i] = (int8_t)rounded[i];

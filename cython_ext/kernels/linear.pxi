@@ -4,6 +4,7 @@
 MAX_ROWS = ROUTED_ROWS
 FEW_ROWS = 16
 PEAK_COLUMNS = CHUNK_ROWS
+INT4_OUTPUTS, INT4_COLUMNS, INT4_BLOCK = INT4_ROWS, INT4_GROUP, INT4_BLOCK_BYTES  # a block in four bits
 INT8_MULTIPLE = INT8_STEP  # rows in eight bits are filled up to a multiple of so many columns
 
 
@@ -90,28 +91,32 @@ cdef class RepeatedLinears(RepeatedOperator):
     cdef linear_problem _problems[MAX_TOGETHER]
     cdef list _kept
 
-    def __init__(self, x, weight, bias, out, scales=None):
+    def __init__(self, x, weight, bias, out, packed=None, peaks=None):
         """
         Args:
-            x, weight, bias: as for :func:`kernel_linear`; or the weight as the values of `int8_linear`.
+            x, weight, bias: as for :func:`kernel_linear`.
             out: [..., out_features], contiguous, which every call writes to.
-            scales: those of `int8_linear`; None: the weight is not rounded.
+            packed: what is read in the weight's place, with its `values`, `scales` and `lead` as for
+                `int8_linear`, or `int4_linear` where there are no scales; None: the weight.
+            peaks: as for `int8_linear`.
 
         Raises:
             ValueError: rows of x do not lie at equal distances.
         """
         self._operation.kind, self._operation.problem = OPERATION_LINEARS, &self._problems[0]
         self._operation.count, self._kept = 0, []
-        self._add(x, weight, bias, out, scales)
+        self._add(x, weight, bias, out, packed, peaks)
 
-    def add(self, x, weight, bias, out, scales=None):
+    def add(self, x, weight, bias, out, packed=None, peaks=None):
         """Compute another layer of the same x together with these, if that can be; whether it can."""
         cdef linear_problem *first = self._problems
-        if self._operation.count == MAX_TOGETHER or weight.dtype is not self._kept[0][1].dtype:
+        dtype = weight.dtype if packed is None else packed.values.dtype
+        if self._operation.count == MAX_TOGETHER or dtype is not self._kept[0][1].dtype:
             return False
-        self._add(x, weight, bias, out, scales)
+        self._add(x, weight, bias, out, packed, peaks)
         cdef linear_problem *last = self._problems + self._operation.count - 1
-        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
+        groups = last.weight_dtype != SKINNY_INT4 or last.lead == first.lead
+        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows and groups:
             return True
         self._operation.count -= 1
         self._kept.pop()
@@ -125,17 +130,23 @@ cdef class RepeatedLinears(RepeatedOperator):
         self._problems[0].y = <char *><uintptr_t>out.data_ptr()
         return out
 
-    cdef int _add(self, object x, object weight, object bias, object out, object scales) except -1:
+    cdef int _add(self, object x, object weight, object bias, object out, object packed, object peaks) except -1:
         cdef linear_problem *problem = self._problems + self._operation.count
-        if scales is None:
+        if packed is None:
             _describe_weight(problem, weight)
+        elif packed.scales is None:
+            weight = packed.values
+            _read_blocks(problem, weight, out.size(-1), x.size(-1), packed.lead)
         else:
-            _read_values(problem, weight, scales)
+            weight = packed.values
+            _read_values(problem, weight, packed.scales)
             problem.depth, problem.weight_dtype = x.size(-1), SKINNY_ROUNDED
+        if peaks is not None:
+            _write_peaks(problem, peaks, x, out.dtype)
         described = _describe_rows(problem, x, bias, out)
         if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
-        self._kept.append((x, weight, out, (described, scales)))
+        self._kept.append((x, weight, out, (described, packed, peaks)))
         self._operation.count += 1
         return 0
 
@@ -297,13 +308,18 @@ def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=
     problem.depth = depth
     problem.weight_dtype = SKINNY_ROUNDED
     if peaks is not None:
-        _check_plain("peaks", peaks, dtype)
-        parts = skinny_parts(problem.outputs, CHUNK_ROWS)
-        _check_shape("peaks", peaks, (x.numel() // max(1, depth), parts))
-        if dtype is not torch.float32 or not peaks.is_contiguous():
-            raise ValueError(f"peaks: expected adjacent ones of float32 outputs, got {dtype}, {peaks.stride()}")
-        problem.peaks = <float *><uintptr_t>peaks.data_ptr()
+        _write_peaks(&problem, peaks, x, dtype)
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
+
+
+cdef int _write_peaks(linear_problem *problem, object peaks, object x, object dtype) except -1:
+    _check_plain("peaks", peaks, dtype)
+    parts = skinny_parts(problem.outputs, CHUNK_ROWS)
+    _check_shape("peaks", peaks, (x.numel() // max(1, problem.depth), parts))
+    if dtype is not torch.float32 or not peaks.is_contiguous():
+        raise ValueError(f"peaks: expected adjacent ones of float32 outputs, got {dtype}, {peaks.stride()}")
+    problem.peaks = <float *><uintptr_t>peaks.data_ptr()
+    return 0
 
 
 cdef int _read_values(linear_problem *problem, object values, object scales) except -1:
@@ -315,6 +331,86 @@ cdef int _read_values(linear_problem *problem, object values, object scales) exc
     problem.scale_dtype = _dtypes[scales.dtype]
     problem.peaks = NULL
     return 0
+
+
+cdef int _check_lead(int64_t lead) except -1:
+    if not 0 <= lead < INT4_GROUP:
+        raise ValueError(f"lead: expected 0 to {INT4_GROUP - 1} columns, got {lead}")
+    return 0
+
+
+def pack_int4(weight, lead=0, *, path=None, threads=None):
+    """Round a matrix to four bits: a weight becomes `scale * value`, with values from -8 to 7 and, of those
+    tried for each 32 neighbours of a row, the scale in float16 that leaves out least.
+
+    Args:
+        weight, path, threads: as for `skinny_linear`.
+        lead: columns, less than 32, by which the first group of neighbours is shorter than others.
+
+    Returns:
+        uint8 [blocks of 16 outputs, bytes], as `int4_linear` reads them; linear_kernels.h says how.
+
+    Raises:
+        As `skinny_linear`.
+    """
+    cdef int4_packing packing
+    dtype = _dtype_of("weight", weight)
+    _check_matrix("weight", weight, dtype)
+    cdef int chosen = _path_index(path)
+    cdef int count = _thread_count(threads)
+    _check_lead(lead)
+    packing.outputs, packing.depth = weight.shape
+    packing.lead, packing.dtype, packing.next_block = lead, _dtypes[dtype], 0
+    groups = int4_groups(packing.depth, packing.lead)
+    blocks = torch.empty((skinny_parts(packing.outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES), dtype=torch.uint8)
+    packing.weight = <char *><uintptr_t>weight.data_ptr()
+    packing.weight_stride = weight.stride(0)
+    packing.blocks = <char *><uintptr_t>blocks.data_ptr()
+    with nogil:
+        _paths[chosen].pack_int4(&packing, count)
+    return blocks
+
+
+cdef int _read_blocks(
+    linear_problem *problem, object blocks, int64_t outputs, int64_t depth, int64_t lead
+) except -1:
+    _check_lead(lead)
+    groups = int4_groups(depth, lead)
+    _check_plain("blocks", blocks, torch.uint8)
+    _check_shape("blocks", blocks, (skinny_parts(outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES))
+    if not blocks.is_contiguous():
+        raise ValueError(f"blocks: expected adjacent elements, got strides {blocks.stride()}")
+    problem.outputs, problem.depth, problem.lead = outputs, depth, lead
+    problem.weight = <char *><uintptr_t>blocks.data_ptr()
+    problem.weight_stride, problem.weight_dtype = groups * INT4_ROW_BYTES, SKINNY_INT4
+    problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
+    return 0
+
+
+def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=None):
+    """`x @ weight.T + bias` for the weight that `pack_int4` has rounded, made for 1 to 64 rows of x.
+
+    A row of x is rounded to eight bits, with a scale for each group of neighbours; products within a group are
+    summed as integers, groups in float32, and the result is rounded once to x's dtype. A row of x gives the
+    same bits whatever rows stand beside it and however many threads work. What is not finite gives what is not,
+    in its own row or output. Not differentiable.
+
+    Args:
+        x: [..., depth], float32, bfloat16 or float16, any strides.
+        blocks, lead: what `pack_int4` returned, and was given.
+        outputs: the weight's rows.
+        bias: [outputs] of x's dtype, or None.
+        path, threads: as for `skinny_linear`.
+
+    Raises:
+        As `skinny_linear`.
+    """
+    cdef linear_problem problem
+    dtype = _dtype_of("x", x)
+    depth = x.size(-1) if x.dim() else 0
+    _check_rows(x, dtype, outputs, depth, bias)
+    _read_blocks(&problem, blocks, outputs, depth, lead)
+    return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 
 def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):

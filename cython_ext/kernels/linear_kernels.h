@@ -36,9 +36,10 @@ typedef struct {
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
     int dtype;           /* x, bias and y have it */
-    int weight_dtype;    /* the same; float32 times bfloat16; any times int8, as it is or rounded */
+    int weight_dtype;    /* the same; float32 times bfloat16; any times int8, as it is or rounded; or int4 */
     const char *scales;  /* int8's: [outputs], or NULL */
     int scale_dtype;
+    int64_t lead; /* int4's columns of the first group that stand before the matrix */
     float *peaks; /* the largest of each CHUNK_ROWS float32 outputs, none of them NaN: [rows, parts], or NULL */
 } linear_problem;
 
@@ -60,6 +61,26 @@ typedef struct {
     float *norms;       /* [outputs]: of the row itself, rounded up */
     int64_t next_chunk; /* taken atomically */
 } int8_packing;
+
+/* A matrix to be rounded to four bits, which is kept in blocks of INT4_ROWS outputs and INT4_GROUP columns: a scale
+ * in float16 of each output, then for every 8 columns 4 bytes of each, of which the low halves hold the first 4
+ * columns and the high ones the others, plus INT4_ZERO. Blocks of the same outputs follow one another, and what
+ * they are filled up with is zero. To a linear problem such rows lie INT4_ROW_BYTES for each group apart. */
+#define INT4_GROUP 32
+#define INT4_ROWS 16
+#define INT4_ZERO 8
+#define INT4_ROW_BYTES (2 + INT4_GROUP / 2)
+#define INT4_BLOCK_BYTES (INT4_ROWS * INT4_ROW_BYTES)
+typedef struct {
+    const char *weight; /* [outputs, depth] */
+    int64_t outputs, depth, weight_stride;
+    int64_t lead; /* see linear_problem */
+    int dtype;
+    char *blocks;
+    int64_t next_block; /* taken atomically */
+} int4_packing;
+
+static inline int64_t int4_groups(int64_t depth, int64_t lead) { return skinny_parts(depth + lead, INT4_GROUP); }
 
 /* One pass over the weights of problems that share x, shared by its threads. */
 typedef struct {

@@ -10,6 +10,10 @@ static void pack_panels(void *of, int64_t chunk, int thread) {
         pack_x_panels(pass);
         return;
     }
+    if (p->weight_dtype == SKINNY_INT4) {
+        pack_int4_x(pass);
+        return;
+    }
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
         char *panel = pass->panels + start * pass->packed_bytes;
@@ -108,7 +112,10 @@ static void multiply_chunk(void *of, int64_t chunk, int thread) {
     const linear_problem *p = problem_of(pass, chunk, &first, &end);
     float *sums = pass->sums + thread * p->rows * CHUNK_ROWS;
     const int64_t apart = skinny_parts(end - first, TILE_ROWS);
-    for (int64_t o = 0; o < apart; o++) tile_row(pass, p, first + o, apart, sums + o);
+    if (p->weight_dtype == SKINNY_INT4)
+        multiply_int4(pass, p, first, end, sums);
+    else
+        for (int64_t o = 0; o < apart; o++) tile_row(pass, p, first + o, apart, sums + o);
     for (int64_t o = 0; o < end - first; o += LANES)
         write_outputs(pass, p, first + o, skinny_min(LANES, end - first - o), sums + o);
     if (p->peaks) write_peaks(p, first, end);
@@ -136,6 +143,8 @@ static int64_t plan_linears(linear_pass *pass, const linear_problem *p, int coun
     *pass = (linear_pass){.problems = p, .count = count};
     if (p->weight_dtype == SKINNY_ROUNDED)
         pass->packed_bytes = skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
+    else if (p->weight_dtype == SKINNY_INT4)
+        pass->packed_bytes = int4_groups(p->depth, p->lead) * (int64_t)sizeof(int4_x);
     else
         pass->packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
     pass->panel_count = skinny_parts(p->rows, PANEL_ROWS);

@@ -20,6 +20,7 @@ typedef struct {
     work_step (*norm_step)(norm_problem *);
     work_step (*element_step)(element_problem *);
     void (*pack_int8)(int8_packing *, int threads);
+    void (*pack_int4)(int4_packing *, int threads);
 } kernel_path;
 
 #define MAX_PATHS 3

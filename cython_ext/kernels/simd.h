@@ -10,8 +10,8 @@
 #include "openmp_runtime.h"
 #include "steps.h"
 
-/* Weights alone may be int8; by SKINNY_ROUNDED, x is rounded to integers too. */
-enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_ROUNDED };
+/* Weights alone may be int8; by SKINNY_ROUNDED, and of weights in four bits, x is rounded to integers too. */
+enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_ROUNDED, SKINNY_INT4 };
 
 /* Rows of the streamed matrix in one register tile. */
 #define TILE_ROWS 4

@@ -34,7 +34,12 @@ cdef extern from "program.h" nogil:
         SKINNY_FLOAT16
         SKINNY_INT8
         SKINNY_ROUNDED
+        SKINNY_INT4
         INT8_STEP
+        INT4_GROUP
+        INT4_ROWS
+        INT4_ROW_BYTES
+        INT4_BLOCK_BYTES
         CHUNK_ROWS
         MASK_NONE
         MASK_BOOL
@@ -65,6 +70,7 @@ cdef extern from "program.h" nogil:
         int weight_dtype
         const char *scales
         int scale_dtype
+        int64_t lead
         float *peaks
 
     ctypedef struct int8_packing:
@@ -76,6 +82,14 @@ cdef extern from "program.h" nogil:
         float *left_out
         float *norms
         int64_t next_chunk
+
+    ctypedef struct int4_packing:
+        const char *weight
+        int64_t outputs, depth, weight_stride
+        int64_t lead
+        int dtype
+        char *blocks
+        int64_t next_block
 
     ctypedef struct attention_problem:
         const char *query
@@ -120,6 +134,7 @@ cdef extern from "program.h" nogil:
         work_step (*norm_step)(norm_problem *) noexcept nogil
         work_step (*element_step)(element_problem *) noexcept nogil
         void (*pack_int8)(int8_packing *, int) noexcept nogil
+        void (*pack_int4)(int4_packing *, int) noexcept nogil
 
     ctypedef struct operation:
         int kind
@@ -132,6 +147,7 @@ cdef extern from "program.h" nogil:
 
     int64_t skinny_item_bytes(int dtype)
     int64_t skinny_parts(int64_t, int64_t)
+    int64_t int4_groups(int64_t depth, int64_t lead)
     int kernel_paths(kernel_path *paths)
     void plain_norm(norm_problem *)
     void run_alone(work_step)

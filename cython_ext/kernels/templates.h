@@ -1,6 +1,7 @@
 /* The kernels for one instruction set. */
 #include "tile_template.h"
 #include "int8_template.h"
+#include "int4_template.h"
 #include "linear_template.h"
 #include "attention_template.h"
 #include "norm_template.h"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..host.plain_step import CHOOSERS
 from ..system.locks import DRAWS
 from ..types.row_text import RowText
-from .exponential import exponential, is_fast, state_after, token_and_state
+from .exponential import exponential, is_fast, reaching, state_after, token_and_state
 from .quotients import drawn, quotient_tokens
 
 # Noise beyond this is drawn again from the generator's state, of 5 KB.
@@ -90,6 +90,24 @@ class KnownDraws:
                 self._store(position, draw, self._draw(state, draw))
                 self._follow(position, draw, self._twin.get_state())
         return self._noise[place]
+
+    def reaching(
+        self,
+        position: int,
+        row: int,
+        low: NDArray[np.float32],
+        high: NDArray[np.float32],
+        count: int,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The tokens that may be among the first `count` by the logarithms of their probabilities,
+        of which float32 [vocab_size] bounds are known, and of the draw's numbers, which are
+        subtracted; and what that adds to each, float32. Position and row are those of `noise`."""
+        place = position, row
+        if place not in self._noise and self._together == 1 and self._on_host and is_fast():
+            ids, gains, after = reaching(low, high, count, self._before(*place))
+            self._follow(*place, after)
+            return ids, gains
+        return reaching_of(self.noise(*place), low, high, count)
 
     def draw(self, probs: torch.Tensor, rows: Sequence[RowText]) -> list[int]:
         """The next tokens of rows, as plain decoding draws them.
@@ -241,6 +259,16 @@ class KnownDraws:
             del self._states[place]
         for key in [key for key in self._noise if key[0] < position]:
             del self._noise[key]
+
+
+def reaching_of(
+    noise: torch.Tensor, low: NDArray[np.float32], high: NDArray[np.float32], count: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """See :meth:`KnownDraws.reaching`, of known numbers."""
+    added = -noise.log().cpu().numpy()
+    least = np.partition(low + added, -count)[-count] if count < len(low) else -np.inf
+    ids = np.flatnonzero((high + added >= least) & (high > -np.inf))
+    return ids, added[ids]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -117,6 +117,7 @@ class Generation:
         kept = perf_counter()
         self.learn(rows, trees, verified, paths, step, price.share(verified.width))
         self.costs.learn(verified.width, kept - drafted_at, step.is_plain, verified.typical)
+        step.count_host(drafted_at - packed + perf_counter() - kept)
         self.counts.count_seconds(
             pack=packed - begun,
             draft=drafted_at - packed + perf_counter() - kept,
@@ -281,7 +282,14 @@ class Generation:
         graphs = call.may_record(self.policy.graphs)
         for row, prompt_ids in zip(self.rows, call.prompts, strict=True):
             preview = RowPreview(self.walk.select, row)
-            target = replace(call.target, preview=preview, own=self.own_forwards, graphs=graphs)
+            target = replace(
+                call.target,
+                preview=preview,
+                own=self.own_forwards,
+                graphs=graphs,
+                extra_memory=self.policy.extra_memory,
+                counts_costs=self.account is not None,
+            )
             session = self.policy.start(prompt_ids, target, row.index, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)

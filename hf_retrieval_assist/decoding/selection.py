@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
-from ..drafters.base import ChildDraw, Preview
+from ..drafters.base import Among, ChildDraw, Preview
 from ..host.plain_step import CHOOSERS, Rules
 from ..structures.lookups import Snapshot
 from ..types.row_text import RowText, shown
@@ -244,19 +245,50 @@ class RowPreview(Preview):
     def draws(self) -> bool:
         return self.select.do_sample
 
+    @property
+    def greedy(self) -> bool:
+        return self.select.greedy
+
     def knows(self, vocab_size: int) -> bool:
         return not self.draws or self.select.draws.works(vocab_size)
 
     def best(
-        self, logits: torch.Tensor, paths: Sequence[Sequence[int]], count: int
+        self,
+        logits: torch.Tensor,
+        paths: Sequence[Sequence[int]],
+        count: int,
+        among: Among | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.select.preview(self.row, logits, paths)
-        if not self.draws:
-            return largest(scores, count)
-        probs, draws = scores.softmax(dim=-1), self.select.draws
-        if draws.reaches([self.row], probs.shape[1]):
-            known = len(self.row.generated)
-            for law, path in zip(probs, paths, strict=True):
-                law /= draws.noise(known + len(path), self.row.index)
-        best, ids = largest(probs, count)
-        return best.log(), ids
+        if among is not None and not self.select.blind:
+            # Processors look tokens up by their numbers.
+            some, logits = logits, logits.new_full((len(logits), among.vocab_size), -torch.inf)
+            logits[:, among.token_ids], among = some, None
+        scores, draws = self.select.preview(self.row, logits, paths), self.select.draws
+        if self.draws:
+            vocab_size = scores.shape[1] if among is None else among.vocab_size
+            if draws.reaches([self.row], vocab_size):
+                if among is not None:
+                    some, scores = scores, scores.new_full((len(scores), vocab_size), -torch.inf)
+                    scores[:, among.token_ids] = some
+                return self._drawn(scores, paths, count)
+            scores = scores.log_softmax(dim=-1)
+        best, ids = largest(scores, count)
+        return best, ids if among is None else among.token_ids[ids]
+
+    def _drawn(
+        self, scores: torch.Tensor, paths: Sequence[Sequence[int]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that draws would give behind each path, the first ones first."""
+        known, count = len(self.row.generated), min(count, scores.shape[1])
+        best, found = np.full((len(paths), count), -np.inf, np.float32), []
+        for path, one, values in zip(paths, scores.cpu().numpy(), best, strict=True):
+            place = known + len(path), self.row.index
+            ids, gains = self.select.draws.reaching(*place, one, one, count)
+            sums = one[ids] + gains
+            order = np.argsort(-sums, kind="stable")[:count]
+            values[: len(order)] = sums[order]
+            # Others, which have no probability, fill the rest up.
+            rest = np.setdiff1d(np.arange(min(2 * count, len(one))), ids[order])
+            found.append(np.concatenate([ids[order], rest])[:count])
+        device = scores.device
+        return torch.from_numpy(best).to(device), torch.from_numpy(np.stack(found)).to(device)

@@ -15,7 +15,7 @@ from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
 
 Source: TypeAlias = Literal["token_recycling", "mtp", "quantized_self"] | Drafter | nn.Module
-Fallback: TypeAlias = Source | Sequence[Source] | None
+Fallback: TypeAlias = Literal["auto"] | Source | Sequence[Source] | None
 
 
 def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
@@ -33,10 +33,15 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
     if fallback is None:
         return []
     several = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
+    automatic: list[Drafter] = []
+    if "auto" in several:
+        others = [one for one in several if one not in ("auto", "token_recycling")]
+        several = ["token_recycling", *others]
+        automatic = [make() for make in every("automatic")]
     if "quantized_self" in several:
         # A table costs nothing and comes first; this one is asked for what that lacks.
         several = ["token_recycling", *(one for one in several if one != "token_recycling")]
-    drafters = [_fallback_drafter(one, paper) for one in several]
+    drafters = [*[_fallback_drafter(one, paper) for one in several], *automatic]
     return sorted(drafters, key=lambda drafter: drafter.costly)
 
 
@@ -50,7 +55,7 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
                 return found
     if isinstance(fallback, PreTrainedModel):
         return DraftModelDrafter(fallback)
-    names = ["token_recycling", *paths("fallbacks")]
+    names = ["auto", "token_recycling", *paths("fallbacks")]
     expected = ", ".join(map(repr, names))
     if fallback == "token_recycling":
         return TokenRecyclingDrafter(last_logits=not paper)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,18 @@ Graphs = bool | Literal["fused"]
 """Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
 
 
+class Among(NamedTuple):
+    """Tokens of a vocabulary that columns of logits stand for.
+
+    Attributes:
+        token_ids: int64 [columns], different.
+        vocab_size: of all.
+    """
+
+    token_ids: torch.Tensor
+    vocab_size: int
+
+
 class Preview(Protocol):
     """What the target would choose in one text of a call, were given logits its own."""
 
@@ -33,24 +45,33 @@ class Preview(Protocol):
     def draws(self) -> bool:
         """Whether tokens are drawn; otherwise the greatest is taken."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the greatest logit is chosen, untouched."""
+
     def knows(self, vocab_size: int) -> bool:
         """Whether nothing is left to chance: the choice is greedy, or its draws are known."""
 
     def best(
-        self, logits: torch.Tensor, paths: Sequence[Sequence[int]], count: int
+        self,
+        logits: torch.Tensor,
+        paths: Sequence[Sequence[int]],
+        count: int,
+        among: Among | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The first choices behind nodes of a draft.
 
         Args:
-            logits: [nodes, vocab_size] of a model that drafts.
+            logits: [nodes, vocab_size] of a model that drafts, or [nodes, columns] of some tokens.
             paths: for each node the drafted tokens from the text's last token, without that, to
                 the node, with it.
             count: choices of each node.
+            among: the tokens that logits are given of; None: all.
 
         Returns:
-            float32 [nodes, count], descending: processed logits, or what they come to when their
-            probabilities are divided by the draw's numbers, up to a constant of each node;
-            and int64 [nodes, count], the tokens.
+            float32 [nodes, count], descending: processed logits, or logarithms of what their
+            probabilities come to when they are divided by the draw's numbers, up to a constant of
+            each node; −∞ where there is no choice; and int64 [nodes, count], the tokens.
         """
 
 
@@ -73,6 +94,8 @@ class Target:
         processors: the call's logits processors, which a drafter may read and must not call.
         row: the text's place in the batch.
         graphs: whether forwards on an accelerator may be repeated from recordings.
+        extra_memory: bytes that copies of weights may take; None: as the machine has them.
+        counts_costs: whether drafters are left alone that do not earn their time.
     """
 
     vocab_size: int
@@ -87,6 +110,8 @@ class Target:
     processors: tuple[Any, ...] = ()
     row: int = 0
     graphs: bool = True
+    extra_memory: int | None = None
+    counts_costs: bool = False
 
     @classmethod
     def of(cls, model: Any) -> Target:
@@ -275,6 +300,10 @@ class Drafter(ABC):
     @abstractmethod
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         """A session for a prompt (int32 [length], without padding)."""
+
+    def prepare_rows(self, sessions: Sequence[Any]) -> None:  # noqa: B027 - most need nothing
+        """Make what drafts of many texts to come need, before these are asked for drafts. The time
+        it takes is not held against them."""
 
     def propose_rows(self, sessions: Sequence[Any], budgets: Sequence[int]) -> Sequence[TokenTree]:
         """What `DraftSession.propose` returns for each session of this drafter, given its budget.

@@ -24,7 +24,7 @@ from .planner import Planner
 
 # A drafter's, in plain steps. What it may lose before it has brought anything is little, because a
 # first prompt may hold nothing to retrieve; a costly one is known only after some drafts.
-_CREDIT, _COSTLY_CREDIT = 0.75, 4.0
+_CREDIT, _COSTLY_CREDIT = 0.6, 1.5
 _BAD_LUCK = 16  # asks that may bring nothing, of a drafter that has gained
 _SHARES = (1 / 32, 1 / 64, 1 / 128, 1 / 256)  # shares of time, lent for asking again
 _PRICE_MEMORY = 0.2
@@ -193,11 +193,20 @@ class DraftedStep:
         wider = float(seconds[-1]) / plain - 1
         promised = sum(use.promised for use in self.uses.values())
         with self.account.lock:
+            asking = self.account.asking_seconds / max(1, len(self.uses))
             for number, use in self.uses.items():
                 assert use.entry is not None
                 share = use.promised / promised if promised else 0.0
                 gained = max(0.0, accepted[number] - share * wider)
-                use.entry.learn(gained, use.seconds / plain, use.owed / plain)
+                use.entry.learn(gained, (use.seconds + asking) / plain, use.owed / plain)
+
+    def count_host(self, seconds: float) -> None:
+        """Count what the host has done in a step besides its forward and walk, drafters' own time
+        included."""
+        if self.account is not None:
+            own = sum(use.seconds + use.owed for use in self.uses.values())
+            with self.account.lock:
+                self.account.host[self.is_plain].observe(seconds - own)
 
 
 class Account:
@@ -221,6 +230,8 @@ class Account:
         for number in np.flatnonzero(costly):
             # It may pay where the others leave a step open, and only there.
             self.entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
+        # What planning, merging and telling take, in steps that ask nobody and in others.
+        self.host = {True: _HostTime(), False: _HostTime()}
         self._drafted = _Pace()
         self._plain = {True: _Pace(), False: _Pace()}  # keys: whether rerouted
         self._calls = self._plain_calls = 0
@@ -228,6 +239,11 @@ class Account:
         self._streak = 0  # calls of the last rest
         self._patience = 1  # drafted calls before plain is tried
         self._waited = 0
+
+    @property
+    def asking_seconds(self) -> float:
+        """What asking any drafter takes besides its own time."""
+        return max(0.0, self.host[False].seconds - self.host[True].seconds)
 
     def pays(self, number: int) -> bool:
         """Whether a drafter gains time, lately."""
@@ -307,6 +323,16 @@ class Account:
         self._streak = min(max(_GROWTH * self._streak, enough), _MOST_RESTS)
         self._rests = self._streak
         return True
+
+
+class _HostTime:
+    """Seconds of the host in one kind of step, 0 while nothing is known."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.seconds = toward(self.seconds, max(0.0, seconds), _PACE_MEMORY)
 
 
 class _Pace:

@@ -9,6 +9,7 @@ from typing import Any
 from ..system.locks import Lock
 from .cost_model import CostModel, CostView
 
+_MOST_MODELS = 256
 _TIMING_PERIOD = 8  # steps without drafts, which are all alike, of which one is timed
 
 
@@ -50,7 +51,9 @@ class CostKey:
 
 class CostModels:
     """One `CostModel` per key; until it is timed, it knows what the nearest timed one knows.
-    Thread-safe."""
+
+    Thread-safe. The oldest go where there are many.
+    """
 
     def __init__(self) -> None:
         self._models: dict[CostKey, CostModel] = {}
@@ -60,6 +63,8 @@ class CostModels:
         """The model of `key`, the same object each time."""
         with self._lock:
             if key not in self._models:
+                if len(self._models) == _MOST_MODELS:
+                    del self._models[next(iter(self._models))]
                 self._models[key] = CostModel(key.device.partition(":")[0])
             model = self._models[key]
             if not model.timed and (nearest := self._nearest_timed(key)):
@@ -74,6 +79,10 @@ class CostModels:
     def _nearest_timed(self, key: CostKey) -> CostKey | None:
         alike = [k for k, m in self._models.items() if m.timed and k.setting == key.setting]
         return min(alike, key=key.distance, default=None)
+
+
+OF_PROCESS = CostModels()
+"""What assistants that were given none have learnt in this process."""
 
 
 class CallCosts:

@@ -30,6 +30,7 @@ from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
 from ..types.token_tree import Forest, Int32Array, Int64Array, Limits, TokenTree
+from . import cost_store
 from .acceptance import Calibrator
 from .account import Account, DraftedStep
 from .cost_model import CostModel
@@ -129,7 +130,7 @@ class DraftingPolicy:
         self.fixed_width = fixed_width
         self.extra_memory = extra_memory
         self.residual = residual
-        self.costs = CostModels() if costs is None else costs
+        self.costs = cost_store.OF_PROCESS if costs is None else costs
         self._accounts: dict[CostKey, Account] = {}
         self._calibrators: dict[str, tuple[Calibrator, ...]] = {}
         names = _distinct([drafter.name for drafter in self.drafters])
@@ -222,10 +223,10 @@ class DraftingPolicy:
         trees = nothing = Forest.empty(len(sessions))
         for number, drafter in enumerate(self.drafters):
             drafts, costly = nothing, drafter.costly
-            able = any(
-                not session.idle[number] and (not costly or session.sessions[number].ready)
-                for session in sessions
-            )
+            awake = [session for session in sessions if not session.idle[number]]
+            able = bool(awake)
+            if able and costly:
+                able = any(session.sessions[number].ready for session in awake)
             if budget and able and step.asks(number, _missed(trees) if costly else 1.0):
                 drafts = self._draft(number, step, budget, trees)
                 trees = trees.merge(drafts)
@@ -239,11 +240,12 @@ class DraftingPolicy:
     def _draft(self, number: int, step: DraftedStep, budget: int, earlier: Forest) -> Forest:
         """A drafter's proposals, checked and calibrated beside those of the drafters before it."""
         drafter, use, sessions = self.drafters[number], step.uses[number], step.sessions
+        own = [session.sessions[number] for session in sessions]
+        drafter.prepare_rows(own)
         started = time.perf_counter()
         if any(session.deferred[number] for session in sessions):
             self._catch_up(number, sessions)
         caught_up = time.perf_counter()
-        own = [session.sessions[number] for session in sessions]
         if drafter.costly and step.price is not None and self.planner.budget == "auto":
             for one in own:
                 one.see_cost(step.price.curve)
@@ -303,7 +305,7 @@ class DraftingPolicy:
         feedbacks = [outcome.feedback for outcome in grown]
         judged = step is not None and step.account is not None
         for number, drafter in enumerate(self.drafters):
-            if all(session.idle[number] for session in sessions):
+            if not [session for session in sessions if not session.idle[number]]:
                 continue
             use = None if step is None else step.uses.get(number)
             if use is None and judged and not drafter.needs.hidden_layers:

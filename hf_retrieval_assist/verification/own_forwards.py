@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..types.row_text import RowText
-from .tree_attention import TreeLayout
 from .verifiers import TreeVerifier, Verifier
 
 
@@ -23,15 +20,14 @@ class TargetForwards:
     """The forwards of one call; ready after its prefill.
 
     Attributes:
-        columns: fed in each row since the drafts began, those that fill rows up included.
+        verifier: of the call, whose cache they write to; None before its prefill, and where it
+            lends none.
     """
 
     def __init__(self) -> None:
-        self.columns = 0
-        self._verifier: TreeVerifier | None = None
+        self.verifier: TreeVerifier | None = None
         self._rows: Sequence[RowText] = ()
         self._deepest: Callable[[RowText], int | None] = lambda row: None
-        self._depths: NDArray[np.int64] = np.zeros((0, 0), np.int64)
 
     def begin(
         self, verifier: Verifier, rows: Sequence[RowText], deepest: Callable[[RowText], int | None]
@@ -44,12 +40,21 @@ class TargetForwards:
         """
         self._deepest = deepest
         if isinstance(verifier, TreeVerifier) and verifier.lends_cache:
-            self._verifier, self._rows = verifier, rows
+            self.verifier, self._rows = verifier, rows
 
     @property
     def ready(self) -> bool:
         """Whether the call verifies token trees one kernel at a time, and has begun to."""
-        return self._verifier is not None
+        return self.verifier is not None
+
+    @property
+    def rows(self) -> int:
+        """How many the batch has."""
+        return len(self._rows)
+
+    def last(self, row: int) -> int:
+        """The last token of a row's text, by its number in the batch, with which a draft begins."""
+        return self._rows[row].last
 
     def deepest(self, row: int) -> int | None:
         """How deep a tree of a row may be, by its number in the batch; None without limit."""
@@ -58,38 +63,28 @@ class TargetForwards:
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """Scope of one draft of all rows, at whose end what was fed is forgotten."""
-        assert self._verifier is not None
-        self.columns, self._depths = 0, np.zeros((len(self._rows), 0), np.int64)
+        assert self.verifier is not None
+        slots = self.verifier.cache.slots
+        lengths = slots.lengths
         try:
             yield
         finally:
-            self._verifier.clear_draft()
+            slots.set_lengths(lengths)
+            self.verifier.clear_draft()
 
-    def feed(
-        self, rows: Sequence[int], token_ids: torch.Tensor, depth: int, sees: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits [batch, width, vocab_size] behind nodes.
+    def feed(self, token_ids: Sequence[int | None]) -> torch.Tensor:
+        """Logits [batch, vocab_size] behind one token more of each row's draft.
 
         Args:
-            rows: whose nodes they are, numbers in the batch. All others are fed their text's last
-                token, with which every draft begins: where no rows are named, all begin.
-            token_ids: int64 [rows, width].
-            depth: of the nodes.
-            sees: bool [rows, width, columns and these], which columns each node sees.
+            token_ids: of each row of the batch, at first its text's last; None: its draft has
+                ended, and what is computed of it tells nothing.
         """
-        assert self._verifier is not None
-        batch, width, device = len(self._rows), token_ids.shape[1], self._verifier.device
-        columns = self.columns + width
-        ids = torch.tensor([[row.last] for row in self._rows], device=device).repeat(1, width)
-        depths = np.zeros((batch, width), np.int64)
-        # Every query sees itself.
-        own = torch.eye(width, columns, dtype=torch.bool, device=device).roll(self.columns, 1)
-        attends = own.repeat(batch, 1, 1)
-        depths[rows] = depth
-        if len(rows):
-            ids[rows], attends[rows] = token_ids, sees
-        self._depths = np.concatenate([self._depths, depths], axis=1)
-        self.columns = columns
-        every = torch.from_numpy(self._depths).to(device)
-        offsets = torch.arange(self.columns - width, self.columns, device=device)[None]
-        return self._verifier.draft(ids, TreeLayout(every[:, -width:], every, attends, offsets))
+        assert self.verifier is not None
+        slots = self.verifier.cache.slots
+        lengths = slots.lengths
+        pairs = zip(self._rows, token_ids, strict=True)
+        fed = [row.last if token is None else token for row, token in pairs]
+        logits = self.verifier.draft(torch.tensor(fed, device=self.verifier.device)[:, None])
+        grown = [token is not None for token in token_ids]
+        slots.set_lengths([length + more for length, more in zip(lengths, grown, strict=True)])
+        return logits[:, 0]

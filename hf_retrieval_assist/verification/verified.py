@@ -40,6 +40,8 @@ class TopLogits:
     ):
         self.logits, self._ids = logits, ids
         self._places = np.arange(len(logits)) if places is None else places
+        # What was found last: of which places, in so many columns.
+        self._known: tuple[NDArray[np.int64], int, Any] | None = None
         self.free = ids is not None
         if not self.free and isinstance(logits, torch.Tensor):
             self.free = logits.device.type != "cpu"
@@ -66,7 +68,7 @@ class TopLogits:
             return self._ids[places, :k].astype(np.int32), self.logits[places, :k]
         table = self.logits if isinstance(self.logits, Scores) else host_scores(self.logits)
         if table is not None:
-            return table.top_k(places, k, min(vocab_size, table.columns))
+            return self._of_table(table, places, k, min(vocab_size, table.columns))
         chunk = max(1, _CHUNK_CELLS // vocab_size)
         ids, values = np.empty((len(nodes), k), np.int32), np.empty((len(nodes), k), np.float32)
         for first in range(0, len(places), chunk):
@@ -74,6 +76,23 @@ class TopLogits:
             best, found = largest(self.logits[:, :vocab_size], k, places[part])
             values[part], ids[part] = best.float().cpu().numpy(), found.cpu().numpy()
         return ids, values
+
+    def _of_table(
+        self, table: Scores, places: NDArray[np.int64], k: int, columns: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """What scores on the host tell; drafters ask for the same places one after another."""
+        if self._known is not None and self._known[1] == columns:
+            known, _, (ids, values) = self._known
+            at = known.searchsorted(places)
+            if (
+                ids.shape[1] >= k
+                and at.max(initial=-1) < len(known)
+                and (known[at] == places).all()
+            ):
+                return ids[at, :k], values[at, :k]
+        found: tuple[NDArray[np.int32], NDArray[np.float32]] = table.top_k(places, k, columns)
+        self._known = places, columns, found
+        return found
 
 
 class Verified:

@@ -354,14 +354,18 @@ class TreeVerifier(Verifier):
             positions = positions[..., fed.rows, :]
         return {"attention_mask": masks, "position_ids": positions + fed.depths}, views
 
-    def draft(self, token_ids: torch.Tensor, fed: TreeLayout) -> torch.Tensor:
-        """Logits [batch, width, vocab_size] of nodes fed behind those since the last `clear_draft`.
+    @cached_property
+    def _one(self) -> TreeLayout:
+        """A token of each row, behind what it has kept."""
+        nothing = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        seen = nothing.new_ones((len(self.prompt_ids), 1, 1), dtype=torch.bool)
+        return TreeLayout(nothing, nothing, seen)
 
-        Neither these nor the rows' roots, which are fed first, are ever kept.
-        """
-        arguments, views = self._tree_arguments(fed)
+    def draft(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, 1, vocab_size] of a token of each row, [batch, 1], that is not kept."""
+        arguments, views = self._tree_arguments(self._one)
         call = self.call if self.cache.slots.is_even else self.compute
-        outputs = self._run(token_ids, token_ids.shape[1], arguments, views, call)
+        outputs = self._run(token_ids, 1, arguments, views, call)
         logits: torch.Tensor = outputs.logits
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hf_retrieval_assist.engines.cpu import attention, linear
 from hf_retrieval_assist.engines.cpu.attention import AttentionTuning
@@ -11,7 +12,9 @@ from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
+    int4_linear,
     int8_linear,
+    pack_int4,
     pack_int8,
     scaled_linear,
     set_chooser,
@@ -83,6 +86,25 @@ def dequantized(weight):
     return (weight.values.float() * weight.scales[:, None])[:, : weight.depth]
 
 
+def in_groups(matrix, lead):
+    """[rows, groups, 32] columns that share a scale in four bits, the first `lead` none of them."""
+    groups = -(-(lead + matrix.shape[-1]) // 32)
+    filled = F.pad(matrix, (lead, groups * 32 - lead - matrix.shape[-1]))
+    return filled.unflatten(-1, (groups, 32))
+
+
+def from_four_bits(blocks, shape, lead=0):
+    """The matrix that products with blocks of `pack_int4` are of, float64; linear_kernels.h says
+    how they lie."""
+    outputs, depth = shape
+    parts = blocks.view(len(blocks), -(-(lead + depth) // 32), 288)
+    scales = parts[..., :32].contiguous().view(torch.float16)
+    eights = parts[..., 32:].unflatten(2, (4, 16, 4))
+    values = torch.stack([eights & 15, eights >> 4], 4).double().transpose(2, 3).flatten(3) - 8
+    weight = (values * scales[..., None]).transpose(1, 2).flatten(2).flatten(0, 1)
+    return weight[:outputs, lead : lead + depth]
+
+
 class Whole:
     """The weight as it is."""
 
@@ -128,6 +150,23 @@ class Packed(Whole):
         return 1.01 * step * self.exact.double().abs().sum(-1)
 
 
+class PackedInFour(Whole):
+    """The product in four bits, by which 32 neighbours of a row are rounded to eight."""
+
+    def __init__(self, weight, path):
+        self.outputs, self.lead = len(weight), 7 * len(weight) % 32
+        self.blocks = pack_int4(weight, self.lead, path=path)
+        super().__init__(from_four_bits(self.blocks, weight.shape, self.lead), path)
+
+    def __call__(self, x, bias=None, **options):
+        given = self.blocks, self.outputs, self.lead, bias
+        return int4_linear(x, *given, path=self.path, **options)
+
+    def rounding_of(self, x):
+        x, weight = (in_groups(part.double().abs(), self.lead) for part in (x, self.exact))
+        return 1.01 * (x.amax(-1) / 127 / 2) @ weight.sum(-1).T
+
+
 class Scaled(Whole):
     """Integers and a scale for each output, as quantisation libraries keep them."""
 
@@ -142,4 +181,4 @@ class Scaled(Whole):
         return scaled_linear(x, self.values, self.scales, bias, path=self.path, **options)
 
 
-KERNELS = (Whole, Packed, Scaled)
+KERNELS = (Whole, Packed, PackedInFour, Scaled)

@@ -21,14 +21,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...system.tensors import thread
 from .library_weights import library_linear
-from .recording import overrides
+from .recording import PackedWeight, overrides
 from .skinny import (
     FEW_ROWS,
     MAX_ROWS,
@@ -212,20 +212,23 @@ class RepeatedLayers:
         return True
 
     @property
+    def x(self) -> torch.Tensor:
+        """What they read."""
+        return self._layers[0][0]
+
+    @property
     def direct(self) -> Callable[[], None]:
         """The same where nothing stands for a weight."""
         return self if self._kernels is None else self._kernels
 
     def packed(self, packed: Mapping[int, PackedWeight]) -> list[RepeatedLinears] | None:
-        """The same where others, in eight bits, stand for some of the weights, by their identities;
+        """The same where others, in few bits, stand for some of the weights, by their identities;
         None where the kernel does not compute it."""
         if self._kernels is None:
             return None
         found: list[RepeatedLinears] = []
         for x, weight, bias, out in self._layers:
-            other = packed.get(id(weight))
-            values = (weight, None) if other is None else (other.values, other.scales)
-            layer = x, values[0], bias, out, values[1]
+            layer = x, weight, bias, out, packed.get(id(weight))
             if not (found and found[-1].add(*layer)):
                 found.append(RepeatedLinears(*layer))
         return found
@@ -236,18 +239,6 @@ class RepeatedLayers:
             return
         for x, weight, bias, out in self._layers:
             out.copy_(linear(x, weight, bias))
-
-
-class PackedWeight(Protocol):
-    """A weight in eight bits.
-
-    Attributes:
-        values: int8 [outputs, steps * 64].
-        scales: float32 [outputs].
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor
 
 
 Override = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

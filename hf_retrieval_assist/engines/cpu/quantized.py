@@ -1,25 +1,30 @@
-"""Linear layers with weights in eight bits: a quarter of the bytes of float32, half of bfloat16.
+"""Linear layers with weights in few bits.
 
 A forward of few rows is a read of the weights. A product with :class:`QuantizedWeight` reads
-eight bits for each weight, and rounding takes about one percent of the weights' norm.
+eight bits for each weight, a quarter of float32 and half of bfloat16, and rounding takes about one
+percent of the weights' norm; with :class:`FourBitWeight` four and a half, for eight percent.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from . import skinny
-from .skinny import INT8_MULTIPLE, int8_linear, pack_int8
-from .weight_copies import WeightCopies, packable
+from .skinny import (
+    INT4_BLOCK,
+    INT4_COLUMNS,
+    INT4_OUTPUTS,
+    INT8_MULTIPLE,
+    int4_linear,
+    int8_linear,
+    pack_int4,
+    pack_int8,
+)
+from .weight_copies import WeightCopies
 
-__all__ = ["WEIGHTS", "QuantizedWeight", "quantized_model"]
-
-logger = logging.getLogger(__name__)
+# Columns by which a row's first group in four bits is shorter than others.
+LEAD = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,8 @@ class QuantizedWeight:
         norms: float32 [outputs], the norm of the row, rounded up.
         depth: the matrix's columns.
     """
+
+    lead = 0
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -105,32 +112,64 @@ class QuantizedWeight:
         return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in pairs)
 
 
-WEIGHTS = WeightCopies(QuantizedWeight.pack, QuantizedWeight.size_of)
-"""Copies for all models in this process."""
+@dataclass(frozen=True, eq=False)
+class FourBitWeight:
+    """A matrix in four bits, with a scale for every 32 neighbours of a row.
 
-
-def quantized_model(model: nn.Module) -> dict[int, QuantizedWeight]:
-    """The weights of a model's linear layers in eight bits, packed where they are not yet, by the
-    identity of the parameter that each stands for.
-
-    A weight that layers share is packed once. Layers that are no linears stay as they are, and so
-    do small ones: adapters keep their precision. The log says what was packed.
-
-    Raises:
-        ValueError: there are no kernels for this CPU.
+    Attributes:
+        values: uint8 [blocks, bytes], see :func:`~.skinny.pack_int4`.
+        shape: of the matrix.
+        lead: columns by which the first group is shorter.
     """
-    if not skinny.PATHS:
-        raise ValueError("QuantizedSelf: expected a CPU with AVX2 or NEON, got another one")
-    started = time.perf_counter()
-    known = WEIGHTS.nbytes()
-    found = {id(weight): weight for weight in map(packable, model.modules()) if weight is not None}
-    packed = {key: WEIGHTS.of(weight).copy for key, weight in found.items()}
-    if WEIGHTS.nbytes() != known:
-        share = sum(weight.nbytes for weight in found.values())
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        logger.info(
-            "%s: %d linear layers in eight bits, %.0f%% of its weights, %.0f MB, %.1f s",
-            *(type(model).__name__, len(found), 100 * share / max(1, total)),
-            *(WEIGHTS.nbytes() / 1e6, time.perf_counter() - started),
-        )
-    return packed
+
+    scales = None
+
+    values: torch.Tensor
+    shape: torch.Size
+    lead: int
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> FourBitWeight:
+        """Round a dense CPU matrix; see :meth:`QuantizedWeight.pack`."""
+        return cls(pack_int4(weight.detach(), LEAD), weight.shape, LEAD)
+
+    @staticmethod
+    def size_of(weight: torch.Tensor) -> int:
+        """The bytes that a matrix takes in four bits."""
+        outputs, depth = weight.shape
+        return -(-outputs // INT4_OUTPUTS) * -(-(depth + LEAD) // INT4_COLUMNS) * INT4_BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes, in bytes."""
+        return self.values.nbytes
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x @ weight.T + bias`; see :func:`~.skinny.int4_linear`."""
+        if x.shape[-1:] != self.shape[1:]:
+            raise ValueError(f"x: expected shape [..., {self.shape[1]}], got {list(x.shape)}")
+        return int4_linear(x, self.values, self.shape[0], self.lead, bias)
+
+    def is_of(self, rows: torch.Tensor, first: int) -> bool:
+        """Whether rows of a weight from `first` on are those that were packed."""
+        end, begin = first + len(rows), first // INT4_OUTPUTS
+        own = _by_output(self.values[begin : -(-end // INT4_OUTPUTS)])
+        first -= begin * INT4_OUTPUTS
+        again = _by_output(pack_int4(rows.detach(), self.lead))[: len(rows)]
+        return torch.equal(again, own[first : first + len(rows)])
+
+
+def _by_output(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [outputs, bytes], what blocks hold of each."""
+    groups = blocks.view(len(blocks), -1, INT4_BLOCK)
+    scales = groups[..., : 2 * INT4_OUTPUTS].unflatten(2, (INT4_OUTPUTS, 2))
+    values = groups[..., 2 * INT4_OUTPUTS :].unflatten(2, (-1, INT4_OUTPUTS, 4)).transpose(2, 3)
+    parts = scales.transpose(1, 2).flatten(2), values.flatten(3).transpose(1, 2).flatten(2)
+    return torch.cat(parts, dim=2).flatten(0, 1)
+
+
+WEIGHTS = WeightCopies(QuantizedWeight.pack, QuantizedWeight.size_of)
+"""Copies in eight bits for all models in this process."""
+
+IN_FOUR_BITS = WeightCopies(FourBitWeight.pack, FourBitWeight.size_of)
+"""The same in four."""

@@ -1,60 +1,50 @@
-"""Drafts of the target itself with its weights in eight bits."""
+"""Drafts of the target itself with its weights in few bits."""
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import mean
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from ...draft_models.draft_model import tree_service
-from ...draft_models.growth import BestFirst, Chosen, GrowthLimits, Level, paths_to
 from ...draft_models.rows import proposed
-from ...drafters.base import BatchSession, Drafter, Feedback, Float64Array, Target
+from ...drafters.base import (
+    Among,
+    BatchSession,
+    Drafter,
+    Feedback,
+    FeedbackNeeds,
+    Float64Array,
+    Target,
+)
 from ...host.ranks import require_whole
 from ...host.transformers_private import input_device
 from ...policy.acceptance import Calibrator
-from ...policy.cost_model import CostModel
 from ...structures.draft_tree import flattened
 from ...structures.evidence import OpenDrafts
 from ...system.arguments import require_at_least
 from ...system.locks import Lock
-from ...types.evidence import EvidenceClasses
-from ...types.token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ...system.memory import may_take
+from ...system.running_mean import toward
+from ...types.token_tree import Forest, TokenTree
 from ...verification.own_forwards import TargetForwards
-from .quantized import QuantizedWeight, quantized_model
+from . import skinny
+from .few_bits import CHOICES, FewBits, OutputReader, evidence_classes, missing_bytes
 from .reroute import overriding, reroute
+from .tree_verifier import MOST_FED, CpuTreeVerifier
 
-# Evidence: the place among the model's choices, and how far the first one's score lies above the
-# second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
-# probability of the token.
-GAP_EDGES = np.array([0.05, 0.15, 0.35, 0.7, 1.4, 2.8], np.float32)
-PROB_EDGES = np.array([0.03, 0.1, 0.25, 0.5, 0.75, 0.95], np.float32)
-BUCKETS = len(GAP_EDGES) + 1
-CHOICES = 3
+CHOICES_SEEN = 8  # tokens that the target found likely behind each accepted one
 
-_FIRST = [0.55, 0.7, 0.83, 0.92, 0.97, 0.99, 0.998]
-_SECOND = [0.42, 0.27, 0.14, 0.06, 0.02, 0.006, 0.001]
-_THIRD = [0.2, 0.12, 0.06, 0.025, 0.01, 0.003, 0.001]
-_CHANCE = [0.015, 0.06, 0.17, 0.37, 0.62, 0.86, 0.98]
-
-EVIDENCE = EvidenceClasses([*_FIRST, *_SECOND, *_THIRD, *_CHANCE])
-"""Priors measured on Gemma-3-270M, then the model's own probabilities."""
-
-# Nodes that are less likely than this are neither drafted nor expanded.
+# Choices that are less likely than this are not drafted; behind such, none is looked for.
 _LEAST_DRAFTED = 0.02
-_LEAST_EXPANDED = 0.08
-
-# More than any number of nodes.
-_ALL = 1 << 30
-
-_MEMORY = 0.1  # share of a new draft in how likely a first choice is taken to be
+_LEAST_FOLLOWED = 0.08
 
 # A draft has to promise this much more tokens per second than a step without, since neither time
 # nor certainty is known exactly. Where it does not, one level is tried in so many steps: forwards
@@ -62,64 +52,125 @@ _MEMORY = 0.1  # share of a new draft in how likely a first choice is taken to b
 _MARGIN = 1.05
 _TRIAL_PERIOD = 64
 
-# What a level takes, by the nodes that it feeds; of models by their fingerprints.
-_prices: dict[str, CostModel] = {}
+# Steps that would have asked for a draft before weights are packed for it, which takes as long as
+# so many forwards, and more.
+PATIENCE = 32
+
+# Calls in a row whose forwards of one token could not be recorded, after which none is tried.
+_MOST_UNRECORDED = 2
+
+# How much of a longer time of a level is believed, and of a shorter one; and how much longer the
+# former may be. Machines are slower for a while, never faster than they are.
+_SLOWER, _FASTER, _MOST_SLOWER = 0.1, 0.5, 1.5
 
 
-Weights = Mapping[int, QuantizedWeight]
-"""Linear layers' weights in eight bits, by the identity of the parameter."""
+class _Price:
+    """What a level takes.
+
+    Attributes:
+        seconds: of it; infinite while none was timed.
+    """
+
+    seconds = math.inf
+
+    def observe(self, seconds: float) -> None:
+        if seconds < self.seconds:
+            share = 1.0 if self.seconds == math.inf else _FASTER
+        else:
+            seconds, share = min(seconds, _MOST_SLOWER * self.seconds), _SLOWER
+        known = seconds if self.seconds == math.inf else self.seconds
+        self.seconds = toward(known, seconds, share)
+
+
+# Keys: a model's fingerprint, bits, rows, and whether levels are compiled calls.
+_prices: defaultdict[Hashable, _Price] = defaultdict(_Price)
 
 
 class QuantizedSelf(Drafter):
-    """The target drafts for itself, by its own modules with weights in eight bits.
+    """The target drafts for itself, by its own modules with weights in few bits.
 
-    So it reads a quarter of the bytes (half of bfloat16), and nearly always chooses the same token.
-    It reads the cache that the target keeps of the text anyway: there is no second prefill, and no
-    second cache. Every level of the tree is one forward for all rows of a batch. A draft grows
-    while its certainty, calibrated on what was accepted so far, pays for the time a level takes,
-    and forks where its choices lie close together. Sampled texts are drafted with the call's own
-    warpers and the random numbers that their tokens will be drawn with.
+    So it reads a quarter of the bytes of bfloat16 in four bits, and half in eight, and mostly
+    chooses the same token. It reads the cache that the target keeps of the text anyway: there is no
+    second prefill, and no second cache. A draft is a chain of first choices, with others beside
+    them; each of its levels is one forward for all rows of a batch. It grows while its certainty,
+    calibrated on what was accepted so far, pays for the time a level takes. Sampled texts are
+    drafted with the call's own warpers and the random numbers that their tokens will be drawn with.
 
     Args:
-        bits: of a weight; 8.
+        bits: of a weight, 4 or 8; of the output layer's always 8.
         max_levels: forwards for one draft at most.
-        width: nodes that a level expands at most.
+        optional: whether it does nothing where it cannot draft, where nobody counts what drafts
+            cost (`budget` is a number), or where copies would take memory that the machine or the
+            assistant's `extra_memory` does not have, instead of raising; it then packs weights only
+            once it has been asked so often that this may pay.
 
     Raises:
-        ValueError: an argument is out of range; from `start`, the model is not whole and on a CPU,
-            or cannot be fed token trees.
+        ValueError: an argument is out of range; from `start`, unless optional, the model is not
+            whole and on a CPU, or cannot be fed token trees.
     """
 
     name = "quantized self"
+    needs = FeedbackNeeds(top_k=CHOICES_SEEN)
     costly = True
 
-    def __init__(self, bits: int = 8, *, max_levels: int = 8, width: int = 3) -> None:
-        if bits != 8:
-            raise ValueError(f"bits: expected 8, got {bits}")
-        require_at_least(1, max_levels=max_levels, width=width)
-        self.bits, self.max_levels, self.width = bits, max_levels, width
-        self.calibrator = Calibrator(EVIDENCE)
-        self.certainty = 0.9  # a first choice's, lately
+    def __init__(self, bits: int = 4, *, max_levels: int = 8, optional: bool = False) -> None:
+        if bits not in (4, 8):
+            raise ValueError(f"bits: expected 4 or 8, got {bits}")
+        require_at_least(1, max_levels=max_levels)
+        self.bits, self.max_levels, self.optional = bits, max_levels, optional
         self.refusals = 0
-        self._weights: weakref.WeakKeyDictionary[TargetForwards, Weights] = (
+        self._calls: weakref.WeakKeyDictionary[TargetForwards, _OfCall] = (
             weakref.WeakKeyDictionary()
         )
+        self._missing: weakref.WeakKeyDictionary[TargetForwards, int] = weakref.WeakKeyDictionary()
+        self._asked = 0
         self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> QuantizedSession:
-        model = target.require_model("QuantizedSelf")
-        require_whole(model, "QuantizedSelf")
-        device = input_device(model)
-        if device.type != "cpu":
-            raise ValueError(f"QuantizedSelf: expected a model on a CPU, got one on {device}")
-        tree_service(model, "QuantizedSelf")
-        if target.own is None:
-            return QuantizedSession(self, target, {})
+        session = QuantizedSession(self, target, prompt_ids.tolist())
+        try:
+            model = target.require_model("QuantizedSelf")
+            require_whole(model, "QuantizedSelf")
+            device = input_device(model)
+            if device.type != "cpu":
+                raise ValueError(f"QuantizedSelf: expected a model on a CPU, got one on {device}")
+            if not skinny.PATHS:
+                raise ValueError("QuantizedSelf: expected a CPU with AVX2 or NEON, got another one")
+            if not self.optional:  # which tests it
+                tree_service(model, "QuantizedSelf")
+        except ValueError:
+            if not self.optional:
+                raise
+            session.idle = True
+        useless = target.own is None or target.extra_memory == 0 or not target.counts_costs
+        session.idle |= self.optional and useless
+        return session
+
+    @torch.no_grad()
+    def prepare_rows(self, sessions: Sequence[QuantizedSession]) -> None:
+        """Pack the model's weights where they are not yet, and record its forward of one token."""
+        own = sessions[0].target.own
+        if own is None or not own.ready or own in self._calls:
+            return
         with self._lock:
-            # All rows of a call use the same.
-            if target.own not in self._weights:
-                self._weights[target.own] = quantized_model(model)
-            return QuantizedSession(self, target, self._weights[target.own])
+            if (weights := self._weights(sessions[0].target, own)) is not None:
+                self._calls[own] = _OfCall(weights, own)
+
+    def _weights(self, target: Target, own: TargetForwards) -> FewBits | None:
+        """The model's in few bits; None: they are not to be packed yet."""
+        model = target.model
+        if own not in self._missing:  # the first ask of a call
+            known = FewBits.known_of(model, self.bits)
+            if known is not None:
+                return known
+            self._missing[own] = missing_bytes(model, self.bits)
+        self._asked += 1
+        missing = self._missing[own]
+        if self.optional and missing and self._asked <= PATIENCE:
+            return None
+        if self.optional and not may_take(missing, target.extra_memory):
+            return None
+        return FewBits.of(model, self.bits)
 
     @torch.no_grad()
     def propose_rows(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
@@ -129,17 +180,63 @@ class QuantizedSelf(Drafter):
         drafts = [TokenTree.empty()] * len(sessions)
         asked = [i for i, session in enumerate(sessions) if budgets[i] > 0 and session.room]
         if own.ready and asked and not torch.is_autocast_enabled("cpu"):
-            growth = _Growth(own, [sessions[i] for i in asked], [budgets[i] for i in asked])
-            if growth.goes_on():
-                with own.drafting(), reroute(), overriding(sessions[0].weights):
-                    growth.grow(growth.run)
-                self.certainty += _MEMORY * (mean(growth.certainties) - self.certainty)
-                trees = growth.grown().trees(lambda classes, *_: classes.astype(np.int32))
-                for i, tree in zip(asked, trees, strict=True):
-                    drafts[i] = tree
+            given = self._calls.get(own)
+            if given is not None:
+                some = [sessions[i] for i in asked]
+                chains = _Chains(own, some, [budgets[i] for i in asked], given)
+                if chains.goes_on():
+                    with own.drafting(), reroute(), overriding(given.weights.by_id):
+                        chains.grow()
+                    given.weights.observe_certainties(chains.certainties)
+                    for i, chain in zip(asked, chains.chains, strict=True):
+                        drafts[i] = chain.tree()
+                    return self._calibrated(sessions, proposed(drafts, budgets), given)
+        return Forest.of(drafts)
+
+    def _calibrated(
+        self, sessions: Sequence[QuantizedSession], drafts: Forest, given: _OfCall
+    ) -> Forest:
+        """Drafts with the rates of their evidence, which their texts will judge."""
         texts = [session.calibration for session in sessions]
-        calibrated = self.calibrator.calibrate(texts, proposed(drafts, budgets))
+        for session in sessions:
+            session.calibrator = given.weights.calibrator
+        calibrated = given.weights.calibrator.calibrate(texts, drafts)
         return replace(calibrated, classes=np.full_like(calibrated.classes, -1))
+
+
+def automatic() -> QuantizedSelf:
+    """The drafter that `fallback="auto"` has besides others."""
+    return QuantizedSelf(optional=True)
+
+
+class _OfCall:
+    """What the rows of one call draft with.
+
+    Attributes:
+        weights: the model's.
+        single: computes levels of the only row in one compiled call each; None: every level is a
+            forward of all rows.
+        output: what such levels read of the output layer.
+    """
+
+    def __init__(self, weights: FewBits, own: TargetForwards) -> None:
+        self.weights, self.single = weights, None
+        if weights.output is not None:
+            self.output = OutputReader(weights.output)
+            verifier, room, token = own.verifier, own.deepest(0), own.last(0)
+            if (
+                isinstance(verifier, CpuTreeVerifier)
+                and own.rows == 1
+                and (room is None or room > MOST_FED)
+                and weights.unrecorded < _MOST_UNRECORDED
+                and verifier.may_record
+            ):
+                weights.unrecorded += 1
+                with own.drafting(), reroute():
+                    recorded = verifier.record_alone(lambda: own.feed([token]))
+                    # Compiles the call.
+                    if recorded and verifier.draft_alone(token, weights) is not None:
+                        self.single, weights.unrecorded = verifier, 0
 
 
 @dataclass(eq=False)
@@ -149,13 +246,15 @@ class QuantizedSession(BatchSession):
     Attributes:
         drafter: the text's.
         target: the model, as this text sees it.
-        weights: its own in eight bits; none in a call that nothing is drafted for.
+        unread: tokens that nobody has told the output layer of.
         curve: seconds of a step by the tokens that it feeds; None while nobody has told.
+        calibrator: that has judged its last draft; None: there was none.
     """
 
     drafter: QuantizedSelf
     target: Target
-    weights: Weights
+    unread: list[int]
+    calibrator: Calibrator | None = None
     curve: Callable[[int], Float64Array] | None = None
     calibration: OpenDrafts = field(default_factory=OpenDrafts)
 
@@ -172,134 +271,181 @@ class QuantizedSession(BatchSession):
         return self.target.own is None or self.target.own.ready
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self.drafter.calibrator.judge([self.calibration], *flattened([token_ids]))
+        if self.calibrator is not None:
+            self.calibrator.judge([self.calibration], *flattened([token_ids]))
+        self.unread += token_ids
+        if feedback is not None and feedback.top is not None:
+            nodes = feedback.accepted.astype(np.int64)
+            vocab_size = self.target.vocab_size
+            likely, _ = feedback.top.of(nodes, min(CHOICES_SEEN, vocab_size), vocab_size)
+            self.unread += likely.ravel().tolist()
 
     def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
         self.curve = curve
 
 
-class _Growth(BestFirst):
+class _Chain:
+    """The draft of one row while it grows.
+
+    Attributes:
+        session: the row's.
+        preview: what its call would choose.
+        room: levels that it may have.
+        path: tokens of the chain.
+        reached: how likely the chain's last one is to be accepted.
+        ended: whether nothing comes behind it.
+    """
+
+    def __init__(self, session: QuantizedSession, budget: int) -> None:
+        assert session.target.preview is not None
+        self.session, self.preview = session, session.target.preview
+        self.room, self._budget = session.room, budget
+        self.path: list[int] = []
+        self.reached, self.ended = 1.0, False
+        self._parent = -1
+        self._nodes: list[tuple[int, int, float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def promised(self) -> float:
+        """Tokens that it is expected to bring."""
+        return sum(prob for _, _, prob, _ in self._nodes)
+
+    def add(self, token_ids: Sequence[int], rates: Sequence[float], classes: Sequence[int]) -> None:
+        """Add the choices behind its last token, of which the first goes on."""
+        first, before, reached = len(self._nodes), self._parent, self.reached
+        for token, rate, kind in zip(token_ids, rates, classes, strict=True):
+            if reached * rate >= _LEAST_DRAFTED:
+                self._nodes.append((before, token, reached * rate, kind))
+        if len(self._nodes) > first and reached * rates[0] >= _LEAST_DRAFTED:
+            self._parent, self.reached = first, reached * rates[0]
+            self.path.append(token_ids[0])
+        else:
+            self.ended = True
+        self.ended |= self.reached < _LEAST_FOLLOWED or len(self._nodes) >= self._budget
+        self.ended |= len(self.path) >= self.room
+
+    def tree(self) -> TokenTree:
+        parents, token_ids, probs, classes = (
+            zip(*self._nodes, strict=True) if self._nodes else [()] * 4
+        )
+        return TokenTree.build(token_ids, parents, probs, classes)
+
+
+class _Chains:
     """Drafts of some rows, which grow until they hold what they may or another level does not pay.
 
     Attributes:
-        certainties: how likely the first choice behind each fed node is.
+        certainties: how likely the first choice behind each fed token is.
     """
 
     def __init__(
-        self, own: TargetForwards, sessions: Sequence[QuantizedSession], budgets: Sequence[int]
+        self,
+        own: TargetForwards,
+        sessions: Sequence[QuantizedSession],
+        budgets: Sequence[int],
+        given: _OfCall,
     ) -> None:
-        drafter = sessions[0].drafter
-        limits = GrowthLimits(CHOICES, drafter.width, drafter.max_levels - 1, 2, _LEAST_EXPANDED)
-        super().__init__(limits, _ALL, choose=self._choices)
-        self._own, self._drafter, self._sessions = own, drafter, sessions
-        self._rows = [session.target.row for session in sessions]
-        self._rooms = torch.tensor([session.room for session in sessions])
-        self._budgets = torch.tensor(budgets)
-        self._scores = torch.zeros((len(sessions), 1))
+        self.chains = [_Chain(one, budget) for one, budget in zip(sessions, budgets, strict=True)]
         self.certainties: list[float] = []
-        self._price = _prices.setdefault(sessions[0].target.fingerprint, CostModel())
-        self._spent = self._started = 0.0
+        self._own, self._drafter, self._given = own, sessions[0].drafter, given
+        self._known = sessions[0].target.fingerprint, given.weights.bits, len(sessions)
+        self._rows: dict[int, _Chain] = {chain.session.target.row: chain for chain in self.chains}
+        self._levels, self._spent = 0, 0.0
+        most = sum(CHOICES * chain.room for chain in self.chains)
+        curve = sessions[0].curve
+        # Seconds of a step by the tokens that it feeds, and of a level.
+        self._seconds = None if curve is None else curve(1 + most).tolist()
+        self._level_seconds = self._price(given.single is not None).seconds
+        if given.weights.output is not None:
+            for session in sessions:
+                given.weights.output.add(session.unread)
+                session.unread = []
+
+    def _price(self, single: bool) -> _Price:
+        """What a level takes, as a compiled call of one row or not."""
+        return _prices[(*self._known, single)]
+
+    def grow(self) -> None:
+        """All levels of a draft."""
+        begun, alone = time.perf_counter(), True
+        while True:
+            alone &= self._grow_level()
+            self._levels += 1
+            self._spent = time.perf_counter() - begun
+            if not self.goes_on():
+                break
+        self._price(alone).observe(self._spent / self._levels)
+
+    def _grow_level(self) -> bool:
+        """Add a level; whether one compiled call has computed it."""
+        last = {row: (chain.path or [self._own.last(row)])[-1] for row, chain in self._live.items()}
+        if (single := self._given.single) is not None:
+            [(row, token)] = last.items()
+            x = single.draft_alone(token, self._given.weights)
+            if x is not None:
+                if self._rows[row].preview.greedy:
+                    self._go_on(row, *self._given.output.best(x, CHOICES))
+                else:
+                    self._choose(row, *self._given.output(x))
+                return True
+        logits = self._own.feed([last.get(row) for row in range(self._own.rows)])
+        for row in last:
+            self._choose(row, logits[row][None])
+        return False
+
+    def _choose(self, row: int, logits: torch.Tensor, among: Among | None = None) -> None:
+        """Let a row's chain go on by what the target would choose of these logits, [1, columns]."""
+        chain = self._rows[row]
+        best, ids = chain.preview.best(logits, [chain.path], CHOICES, among)
+        known = chain.preview.knows(logits.shape[1] if among is None else among.vocab_size)
+        self._go_on(row, ids[0].tolist(), best[0].tolist(), known)
+
+    def _go_on(
+        self, row: int, token_ids: Sequence[int], best: Sequence[float], known: bool = True
+    ) -> None:
+        """Let a row's chain go on by the likeliest tokens; see `evidence_classes`."""
+        scores = [score for score in best if math.isfinite(score)]
+        if not scores:
+            self._rows[row].ended = True
+            return
+        classes = evidence_classes(scores, known)
+        rates = self._given.weights.calibrator.rates(np.array(classes)).tolist()
+        self.certainties.append(rates[0])
+        self._rows[row].add(token_ids[: len(scores)], rates, classes)
 
     @property
-    def _waiting(self) -> torch.Tensor:
-        """bool [rows, w], which nodes are to be fed next."""
-        return self._scores > -torch.inf
-
-    def run(self, level: Level | None) -> torch.Tensor:
-        """Logits behind a level, by a forward of the target's own; a `Run`."""
-        self._started = time.perf_counter()
-        if level is None:
-            nothing = torch.empty((0, 1), dtype=torch.int64)
-            return self._own.feed([], nothing, 0, nothing[..., None].bool())[self._rows]
-        rows = self._waiting.any(1).nonzero().flatten().tolist()
-        # The text's last token is in front of the nodes.
-        sees = F.pad(level.visible[rows], (1, 0), value=True)
-        numbers = [self._rows[row] for row in rows]
-        logits = self._own.feed(numbers, level.token_ids[rows], level.depth, sees)
-        return logits[self._rows]
-
-    def _choices(self, logits: torch.Tensor, count: int, levels: Sequence[Level]) -> Chosen:
-        """What the target would choose behind each node, and how often such choices were right."""
-        ids = torch.zeros((*logits.shape[:2], count), dtype=torch.int64)
-        log_probs, classes = torch.full((2, *ids.shape), -torch.inf)
-        for row, session in enumerate(self._sessions):
-            nodes = self._waiting[row].nonzero().flatten()
-            preview = session.target.preview
-            assert preview is not None
-            if len(nodes):
-                paths = paths_to(levels, row)
-                scores, ids[row, nodes] = preview.best(
-                    logits[row, nodes], [paths[node] for node in nodes], count
-                )
-                known = preview.knows(logits.shape[-1])
-                found = evidence_classes(scores.numpy(), known)
-                rates = torch.from_numpy(self._drafter.calibrator.rates(found))
-                self.certainties += rates[:, 0].tolist()
-                probs = rates.where(scores.isfinite(), 0.0)
-                reached = self._scores[row, nodes, None].double().exp()
-                likely = reached * probs.double() >= _LEAST_DRAFTED
-                log_probs[row, nodes] = probs.log().where(likely, -torch.inf)
-                classes[row, nodes] = torch.from_numpy(found).float()
-        return Chosen(ids, log_probs, classes)
-
-    def _next_level(self) -> Level | None:
-        seconds = time.perf_counter() - self._started
-        self._price.observe(int(self._waiting.sum()), seconds)
-        self._spent += seconds
-        level = super()._next_level()
-        return level if level is not None and self.goes_on() else None
-
-    def _floor(self, scores: torch.Tensor) -> torch.Tensor:
-        nodes = torch.cat(self._reached, dim=1)
-        full = (nodes > -torch.inf).sum(1) >= self._budgets
-        ends = full | (self._rooms <= len(self._reached))
-        return torch.where(ends, torch.inf, self._least)[:, None]
+    def _live(self) -> dict[int, _Chain]:
+        return {row: chain for row, chain in self._rows.items() if not chain.ended}
 
     def goes_on(self) -> bool:
         """Whether another level is worth its time; while nobody knows that, one tells."""
-        first, timed, drafter = not self._reached, self._price.timed, self._drafter
-        if timed and self._pays():
+        if not (live := self._live):
+            return False
+        first, timed = not self._levels, self._level_seconds < math.inf
+        drafter = self._drafter
+        if timed and self._pays([*live.values()], _MARGIN if first else 1.0):
             return True
         if first and timed:
             drafter.refusals += 1
         return first and (not timed or drafter.refusals % _TRIAL_PERIOD == 0)
 
-    def _pays(self) -> bool:
-        """Whether any number of further levels brings more tokens per second than none."""
-        curve, rows = self._sessions[0].curve, len(self._sessions)
-        if curve is None:
+    def _pays(self, live: Sequence[_Chain], margin: float) -> bool:
+        """Whether any number of further levels brings so many times the tokens per second."""
+        if self._seconds is None:
             return True
-        scores = [scores.ravel() for scores in self._reached]
-        drafted = torch.cat([torch.empty(0), *scores]).double().exp().numpy()
-        drafted = drafted[drafted > 0]
-        best = self._scores.amax(1).double().exp().numpy()
-        further = int((self._rooms[self._waiting.any(1)] - len(self._reached)).max())
-        seconds = curve(1 + len(drafted) + rows * further) + self._spent
-        level = self._price.seconds(int(self._waiting.sum()))
-
-        def rate(levels: int) -> float:
-            """The most tokens per second that so many further levels may bring."""
-            steps = np.outer(self._drafter.certainty ** np.arange(1, levels + 1), best).ravel()
-            probs = np.sort(np.concatenate([drafted, steps]))[::-1]
-            tokens = np.concatenate([[rows], probs]).cumsum()
-            return float((tokens / (seconds[: len(tokens)] + levels * level)).max())
-
-        now = rate(0)
-        return any(rate(levels) > _MARGIN * now for levels in range(1, further + 1))
-
-
-def evidence_classes(scores: Float32Array, known: bool) -> Int32Array:
-    """int32 [nodes, choices]: the class of each choice behind a node.
-
-    Args:
-        scores: float32 [nodes, choices], descending, as `Preview.best` gives them.
-        known: whether nothing is left to chance; otherwise they are logarithms of probabilities.
-    """
-    if not known:
-        chances = np.searchsorted(PROB_EDGES, np.exp(scores), side="right")
-        return (CHOICES * BUCKETS + chances).astype(np.int32)
-    gaps = scores[:, :1] - scores
-    # The first one lies above the second by as much as that below the first.
-    gaps[:, 0] = gaps[:, 1] if gaps.shape[1] > 1 else np.inf
-    places = np.arange(scores.shape[1])
-    return (places * BUCKETS + np.searchsorted(GAP_EDGES, gaps, side="right")).astype(np.int32)
+        further = max(chain.room for chain in live) - self._levels
+        nodes = max(map(len, self.chains))
+        tokens = len(self.chains) + sum(chain.promised for chain in self.chains)
+        seconds, certainty = self._seconds, self._given.weights.certainty
+        now = tokens / (seconds[nodes] + self._spent)
+        reached = sum(chain.reached for chain in live)
+        for levels in range(1, further + 1):
+            reached *= certainty
+            tokens += reached
+            spent = self._spent + levels * self._level_seconds
+            if tokens / (seconds[nodes + levels] + spent) > margin * now:
+                return True
+        return False

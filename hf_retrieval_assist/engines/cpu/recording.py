@@ -20,12 +20,13 @@ given; and who repeats a program compares it first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -152,7 +153,23 @@ class Program:
         if all(map(can_compile, on_cache)) and self._updates and len({*numbers}) == len(numbers):
             self._placed = GivenLayers(numbers, self._updates[0].dtype)
         self._plans: dict[Any, _Plan] = {}
+        self._variants: WeakKeyDictionary[Any, Variant | None] = WeakKeyDictionary()
         self.nbytes = nbytes
+
+    def variant(self, weights: PackedModel) -> Variant | None:
+        """The same with other weights, up to what the output layer reads; None where that is not
+        known, or layers of the cache are not written to in one compiled call."""
+        if weights not in self._variants:
+            self._variants[weights] = self._made_variant(weights.by_id)
+        return self._variants[weights]
+
+    def _made_variant(self, packed: Mapping[int, PackedWeight]) -> Variant | None:
+        x = getattr(self._last_layer, "x", None)
+        if x is None or self._placed is None or self._updates[0].tokens != 1:
+            return None
+        operators = [y for one in self._operators for y in _chosen(one, packed.keys(), packed)]
+        whole = _compiled(operators, self._placed)
+        return Variant(self._inputs, whole, self._given, self._placed, x)
 
     def __call__(
         self,
@@ -213,11 +230,82 @@ class Program:
         return _Plan(_compiled(whole, self._placed if placed else None), last)
 
 
+class PackedWeight(Protocol):
+    """A weight in few bits.
+
+    Attributes:
+        values: int8 [outputs, steps * 64] of eight bits; uint8, blocks of `pack_int4`, of four.
+        scales: float32 [outputs], of eight bits; None of four.
+        lead: see `pack_int4`.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    lead: int
+
+
+class PackedModel(Protocol):
+    """A model's weights in few bits.
+
+    Attributes:
+        by_id: what stands for each, by the identity of the parameter.
+    """
+
+    by_id: Mapping[int, PackedWeight]
+
+
+class Variant:
+    """A forward of one token that was recorded, with weights in few bits.
+
+    Args:
+        inputs, given: the program's.
+        operators: up to what the output layer reads.
+        placed: tells those on the cache what they are given.
+        x: what the output layer would read.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        operators: Sequence[Operator],
+        given: Given,
+        placed: GivenLayers,
+        x: torch.Tensor,
+    ) -> None:
+        # Elements are set through NumPy in a tenth of the time.
+        self._ids = inputs["input_ids"].numpy()
+        self._positions = [x.numpy() for name, x in inputs.items() if name != "input_ids"]
+        self._operators, self._given, self._placed, self._x = operators, given, placed, x
+
+    def __call__(self, token_id: int, position: int, layers: Sequence[Any]) -> torch.Tensor | None:
+        """[1, 1, depth], what the output layer would read, until the next call; None: layers are
+        not to be written to as they were.
+
+        Args:
+            token_id, position: of the token, which sees all that the layers show.
+            layers: of the cache.
+        """
+        if not self._placed.open(layers, (), 1):
+            return None
+        self._ids[...] = token_id
+        for positions in self._positions:
+            positions[...] = position
+        self._given.layers = layers
+        try:
+            for operator in self._operators:
+                operator()
+        finally:
+            self._given.layers = ()
+            self._given.shown.clear()
+            self._placed.close()
+        return self._x
+
+
 def _chosen(
-    operator: Operator, overridden: set[int], packed: Mapping[int, Any]
+    operator: Operator, overridden: Set[int], packed: Mapping[int, Any]
 ) -> Sequence[Operator]:
     """What computes an operator where others stand for some weights, of which these are packed."""
-    own = overridden.intersection(getattr(operator, "weights", ()))
+    own = overridden & getattr(operator, "weights", frozenset())
     if not own:
         return [getattr(operator, "direct", operator)]
     found = operator.packed(packed) if packed.keys() >= own else None  # type: ignore[attr-defined]

@@ -179,6 +179,7 @@ class RepeatedForward(Borrower[Programs]):
             if tensor is not None
         ]
         self._compute, self._cache = compute, cache
+        self._single: Program | None = None
         self._handles, self.typical = RemovableHandle.next_id, True
         read = partial(recorded_state, model, arguments, torch.device("cpu"))
         super().__init__(PROGRAMS, model, read)
@@ -193,16 +194,33 @@ class RepeatedForward(Borrower[Programs]):
         hopes = self.repeats or (programs is not None and not programs.faults)
         self.widths = WIDTHS if hopes else ()
 
+    def is_current(self) -> bool:
+        """Whether what was recorded is what the model computes now; otherwise it is left."""
+        if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
+            self._check()
+        if self._programs is not None and self._programs.lookups.changed() is not None:
+            self._programs = self._single = None
+        return self._programs is not None
+
+    @property
+    def single(self) -> Program | None:
+        """What repeats a forward of one token without a mask; None: there is nothing yet."""
+        if self._single is None and self.is_current():
+            assert self._programs is not None
+            kinds: dict[Any, _ShapeRecording] = self._programs.kinds
+            for (shapes, masked, threads), kind in kinds.items():
+                alone = dict(shapes)["input_ids"].numel() == 1 and all(masked)
+                if alone and threads == torch.get_num_threads() and kind.trusted and kind.content:
+                    self._single = kind.content[0]
+        return self._single
+
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
         self.typical = True
-        if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
-            self._check()
-        programs = self._programs
-        if programs is not None and programs.lookups.changed() is not None:
-            programs = self._programs = None
-        if programs is None:
+        if not self.is_current():
             return self._compute(**given)
+        programs = self._programs
+        assert programs is not None
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
         tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         cache = getattr(given.get(CACHE), "layers", None)
@@ -231,11 +249,11 @@ class RepeatedForward(Borrower[Programs]):
         """Repeat nothing more where the model is no longer as it was."""
         self._handles = RemovableHandle.next_id
         if self._programs is not None and not self._is_current(self._programs):
-            self._programs = None
+            self._programs = self._single = None
 
     def give_back(self) -> None:
         """Leave what was recorded to the model's next calls, if the model is as it was."""
-        programs, self._programs = self._programs, None
+        programs, self._programs, self._single = self._programs, None, None
         self._weights.clear()
         if programs is not None:
             self._give_back(programs)

@@ -9,6 +9,7 @@ win; their logits alone are computed in full, by the kernel that would have comp
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,17 @@ CERTAIN_DEPTH = 80.0
 # many of the likeliest logits are computed where bounds of theirs do not tell what is removed.
 MOST_DRAWS = 8
 HEAD = 256
+
+# What is subtracted is the logarithm of a number of at most 53 log 2; rounding takes less than this
+# slack from its sum with a bound in float32.
+MOST_NOISE = math.log(53 * math.log(2))
+SLACK = 2.0**-12
+
+Reaching: TypeAlias = Callable[
+    [NDArray[np.float32], NDArray[np.float32], int],
+    tuple[NDArray[np.int64], NDArray[np.float32]],
+]
+"""See :meth:`~...decoding.draws.KnownDraws.reaching`, of a draw."""
 
 _Bounds: TypeAlias = tuple[torch.Tensor, float, torch.Tensor]
 
@@ -187,13 +199,13 @@ class Screened:
         logits: torch.Tensor = chosen_linear(self._x[row], self._screen.weight, ids)
         return logits
 
-    def draw(self, row: int, noise: torch.Tensor, sampling: Sampling = PLAIN) -> int | None:
+    def draw(self, row: int, reaching: Reaching, sampling: Sampling = PLAIN) -> int | None:
         """The token of the greatest p / noise, with p the probabilities of those that are kept.
 
-        So `torch.multinomial` draws one token where `noise` is what it takes from the generator.
+        So `torch.multinomial` draws one token where the noise is what it takes from the generator.
 
         Args:
-            noise: float32 [tokens], positive, of the exponential distribution.
+            reaching: knows the noise.
             sampling: its temperature is positive.
 
         Returns:
@@ -212,7 +224,7 @@ class Screened:
         if not float(near.abs().amax()) + screen.most_bound * norm < torch.finfo(self._x.dtype).max:
             return None
         margins = screen.bounds * norm + LEAST_MARGIN
-        return _Draw(self._x[row], screen.weight, near, margins, sampling).token(noise)
+        return _Draw(self._x[row], screen.weight, near, margins, sampling).token(reaching)
 
 
 class _Draw:
@@ -245,17 +257,15 @@ class _Draw:
         spread = spread * (1 + 2.0**-20) + middle.abs() * 2.0**-20
         self.low, self.high = middle - spread, middle + spread
 
-    def token(self, noise: torch.Tensor) -> int | None:
+    def token(self, reaching: Reaching) -> int | None:
         """See :meth:`Screened.draw`."""
-        gains = noise.log().neg_()
-        slack = gains.abs() * 2.0**-19
-        least, most = self.low + gains - slack, self.high + gains + slack
+        least, most = self.low - SLACK, self.high + SLACK
         if self._floor > -math.inf:
             removed = self.high < self.low.amax() + self._floor - CERTAIN_LEAD
             least[removed] = most[removed] = -math.inf
         for _ in range(MOST_DRAWS):
-            ids = (most >= least.amax()).nonzero()[:, 0]
-            if not 0 < len(ids) <= MOST_CANDIDATES * len(gains):
+            ids, gains = reaching(least.numpy(), most.numpy(), 1)
+            if not 0 < len(ids) <= MOST_CANDIDATES * len(least):
                 return None
             first = self._first(ids, gains)
             kept = None if first is None else self._passes(first)
@@ -266,21 +276,21 @@ class _Draw:
             least[first] = most[first] = -math.inf
         return None
 
-    def _compute(self, ids: torch.Tensor) -> torch.Tensor:
+    def _compute(self, ids: NDArray[np.int64]) -> torch.Tensor:
         """Logits divided by the temperature, float32, which are known from now on."""
-        logits = chosen_linear(self._x, self._weight, ids.numpy()).float()
+        logits = chosen_linear(self._x, self._weight, ids).float()
         logits /= self._sampling.temperature
         self.low[ids] = self.high[ids] = logits
         return logits
 
-    def _first(self, ids: torch.Tensor, gains: torch.Tensor) -> int | None:
+    def _first(self, ids: NDArray[np.int64], gains: NDArray[np.float32]) -> int | None:
         """Which of the tokens has the greatest score; None where rounding could decide."""
         logits = self._compute(ids)
-        best = (logits.double() + gains[ids].double()).topk(min(2, len(ids)))
+        best = (logits.double() + torch.from_numpy(gains).double()).topk(min(2, len(ids)))
         first = int(best.indices[0])
         lead = float(best.values[0] - best.values[-1]) if len(ids) > 1 else math.inf
         # No token's logit is further below the greatest, whose score is no greater.
-        depth = float(gains[ids[first]] - gains.amin())
+        depth = float(gains[first]) + MOST_NOISE
         known = lead > CERTAIN_LEAD and depth < CERTAIN_DEPTH and bool(logits[first].isfinite())
         return int(ids[first]) if known else None
 
@@ -291,7 +301,7 @@ class _Draw:
         logit = float(self.low[token])
         kept = self._is_likely(logit)
         if kept is None:
-            self._compute(self.high.topk(min(HEAD, len(self.high) // 16)).indices)
+            self._compute(self.high.topk(min(HEAD, len(self.high) // 16)).indices.numpy())
             kept = self._is_likely(logit)
         return kept
 

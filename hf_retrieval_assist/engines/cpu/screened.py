@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,11 +112,11 @@ class ScreenedVerified(Verified):
 
     def _drawn(self, row: RowText, place: int, sampling: Sampling, select: TokenSelector) -> int:
         """The token that is drawn from all, of which the draw is known beforehand."""
-        noise = select.draws.noise(len(row.generated), row.index)
-        token = self._screened.draw(place, noise, sampling)
+        draw = len(row.generated), row.index
+        token = self._screened.draw(place, partial(select.draws.reaching, *draw), sampling)
         if token is None:
             scores = select.process([row], self._screened.whole(place)[None].float())
-            token = quotient_tokens(scores.softmax(dim=-1), noise[None])[0]
+            token = quotient_tokens(scores.softmax(dim=-1), select.draws.noise(*draw)[None])[0]
         return token
 
     def _decisive(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from ...cache.slot_layers import NO_VIEWS
 from ...host.lookups import ForwardLookups
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
@@ -14,7 +17,11 @@ from ...verification.tree_attention import TreeTokens
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier
 from .packed_attention import PackedAttention, spans_of
-from .repeated_forward import RepeatedForward, can_repeat
+from .recording import PackedModel, Program
+from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
+
+# Forwards of one token by which one is recorded, and then compared.
+MOST_FED = PATIENCE + 3
 
 
 class CpuTreeVerifier(TreeVerifier):
@@ -52,6 +59,55 @@ class CpuTreeVerifier(TreeVerifier):
             self.cost_variant = "repeated" if self._repeated.repeats else ""
             if len(self.prompt_ids) == 1 and not self.packed:
                 self.widths = self._repeated.widths
+
+    @property
+    def _single(self) -> Program | None:
+        """What repeats a forward of one token, if the model is as it was."""
+        repeated = self._repeated
+        return repeated.single if repeated is not None and repeated.is_current() else None
+
+    @property
+    def may_record(self) -> bool:
+        """Whether forwards of one token without a mask, which rows that are padded always have, may
+        be recorded in this call."""
+        self.prepare()
+        repeats = self._repeated is not None and bool(self._repeated.widths)
+        return repeats and self.attention.prompt_mask is None
+
+    def record_alone(self, feed: Callable[[], object]) -> bool:
+        """Let forwards of one token be recorded, if they can be; whether they are.
+
+        Args:
+            feed: feeds one token more.
+        """
+        for _ in range(MOST_FED):
+            if self._single is not None:
+                break
+            feed()
+        return self._single is not None
+
+    def draft_alone(self, token_id: int, weights: PackedModel) -> torch.Tensor | None:
+        """What the output layer would read, [1, 1, depth], behind one token more of the only row,
+        which is not kept, with weights in few bits; None: there is no compiled forward of that."""
+        slots, single = self.cache.slots, self._single
+        variant = None if single is None else single.variant(weights)
+        if variant is None or self._next is None:
+            return None
+        masks, views = self.attention.masks(self._one, slots)
+        if any(
+            mask is not None for mask in (masks.values() if isinstance(masks, dict) else [masks])
+        ):
+            return None
+        self.feeding, slots.views = True, views
+        try:
+            x = variant(token_id, self._next + slots.longest - self.begun, self.cache.layers)
+        finally:
+            slots.views = NO_VIEWS
+        if x is not None:
+            slots.set_lengths([slots.longest + 1])
+            # What is not finite makes NaN of all that the last norm gives.
+            self._unsound = self._unsound or math.isnan(float(x[0, 0, 0]))
+        return x
 
     def narrow(self) -> None:
         super().narrow()

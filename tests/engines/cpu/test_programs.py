@@ -1,5 +1,8 @@
 """Recorded forwards as programs: what is compiled of them, with the bits of their operators."""
 
+import gc
+import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, reroute
-from hf_retrieval_assist.engines.cpu import recording, weight_copies
+from hf_retrieval_assist.engines.cpu import quantized_self, recording, weight_copies
+from hf_retrieval_assist.engines.cpu.few_bits import FewBits
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
 from hf_retrieval_assist.engines.cpu.reroute import overriding
@@ -17,6 +21,8 @@ from hf_retrieval_assist.engines.cpu.skinny import (
     RepeatedElements,
     RepeatedRows,
 )
+from tests.support.products import kernels_serving
+from tests.support.watching import results_of
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
 
@@ -25,7 +31,7 @@ PROMPT = torch.arange(40)[None] % 7 + 20
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The plans that programs make, each with how many weights are in eight bits."""
+    """The plans that programs make, each with how many weights are in few bits."""
     made, planned = [], recording.Program._planned
 
     def watched(program, overridden, packed, placed):
@@ -35,6 +41,16 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(recording.Program, "_planned", watched)
     return made
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Small weights are packed as well, levels known to take no time, and kernels serve."""
+    price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
+    monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
+    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    with kernels_serving():
+        yield
 
 
 def llama(dtype=torch.bfloat16):
@@ -65,8 +81,8 @@ def repeated(model, assistant, expected, prompt=PROMPT):
     return assistant.stats.last
 
 
-def compiled_in(plan):
-    return [one for one in plan.operators if isinstance(one, CompiledOperators)]
+def compiled_in(operators):
+    return [one for one in operators if isinstance(one, CompiledOperators)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -80,7 +96,9 @@ def test_layers_are_one_call(plans, threads):
         torch.set_num_threads(before)
     # Positions are turned into angles by a few operators of PyTorch, whatever the layers.
     assert plans
-    assert all(len(plan.operators) <= 12 and len(compiled_in(plan)) <= 2 for plan, _ in plans)
+    assert all(
+        len(plan.operators) <= 12 and len(compiled_in(plan.operators)) <= 2 for plan, _ in plans
+    )
 
 
 def test_rows_that_grow_by_different_amounts_are_written_to_by_their_layers(plans):
@@ -92,20 +110,50 @@ def test_rows_that_grow_by_different_amounts_are_written_to_by_their_layers(plan
     assert any(len(plan.operators) > 12 for plan, _ in plans)
 
 
-def test_weights_in_eight_bits_are_the_same_program(plans, monkeypatch):
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+def drafting(bits=4):
+    return Assistant([QuantizedSelf(bits)], budget=4)
+
+
+def programs_of(model):
+    """Those that are kept, by the tokens that they are fed."""
+    kinds = [kind for kept in PROGRAMS.report(model).idle for kind in kept.kinds.items()]
+    return {
+        dict(shapes)["input_ids"].numel(): kind.content[0]
+        for (shapes, *_), kind in kinds
+        if kind.content
+    }
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("few")
+def test_a_level_of_a_draft_is_one_call(monkeypatch, bits):
+    """It ends before the output layer."""
+    variants = results_of(monkeypatch, recording.Program, "_made_variant")
+    levels = results_of(monkeypatch, recording.Variant, "__call__", lambda x, *_: x.shape)
     model = llama()
-    repeated(model, Assistant([QuantizedSelf()], budget=4), plainly(model))
-    in_eight_bits = [plan for plan, packed in plans if packed]
-    assert in_eight_bits
-    assert all(len(plan.operators) <= 12 and plan.last is not None for plan in in_eight_bits)
+    repeated(model, drafting(bits), plainly(model))
+    assert len(variants) == 1
+    assert len(variants[0]._operators) <= 12
+    assert len(compiled_in(variants[0]._operators)) <= 2
+    assert len(levels) > 20
+    assert {*levels} == {(1, 1, 64)}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("few")
+def test_weights_in_few_bits_are_the_same_program(plans, bits):
+    """Rows lie side by side."""
+    model, prompt = llama(), torch.cat([PROMPT, PROMPT.flip(1)])
+    repeated(model, drafting(bits), plainly(model, prompt), prompt)
+    in_few_bits = [plan for plan, packed in plans if packed]
+    assert in_few_bits
+    assert all(len(plan.operators) <= 12 and plan.last is not None for plan in in_few_bits)
 
 
 def test_weights_that_are_packed_anew_are_another_plan():
     model = llama()
     repeated(model, SamAssistant(budget=3), plainly(model))
-    kinds = [kind for kept in PROGRAMS.report(model).idle for kind in kept.kinds.values()]
-    program = next(kind.content[0] for kind in kinds if kind.content)
+    program = next(iter(programs_of(model).values()))
     program._placed = None  # without a cache
     weight = model.model.layers[0].mlp.down_proj.weight
     first, second = (QuantizedWeight.pack(weight.detach() * factor) for factor in (1, 2))
@@ -117,20 +165,40 @@ def test_weights_that_are_packed_anew_are_another_plan():
         assert program._plan((), ()) is not plan
 
 
-def test_drafts_in_eight_bits_have_the_bits_of_their_operators(monkeypatch):
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+@pytest.mark.usefixtures("few")
+def test_a_model_that_is_packed_anew_is_another_variant_and_the_first_is_freed():
+    model = llama()
+    repeated(model, drafting(), plainly(model))
+    program, one, other = programs_of(model)[1], FewBits(model, 4), FewBits(model, 8)
+    variant = program.variant(one)
+    assert variant is program.variant(one) is not program.variant(other)
+    freed = weakref.ref(variant)
+    del variant, one
+    gc.collect()
+    assert freed() is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("few")
+def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype, bits):
+    """Computed one after another."""
+    levels = results_of(monkeypatch, recording.Variant, "__call__", lambda x, *_: x.clone())
 
     def drafted():
-        model, assistant = llama(), Assistant([QuantizedSelf()], budget=4)
-        calls = []
-        for _ in range(6):
+        model, assistant = llama(dtype), drafting(bits)
+        for _ in range(3):
             generate(model, assistant)
-            calls.append((assistant.stats.last.drafted, assistant.stats.last.accepted))
-        return calls
+        found = levels.copy()
+        levels.clear()
+        return found
 
     expected = drafted()
-    monkeypatch.setattr(recording, "can_compile", lambda operator: False)
-    assert drafted() == expected
+    assert len(expected) > 20
+    monkeypatch.setattr(recording, "_compiled", lambda operators, given: operators)
+    found = drafted()
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_activations_of_two_bytes_are_looked_up():

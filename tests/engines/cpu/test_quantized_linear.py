@@ -1,13 +1,40 @@
-"""Weights in eight bits: what packing takes, and numbers at the ends of their ranges."""
+"""Weights in few bits: what packing takes, and numbers at the ends of their ranges."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.skinny import PATHS, PEAK_COLUMNS, int8_linear, pack_int8
-from tests.support.products import DTYPES, Packed, dequantized, everywhere, packed, paths, random
+from hf_retrieval_assist.engines.cpu import quantized
+from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWeight
+from hf_retrieval_assist.engines.cpu.skinny import (
+    PATHS,
+    PEAK_COLUMNS,
+    RepeatedLinears,
+    int4_linear,
+    int8_linear,
+    pack_int4,
+    pack_int8,
+)
+from tests.support.products import (
+    DTYPES,
+    Packed,
+    PackedInFour,
+    dequantized,
+    everywhere,
+    from_four_bits,
+    in_groups,
+    packed,
+    paths,
+    random,
+)
+
+
+def of_sizes(exponents, *shape, dtype=torch.float32, seed=0):
+    """A matrix whose columns have such sizes in turn."""
+    size = torch.tensor(exponents).repeat(shape[1])[: shape[1]]
+    return (random(*shape, seed=seed) * 2.0**size).to(dtype)
 
 
 @given(
@@ -21,8 +48,7 @@ from tests.support.products import DTYPES, Packed, dequantized, everywhere, pack
 def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
     depth, outputs, dtype, path, exponents, seed
 ):
-    size = torch.tensor(exponents).repeat(depth)[:depth]
-    weight = (random(outputs, depth, dtype=torch.float32, seed=seed) * 2.0**size).to(dtype)
+    weight = of_sizes(exponents, outputs, depth, dtype=dtype, seed=seed)
     result = packed(weight, path)
     rest = weight.double() - dequantized(result).double()
     rounding = 2.0**-23 * weight.double().norm(dim=1)  # a scale times a value
@@ -34,11 +60,69 @@ def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
     assert (result.norms <= weight.double().norm(dim=1) * 1.0001).all()
 
 
+def left_out(weight, rounded):
+    """The squared norm of what rounding takes from each group."""
+    return in_groups(weight.double() - rounded, 0).square().sum(-1)
+
+
+def plainly_in_four_bits(weight, sign):
+    """Groups whose element of the greatest magnitude becomes 8 steps."""
+    groups = in_groups(weight.double(), 0)
+    scales = (sign * groups.abs().amax(-1, keepdim=True) / 8).half().double()
+    values = (groups / scales).nan_to_num().round().clamp(-8, 7)
+    return (values * scales).flatten(1)[:, : weight.shape[1]]
+
+
+@given(
+    depth=st.integers(1, 300),
+    outputs=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    path=st.sampled_from(PATHS),
+    exponents=st.lists(st.integers(-20, 13), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+def test_a_group_in_four_bits_loses_no_more_than_by_the_plain_scale(
+    depth, outputs, dtype, path, exponents, seed
+):
+    weight = of_sizes(exponents, outputs, depth, dtype=dtype, seed=seed)
+    own = left_out(weight, from_four_bits(pack_int4(weight, path=path), weight.shape))
+    for sign in (1, -1):
+        plain = left_out(weight, plainly_in_four_bits(weight, sign))
+        assert (own <= plain * (1 + 1e-4)).all()
+
+
 @paths
-def test_packing_does_not_depend_on_the_number_of_threads(path):
+def test_another_scale_than_the_plain_one_is_found(path):
+    weight = random(64, 640)
+    own = left_out(weight, from_four_bits(pack_int4(weight, path=path), weight.shape))
+    plain = [left_out(weight, plainly_in_four_bits(weight, sign)) for sign in (1, -1)]
+    assert own.sum() < 0.95 * torch.minimum(*plain).sum()
+    assert own.sum().sqrt() < 0.085 * weight.norm()
+
+
+@everywhere
+@pytest.mark.parametrize("lead", [0, 1, 17, 31])
+@pytest.mark.parametrize(("outputs", "depth"), [(1, 1), (15, 32), (16, 33), (40, 100), (7, 64)])
+def test_what_fills_blocks_up_counts_as_zero(path, dtype, lead, outputs, depth):
+    """Columns before and behind a row's, and outputs behind the last."""
+    weight = random(outputs, depth, dtype=dtype)
+    filled = F.pad(weight, (lead, -(lead + depth) % 32, 0, -outputs % 16))
+    wide = random(outputs, depth + 9, dtype=dtype)
+    wide[:, 4 : 4 + depth] = weight
+    for given_weight, given_lead in ((weight, lead), (wide[:, 4 : 4 + depth], lead), (filled, 0)):
+        blocks = pack_int4(given_weight, given_lead, path=path)
+        assert torch.equal(blocks, pack_int4(filled, path=path))
+
+
+@paths
+@pytest.mark.parametrize(
+    "pack", [pack_int8, lambda *given, **options: [pack_int4(*given, **options)]]
+)
+def test_packing_does_not_depend_on_the_number_of_threads(path, pack):
     weight = random(300, 100, dtype=torch.float32)
-    found = pack_int8(weight, path=path, threads=1), pack_int8(weight, path=path)
-    assert all(map(torch.equal, *found))
+    expected = pack(weight, path=path, threads=1)
+    for threads in (2, 3, 8):
+        assert all(map(torch.equal, pack(weight, path=path, threads=threads), expected))
 
 
 @paths
@@ -73,6 +157,32 @@ def test_what_is_not_finite_becomes_nan_in_its_own_row_or_column_alone(path, dty
     assert not result.left_out[5].isfinite()
 
 
+@everywhere
+@pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_in_its_own_row_or_output_in_four_bits(path, dtype, special):
+    """All others have the bits that they have without."""
+    x, weight = random(7, 50, dtype=dtype), random(21, 50, dtype=dtype, seed=1)
+    plain = PackedInFour(weight, path)(x)
+    x[3, 49] = special
+    weight[5, 0] = special
+    y, broken = PackedInFour(weight, path)(x), torch.zeros(7, 21, dtype=torch.bool)
+    broken[3] = broken[:, 5] = True
+    assert torch.equal(y.isfinite(), ~broken)
+    assert torch.equal(y[~broken], plain[~broken])
+
+
+@paths
+def test_zeros_and_tiny_numbers_in_four_bits(path):
+    """A scale that float16 takes for zero stands for zeros."""
+    weight, x = torch.zeros(4, 64), torch.ones(2, 64)
+    weight[1], weight[2, :32] = 1e-9, 1e-5
+    x[1] = 1e-38
+    y = PackedInFour(weight, path)(x)
+    assert torch.equal(y[:, [0, 1, 3]], torch.zeros(2, 3))
+    assert y[0, 2] == pytest.approx(3.2e-4, rel=0.03)
+    assert y[1, 2] == 0
+
+
 @paths
 def test_zeros_tiny_and_huge_numbers(path):
     weight = torch.zeros(4, 64)
@@ -99,6 +209,37 @@ def test_sums_of_the_greatest_integers_do_not_overflow(path):
     torch.testing.assert_close(y, torch.full((2, 3), -float(depth)), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("lead", [0, 13])
+@pytest.mark.parametrize("kind", [QuantizedWeight, FourBitWeight])
+def test_layers_of_the_same_rows_are_computed_together(kind, lead, monkeypatch):
+    """As each alone; others are refused."""
+    monkeypatch.setattr(quantized, "LEAD", lead)
+    x, biases = random(3, 70), (None, random(300, seed=5))
+    weights = [kind.pack(random(n, 70, seed=n)) for n in (40, 300)]
+    outs = [torch.empty(3, len(weight)) for weight in (biases[1][:40], biases[1])]
+    peaks = torch.empty(3, 2)
+    together = RepeatedLinears(x, None, biases[0], outs[0], weights[0])
+    assert together.add(x, None, biases[1], outs[1], weights[1], peaks)
+    [other] = {QuantizedWeight, FourBitWeight} - {kind}
+    for weight, unlike in ((random(40, 70), None), (None, other.pack(random(40, 70)))):
+        assert not together.add(x, weight, None, torch.empty(3, 40), unlike)
+    for _ in range(2):
+        together()
+        for weight, bias, out in zip(weights, biases, outs, strict=True):
+            assert torch.equal(out, weight(x, bias))
+        assert torch.equal(peaks, torch.stack([y.amax(1) for y in outs[1].split(256, 1)], 1))
+        x.mul_(-2)
+
+
+def test_layers_whose_groups_begin_elsewhere_are_not_computed_together(monkeypatch):
+    x, weights = random(3, 70), []
+    for lead in (0, 13):
+        monkeypatch.setattr(quantized, "LEAD", lead)
+        weights.append(FourBitWeight.pack(random(40, 70)))
+    together = RepeatedLinears(x, None, None, torch.empty(3, 40), weights[0])
+    assert not together.add(x, None, None, torch.empty(3, 40), weights[1])
+
+
 W, X = torch.ones(4, 40), torch.ones(2, 40)
 PARTS = dict(zip(("values", "scales"), pack_int8(W)[:2], strict=True))
 
@@ -120,8 +261,30 @@ PARTS = dict(zip(("values", "scales"), pack_int8(W)[:2], strict=True))
 def test_bad_arguments_are_named(error, match, arguments):
     with pytest.raises(error, match=match):
         int8_linear(**{"x": X, **PARTS, **arguments})
-    with pytest.raises(ValueError, match="weight: expected a matrix"):
-        QuantizedWeight.pack(W.T)
+    for kind in (QuantizedWeight, FourBitWeight):
+        with pytest.raises(ValueError, match="weight: expected a matrix"):
+            kind.pack(W.T)
+
+
+BLOCKS = pack_int4(torch.ones(20, 40))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "x: expected float32", {"x": X.double()}),
+        (ValueError, "blocks: expected shape", {"x": torch.ones(2, 65)}),
+        (TypeError, "blocks: expected torch.uint8", {"blocks": BLOCKS.view(torch.int8)}),
+        (ValueError, "blocks: expected adjacent", {"blocks": BLOCKS.T.contiguous().T}),
+        (ValueError, "blocks: expected shape", {"blocks": BLOCKS[:1]}),
+        (ValueError, "blocks: expected shape", {"outputs": 33}),
+        (ValueError, "blocks: expected shape", {"lead": 25}),
+        (ValueError, "bias: expected shape", {"bias": torch.ones(19)}),
+    ],
+)
+def test_bad_arguments_in_four_bits_are_named(error, match, arguments):
+    with pytest.raises(error, match=match):
+        int4_linear(**{"x": X, "blocks": BLOCKS, "outputs": 20, **arguments})
 
 
 def test_a_packed_parameter_multiplies():
@@ -129,3 +292,14 @@ def test_a_packed_parameter_multiplies():
     assert (weight.shape, weight.nbytes) == ((7, 40), 7 * 64 + 3 * 4 * 7)
     with pytest.raises(ValueError, match=r"x: expected shape \[..., 40\]"):
         weight(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("kind", [QuantizedWeight, FourBitWeight])
+def test_the_memory_of_a_copy_is_known_beforehand(kind):
+    for shape in ((7, 40), (16, 32), (33, 65)):
+        weight = random(*shape)
+        copy = kind.pack(torch.nn.Parameter(weight))
+        assert copy.shape == shape
+        assert copy.nbytes == kind.size_of(weight)
+        x, bias = random(3, shape[1], seed=1), random(shape[0], seed=2)
+        assert (copy(x, bias) - F.linear(x, weight, bias)).norm() < 0.12 * (x @ weight.T).norm()

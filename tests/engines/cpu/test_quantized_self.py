@@ -1,5 +1,8 @@
-"""Drafts of the target itself in eight bits."""
+"""Drafts of the target itself in few bits."""
 
+import gc
+import math
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,28 +14,40 @@ from transformers import DynamicCache
 
 from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import quantized, tree_verifier, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier, weight_copies
 from hf_retrieval_assist.engines.cpu import quantized_self as module
+from hf_retrieval_assist.engines.cpu.few_bits import FewBits, missing_bytes
+from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.recording import overrides
+from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
+from tests.support.products import kernels_serving
 from tests.support.rounding import OF_MODEL, near, within
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
-from tests.support.watching import Interrupt, calls_of, fed_shapes, interrupted_forward
+from tests.support.watching import (
+    Interrupt,
+    Spectator,
+    calls_of,
+    fed_shapes,
+    interrupted_forward,
+    results_of,
+)
 
-# Windows of six tokens, soft caps, chunks, experts in one tensor, several position ids, no linears.
-FAMILIES = [
-    "LlamaForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Llama4ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MixtralForCausalLM",
-    "GPT2LMHeadModel",
-]
+# Levels of one row are one compiled call of those whose heads the kernel computes: windows of six
+# tokens, experts in one tensor, an output layer with a bias.
+COMPILED = {
+    "LlamaForCausalLM": {"head_dim": 16},
+    "Gemma3ForCausalLM": {"head_dim": 16},
+    "Qwen3ForCausalLM": {"head_dim": 16},
+    "MixtralForCausalLM": {"head_dim": 16},
+    "PhiForCausalLM": {"hidden_size": 64},
+}
+# Others: soft caps, chunks, several position ids, no linears.
+FAMILIES = [*COMPILED, "Gemma2ForCausalLM", "Llama4ForCausalLM", "GPT2LMHeadModel"]
 SAMPLINGS = {
     "greedy": {},
     "hot": {"do_sample": True, "temperature": 1.5},
@@ -44,12 +59,36 @@ NEW = 30
 
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch):
-    """The tiny models' linears are packed; adapters on them stay small."""
+    """The tiny models' linears are packed; adapters on them stay small. Kernels serve."""
     monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    with kernels_serving():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def price(monkeypatch):
+    """What a level takes, for the drafter: nothing, and it does not learn more."""
+    found = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
+    monkeypatch.setattr(module, "_prices", defaultdict(lambda: found))
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Whether each level of a draft of one row was one compiled call."""
+    return results_of(monkeypatch, CpuTreeVerifier, "draft_alone", lambda x, *_: x is not None)
 
 
 def assistant(**options):
     return Assistant([QuantizedSelf(**options)], budget=16)
+
+
+def made(name):
+    """A model, of which the bias of an output layer decides more than its weights."""
+    model = build(name, **COMPILED.get(name, {}))
+    if (bias := model.get_output_embeddings().bias) is not None:
+        bias.data.normal_(generator=torch.Generator().manual_seed(0))
+    return model
 
 
 @pytest.mark.parametrize(
@@ -60,10 +99,10 @@ def assistant(**options):
         *((FAMILIES[1], sampling, 4) for sampling in SAMPLINGS),
     ],
 )
-def test_output_is_plain(name, sampling, rows):
+def test_output_is_plain(name, sampling, rows, compiled):
     """Tokens and random state; most drafts are accepted. Several rows have padding, get on
     unequally and end early."""
-    model, drafting = build(getattr(transformers, name)), assistant()
+    model, drafting = made(name), assistant()
     options = {"do_sample": False, "max_new_tokens": NEW} | SAMPLINGS[sampling]
     inputs = {"input_ids": PROMPT}
     if rows > 1:
@@ -76,15 +115,97 @@ def test_output_is_plain(name, sampling, rows):
     assert stats.tier == "tree"
     assert stats.keeps_seed
     assert stats.accepted > stats.steps
+    assert (sum(compiled) > stats.steps) == (rows == 1 and name in COMPILED)
     for dtype in (torch.bfloat16, torch.float16) if (sampling, rows) == ("greedy", 1) else ():
         run(model.to(dtype), **options, assistant=drafting)
         assert drafting.stats.last.steps < NEW / 2
 
 
-def test_drafts_are_in_eight_bits_without_other_kernels(monkeypatch):
-    model, products = build(), calls_of(monkeypatch, quantized.QuantizedWeight, "__call__")
-    same(model, assistant=Assistant([QuantizedSelf()], budget=8, reroute=False))
-    assert products
+@pytest.mark.parametrize(("bits", "kind"), [(4, FourBitWeight), (8, QuantizedWeight)])
+def test_drafts_are_in_few_bits_without_other_kernels(bits, kind, monkeypatch):
+    model, products = build(), calls_of(monkeypatch, kind, "__call__")
+    same(model, assistant=Assistant([QuantizedSelf(bits)], budget=8, reroute=False))
+    layers = {product[0].shape for product in products}
+    assert layers >= {model.model.layers[0].mlp.up_proj.weight.shape, (32, 32)}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_level_drafts_what_a_forward_would(name, sampling, compiled, monkeypatch):
+    options = {"max_new_tokens": NEW} | SAMPLINGS[sampling]
+    trees = results_of(
+        *(monkeypatch, QuantizedSelf, "propose_rows"),
+        lambda drafts, *_: (drafts[0].token_ids.tolist(), drafts[0].parents.tolist()),
+    )
+    run(made(name), assistant=assistant(), **options)
+    assert all(compiled)
+    assert len(compiled) > len(trees)
+    found = trees.copy()
+    trees.clear()
+    monkeypatch.setattr(CpuTreeVerifier, "draft_alone", lambda *_: None)
+    run(made(name), assistant=assistant(), **options)
+    assert trees == found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_first_rows_of_a_large_output_layer_and_those_of_texts_are_enough(
+    sampling, monkeypatch, compiled
+):
+    monkeypatch.setattr(few_bits, "LEAST_ROWS", 256)
+    model = build(vocab_size=1000, head_dim=16)
+    options = {"max_new_tokens": 60} | SAMPLINGS[sampling]
+    accepted = [same(model, assistant=assistant(), **options)[2].stats.last.accepted for _ in "12"]
+    output = FewBits.known_of(model, 4).output
+    assert output.first == 256
+    assert 100 < output.seen < 300
+    assert sum(compiled) > 60
+    assert 28 < accepted[1] > accepted[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_draft_has_more_nodes_than_it_may(rows, monkeypatch):
+    sizes = results_of(
+        *(monkeypatch, QuantizedSelf, "propose_rows"), lambda drafts, *_: max(drafts.sizes)
+    )
+    same(build(head_dim=16), PROMPT.repeat(rows, 1), Assistant([QuantizedSelf()], budget=2))
+    assert max(sizes) == 2
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("new", [2, 3, 6])
+def test_nothing_is_fed_behind_the_last_position(name, new):
+    """A forward of one token is recorded in the first draft of a call."""
+    model = build(name)
+    ids = PROMPT.repeat(1, 10)[:, : model.config.max_position_embeddings - new]
+    same(model, ids, assistant(), max_new_tokens=new, tier="tree")
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Llama4ForCausalLM"])
+def test_a_forward_that_cannot_be_recorded_is_fed_for_it_in_few_calls(name, monkeypatch):
+    """A padded row's has a mask, and those of chunks have."""
+    model, mask = build(name, head_dim=16), torch.ones_like(PROMPT)
+    mask[0, :5] = name == "Llama4ForCausalLM"
+    levels = results_of(monkeypatch, TargetForwards, "feed", lambda *_: 1)
+    verified = results_of(monkeypatch, QuantizedSelf, "propose_rows", lambda *_: 1)
+    for _ in range(4):
+        levels.clear()
+        verified.clear()
+        model.generate(
+            **{"input_ids": PROMPT * mask, "attention_mask": mask, "do_sample": False},
+            **{"max_new_tokens": NEW, "assistant": assistant(max_levels=1)},
+        )
+    assert len(levels) <= len(verified)
+
+
+def test_calls_that_cannot_record_forwards_leave_others_their_own(compiled):
+    model, mask = build(head_dim=16), torch.ones_like(PROMPT)
+    mask[0, :5] = 0
+    options = {"do_sample": False, "max_new_tokens": NEW}
+    for _ in range(3):
+        model.generate(PROMPT * mask, attention_mask=mask, **options, assistant=assistant())
+    assert not any(compiled)
+    run(model, **options, assistant=assistant())
+    assert any(compiled)
 
 
 def test_a_level_is_one_forward_for_all_rows(llama, monkeypatch):
@@ -101,9 +222,9 @@ def test_a_level_is_one_forward_for_all_rows(llama, monkeypatch):
     assert len(shapes) <= 1 + 4 * steps
     assert drafted.count((3, 1)) >= steps - 1
     with fed_shapes(llama) as shapes:
-        run(llama, max_new_tokens=5, assistant=assistant())
+        run(llama, max_new_tokens=5, assistant=assistant(bits=8))
     # The prefill brings one of five tokens, and the last one needs no node.
-    assert [shape[1] for shape in shapes[1:4]] == [1, *[s[1] for s in shapes[2:4]]]
+    assert [shape[1] for shape in shapes[:4]] == [PROMPT.shape[1], 1, 1, 1]
     assert len(shapes) == 1 + 3 + 1
 
 
@@ -124,21 +245,51 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
     assert torch.equal(again, plain)
 
 
-def test_weights_are_packed_once_and_anew_when_they_change():
-    model = build(transformers.LlamaForCausalLM, tie_word_embeddings=True)
-    packed = quantized.quantized_model(model)
-    run(model, assistant=assistant())
-    assert {id(copy) for copy in packed.values()} == {
-        id(copy) for copy in quantized.quantized_model(model).values()
-    }
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_packed_once_and_anew_when_they_change(bits):
+    model = build(tie_word_embeddings=True, head_dim=16)
+    run(model, assistant=assistant(bits=bits))
+    packed = FewBits.known_of(model, bits)
+    kinds = {name: type(packed.by_id.get(id(x))) for name, x in model.named_parameters()}
+    assert kinds["model.layers.2.mlp.up_proj.weight"] is (FourBitWeight, QuantizedWeight)[bits > 4]
+    assert kinds["model.embed_tokens.weight"] is QuantizedWeight  # and the output layer's
+    assert kinds["model.norm.weight"] is type(None)
+    assert missing_bytes(model, bits) == 0
+    for other in (assistant(bits=bits), assistant(bits=bits), assistant(bits=12 - bits)):
+        run(model, assistant=other)
+        assert FewBits.known_of(model, bits) is packed
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.roll(1, 0))
-    drafting = assistant()
+    assert FewBits.known_of(model, bits) is None
+    drafting = assistant(bits=bits)
     assert torch.equal(run(model, assistant=drafting), run(model))
     assert drafting.stats.last.steps < 10
-    anew = quantized.quantized_model(model)
-    assert not any(anew[key] is copy for key, copy in packed.items())
+    anew = FewBits.known_of(model, bits)
+    assert not any(anew.by_id[key] is copy for key, copy in packed.by_id.items())
+
+
+def test_writes_that_nobody_counts_are_noticed_within_some_calls():
+    model = build(head_dim=16)
+    packed = FewBits.of(model, 4)
+    model.model.layers[1].mlp.down_proj.weight.data.neg_()
+    plain = run(model)
+    for _ in range(few_bits._LOOK_PERIOD):
+        assert torch.equal(run(model, assistant=assistant()), plain)
+    assert FewBits.of(model, 4) is not packed
+
+
+def test_copies_go_with_their_model():
+    gc.collect()
+    known = IN_FOUR_BITS.nbytes()
+    model = build(head_dim=16)
+    missing = missing_bytes(model, 4)
+    run(model, assistant=assistant())
+    last = FewBits.known_of(model, 4).output.whole.nbytes
+    assert FewBits.known_of(model, 4).nbytes == missing == IN_FOUR_BITS.nbytes() - known + last
+    del model
+    gc.collect()
+    assert IN_FOUR_BITS.nbytes() == known
 
 
 def test_other_threads_and_models_compute_as_always(llama):
@@ -161,6 +312,25 @@ def test_other_threads_and_models_compute_as_always(llama):
     assert torch.equal(llama.lm_head(results[0]), expected)
 
 
+def test_a_hook_that_comes_within_a_call_sees_drafts(compiled):
+    model, seen = build(head_dim=16), []
+
+    class Streamer(Spectator):
+        def put(self, value):
+            super().put(value)
+            if len(self.sent) == 8:
+                layer = model.model.layers[0]
+                layer.register_forward_hook(lambda _, args, out: seen.append(args[0].shape[1]))
+                compiled.append("hook")
+
+    run(model, max_new_tokens=NEW, streamer=Streamer(), assistant=assistant())
+    place = compiled.index("hook")
+    assert all(compiled[:place])
+    assert place > 8
+    assert not any(compiled[place + 1 :])
+    assert seen.count(1) > len(seen) / 2  # the others are verified
+
+
 def test_adapters_stay_as_they_are():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, init_lora_weights=False, lora_alpha=32)
@@ -175,7 +345,9 @@ def test_adapters_stay_as_they_are():
     with model.disable_adapter():
         same(model, assistant=drafting, max_new_tokens=NEW)
     small = {id(p) for n, p in model.named_parameters() if "lora" in n}
-    assert not small & quantized.quantized_model(model).keys()
+    packed = FewBits.of(model, 4).by_id.keys()
+    assert packed
+    assert not small & packed
 
 
 def test_what_it_cannot_do_is_one_error(llama):
@@ -193,16 +365,6 @@ def test_what_it_cannot_do_is_one_error(llama):
     forwards = TargetForwards()
     forwards.begin(object(), [], lambda row: None)
     assert not forwards.ready
-
-
-@pytest.fixture
-def price(monkeypatch):
-    """What a level takes, for the drafter."""
-    found = SimpleNamespace(timed=True, level=0.0, observe=lambda nodes, seconds: None)
-    found.seconds = lambda nodes: found.level
-    monkeypatch.setattr(module, "CostModel", lambda: found)
-    monkeypatch.setattr(module, "_prices", {})
-    return found
 
 
 @pytest.fixture
@@ -227,22 +389,30 @@ def test_a_draft_grows_while_a_level_pays_which_is_tried_now_and_then(
 ):
     """Where it was dear, one level in so many steps; where nobody knows, one."""
     monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
-    for price.level, price.timed, found in (
-        (1e-4, True, None),
-        (1.0, True, [0, 0, 0, 1, 0, 0, 0, 1]),
-        (1.0, False, [1, 1, 1, 1]),
+    for price.seconds, found in (
+        (1e-4, None),
+        (1.0, [0, 0, 0, 1, 0, 0, 0, 1]),
+        (math.inf, [1, 1, 1, 1]),
     ):
         depths.clear()
         run(llama, assistant=assistant(), max_new_tokens=NEW)
         assert 4 <= max(depths) <= 8 if found is None else depths[: len(found)] == found
 
 
+def test_a_shorter_time_of_a_level_is_believed_sooner_than_a_longer_one():
+    price, found = module._Price(), []
+    for seconds in (4.0, 2.0, 3.3, 300.0):
+        price.observe(seconds)
+        found.append(price.seconds)
+    assert found == near([4.0, 3.0, 3.03, 3.03 * 1.05])
+
+
 def test_close_choices_fork_and_clear_ones_do_not():
-    close = np.log(np.array([[0.4, 0.39, 0.2]], np.float32))
-    clear = np.log(np.array([[0.9, 0.05, 0.04]], np.float32))
-    priors, classes_of = module.EVIDENCE.priors, module.evidence_classes
-    first, second = (priors[classes_of(scores, known=True)][0] for scores in (close, clear))
+    close, clear = (np.log(probs).tolist() for probs in ([0.4, 0.39, 0.2], [0.9, 0.05, 0.04]))
+    priors, classes_of = few_bits.EVIDENCE.priors, few_bits.evidence_classes
+    first, second = (priors[classes_of(scores, known=True)] for scores in (close, clear))
     assert first[1] > 0.25 > second[1]
     assert second[0] > 0.9 > first[0]
-    chances = priors[classes_of(close, known=False)][0]
-    assert chances == near([0.37, 0.37, 0.17])
+    assert priors[classes_of(close, known=False)] == near([0.37, 0.37, 0.17])
+    # Where nothing else may come.
+    assert classes_of(close[:1], known=True) == [few_bits.BUCKETS - 1]

@@ -1,11 +1,14 @@
 """The screened output layer against the whole one: the same token, whatever the weights are."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
 
+from hf_retrieval_assist.decoding.draws import reaching_of
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.screen import PLAIN, Sampling, Screen
 from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
@@ -25,7 +28,7 @@ def argmax(screen, x):
 def draw(screen, x, noise, sampling=PLAIN):
     """The tokens; -1 where all logits are needed."""
     found = screen.look(x)
-    tokens = [found.draw(row, noise[row], sampling) for row in range(len(x))]
+    tokens = [found.draw(row, partial(reaching_of, noise[row]), sampling) for row in range(len(x))]
     return torch.tensor([-1 if one is None else one for one in tokens], dtype=torch.int64)
 
 

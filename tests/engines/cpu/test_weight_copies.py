@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from hf_retrieval_assist.engines.cpu import quantized
 from hf_retrieval_assist.engines.cpu.compact import CompactWeight
-from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
+from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.weight_copies import BANDS, EVERY, WeightCopies
-from tests.support.products import dequantized
+from tests.support.products import dequantized, from_four_bits
 
-KINDS = (QuantizedWeight, CompactWeight)
+KINDS = (QuantizedWeight, FourBitWeight, CompactWeight)
 SHAPE = (300, 64)
 
 
@@ -94,9 +95,12 @@ def test_a_weight_that_was_written_to_is_packed_anew(kind, write, counted):
     after = weights.of(layer.weight)
     assert weights.of(layer.weight) is after is not before
     assert after.stands_for(layer.weight, sampled=True)
+    expected, found = layer.weight.float(), after.copy
     if kind is QuantizedWeight:
-        expected = layer.weight.float()
-        torch.testing.assert_close(dequantized(after.copy), expected, rtol=0, atol=0.05)
+        torch.testing.assert_close(dequantized(found), expected, rtol=0, atol=0.05)
+    if kind is FourBitWeight:
+        rest = from_four_bits(found.values, found.shape, found.lead) - expected
+        assert rest.norm() < 0.1 * expected.norm()
     before = None
     gc.collect()
     assert weights.nbytes() == after.copy.nbytes
@@ -110,7 +114,7 @@ def test_one_element_shows_within_some_calls(kind, row):
     weights.of(weight).turn = 0
     for _ in range(EVERY * BANDS):
         assert weights.find(weight) is not None
-    weight.data[row, 30].neg_()
+    weight.data[row, 30].sub_(5)  # which few bits tell, too
     assert weights.find(weight) is not None
     assert any(weights.find(weight) is None for _ in range(EVERY * BANDS))
 
@@ -124,9 +128,25 @@ def test_columns_show_where_there_are_more_than_rows(kind):
         assert weights.find(weight) is None
 
 
-def test_values_that_are_not_finite_are_what_was_packed():
+@pytest.mark.parametrize("lead", [0, 13])
+@pytest.mark.parametrize("count", [1, 5, 16, 40])
+@pytest.mark.parametrize("first", [0, 1, 15, 16, 155, 259])
+def test_rows_in_four_bits_are_known_wherever_a_band_begins(monkeypatch, first, count, lead):
+    monkeypatch.setattr(quantized, "LEAD", lead)
+    weight = weight_of(299, 70)
+    packed, rows = FourBitWeight.pack(weight), weight[first : first + count]
+    assert packed.is_of(rows, first)
+    assert not packed.is_of(rows, first - 1 if first else 1)
+    for row, column in ((0, 0), (-1, 69), (len(rows) // 2, 33)):
+        changed = rows.clone()
+        changed[row, column] += 9
+        assert not packed.is_of(changed, first)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_values_that_are_not_finite_are_what_was_packed(kind):
     """Inference tensors are such, whose writes PyTorch does not count."""
-    weights, weight = copies(), weight_of()
+    weights, weight = copies(kind), weight_of()
     weight.data[5, 5], weight.data[6, 6] = torch.nan, torch.inf
     first = weights.of(weight)
     for _ in range(EVERY * BANDS):

@@ -16,7 +16,7 @@ static void check(kernel_path path, int dtype) {
     memset(y, 7, rows * outputs * 4 + 2 * GUARD);
     y += GUARD;
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
-                              NULL, 0, NULL};
+                              NULL, 0, 0, NULL};
     run_linears(&problem, 1, &path, 1);
     for (int64_t i = 1; i <= GUARD; i++)
         if (y[-i] != 7 || y[rows * outputs * skinny_item_bytes(dtype) + i - 1] != 7)
@@ -43,7 +43,7 @@ static void check_int8(kernel_path path, int dtype) {
     fill(scales, factors, outputs, dtype);
     for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
-                              dtype, SKINNY_INT8, scales, dtype, NULL};
+                              dtype, SKINNY_INT8, scales, dtype, 0, NULL};
     run_linears(&problem, 1, &path, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
@@ -70,7 +70,7 @@ static void check_rounded(kernel_path path, int dtype) {
     int8_packing packing = {w, outputs, depth, depth, dtype, values, scales, norms, norms + outputs, 0};
     path.pack_int8(&packing, 1);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, stride,
-                              outputs, dtype, SKINNY_ROUNDED, (char *)scales, SKINNY_FLOAT32,
+                              outputs, dtype, SKINNY_ROUNDED, (char *)scales, SKINNY_FLOAT32, 0,
                               dtype == SKINNY_FLOAT32 ? peaks : NULL};
     run_linears(&problem, 1, &path, 1);
     for (int64_t r = 0; r < rows && problem.peaks; r++) {
@@ -98,12 +98,78 @@ static void check_rounded(kernel_path path, int dtype) {
     free(x), free(w), free(y), free(xs), free(ws), free(values), free(scales), free(norms), free(peaks);
 }
 
+/* The nearest multiple of a scale, found in float. */
+static double rounded(double x, float scale) { return scale == 0 ? 0 : scale * rintf((float)x * (1 / scale)); }
+
+/* What the kernel's rounding to four bits has made of a weight. */
+static double read_int4(const char *blocks, int64_t groups, int64_t output, int64_t column) {
+    const int64_t group = column / INT4_GROUP, k = column % INT4_GROUP, o = output % INT4_ROWS;
+    const char *block = blocks + (output / INT4_ROWS * groups + group) * INT4_BLOCK_BYTES;
+    const uint8_t both = (uint8_t)block[INT4_ROWS * 2 + (k / 8 * INT4_ROWS + o) * 4 + k % 4];
+    return ((k % 8 < 4 ? both & 15 : both >> 4) - INT4_ZERO) * read_one(block, o, SKINNY_FLOAT16);
+}
+
+/* The same of weights in four bits, whose groups have scales of their own, as those of x have. */
+static void check_int4(kernel_path path, int dtype) {
+    const int64_t rows = between(1, 70), depth = between(1, 300), outputs = between(1, 140), lead = between(0, 31);
+    const int64_t groups = int4_groups(depth, lead);
+    const int64_t bytes = skinny_parts(outputs, INT4_ROWS) * groups * INT4_BLOCK_BYTES;
+    char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4), *y = malloc(rows * outputs * 4);
+    char *blocks = malloc(bytes + 2 * GUARD);
+    double *xs = malloc(rows * depth * 8), *ws = malloc(outputs * depth * 8);
+    fill(x, xs, rows * depth, dtype);
+    fill(w, ws, outputs * depth, dtype);
+    memset(blocks, 7, bytes + 2 * GUARD);
+    blocks += GUARD;
+    int4_packing packing = {w, outputs, depth, depth, lead, dtype, blocks, 0};
+    path.pack_int4(&packing, 1);
+    for (int64_t i = 1; i <= GUARD; i++)
+        if (blocks[-i] != 7 || blocks[bytes + i - 1] != 7)
+            failures++, printf("%s: packed beside the blocks\n", path.name);
+    linear_problem problem = {x, blocks, NULL, y, rows, depth, outputs, depth, groups * INT4_ROW_BYTES, outputs,
+                              dtype, SKINNY_INT4, NULL, 0, lead, NULL};
+    run_linears(&problem, 1, &path, 1);
+    for (int64_t first = -lead; first < depth; first += INT4_GROUP) {
+        const int64_t begin = first < 0 ? 0 : first, end = skinny_min(first + INT4_GROUP, depth);
+        for (int64_t r = 0; r < rows; r++) {
+            float most = 0;
+            for (int64_t k = begin; k < end; k++) most = fmaxf(most, fabsf((float)xs[r * depth + k]));
+            for (int64_t k = begin; k < end; k++) xs[r * depth + k] = rounded(xs[r * depth + k], most / 127);
+        }
+        for (int64_t o = 0; o < outputs; o++) {
+            double most = 0, left_out = 0, plainly = 0;
+            for (int64_t k = begin; k < end; k++) most = fmax(most, fabs(ws[o * depth + k]));
+            const double scale = skinny_float_of_f16(skinny_f16_of((float)most / 8));
+            for (int64_t k = begin; k < end; k++) {
+                double *weight = ws + o * depth + k;
+                const double plain = scale * fmin(7, rint(*weight / scale));
+                const double own = read_int4(blocks, groups, o, k + lead);
+                plainly += (*weight - plain) * (*weight - plain), left_out += (*weight - own) * (*weight - own);
+                *weight = own;
+            }
+            if (!(left_out <= plainly * 1.0001)) failures++, printf("%s: a group's rounding\n", path.name);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t o = 0; o < outputs; o++) {
+            double sum = 0, size = 0;
+            for (int64_t k = 0; k < depth; k++) {
+                const double product = xs[r * depth + k] * ws[o * depth + k];
+                sum += product, size += fabs(product);
+            }
+            compare(path.name, dtype, read_one(y, r * outputs + o, dtype), sum, size);
+        }
+    free(x), free(w), free(y), free(blocks - GUARD), free(xs), free(ws);
+}
+
 int main(void) {
     kernel_path paths[MAX_PATHS];
     const int count = kernel_paths(paths);
     for (int i = 0; i < count; i++)
-        for (int turn = 0; turn < 60; turn++)
-            check(paths[i], turn % 3), check_int8(paths[i], turn % 3), check_rounded(paths[i], turn % 3);
+        for (int turn = 0; turn < 60; turn++) {
+            check(paths[i], turn % 3), check_int8(paths[i], turn % 3);
+            check_rounded(paths[i], turn % 3), check_int4(paths[i], turn % 3);
+        }
     printf("linear, last of %d paths: %s, %d failures\n", count, paths[count - 1].name, failures);
     return failures != 0;
 }

@@ -1,0 +1,189 @@
+/* Weights in four bits for one instruction set; see linear_kernels.h. Groups of a row have a scale of their own,
+ * and so have those of x, in integers of eight bits; products within a group are exact. Besides what
+ * tile_template.h asks for, the instruction set defines
+ *
+ *   int4_sums, no_int4_sums()       LANES sums over a group, one for each output
+ *   add_int4(sums, w, x)            adds the products of LANES outputs with 8 numbers of x: their first four with
+ *                                   the low halves of the outputs' bytes, 4 of each, the others with the high ones
+ *   int4_floats(sums)               as VEC
+ */
+
+/* Blocks that are read at once, of as many as there are registers for. */
+#define INT4_PLACES (LANES >= 8 ? LANES / 4 : 1)
+
+/* x in a group: what its sums are multiplied by, what is added to them before, and its numbers. */
+typedef struct {
+    float scale, offset;
+    int8_t values[INT4_GROUP];
+} int4_x;
+
+static ALWAYS_INLINE const int4_x *int4_x_of(const char *panel) { return (const int4_x *)panel; }
+
+/* Elements of a group, of a row that begins `lead` columns behind the first group. */
+static void read_group(float *to, const char *from, int64_t group, int64_t lead, int64_t depth, int dtype) {
+    const int64_t bytes = skinny_item_bytes(dtype), first = group * INT4_GROUP - lead;
+    const int64_t begin = first < 0 ? -first : 0, end = skinny_min(INT4_GROUP, depth - first);
+    char part[INT4_GROUP * 4] = {0};
+    const char *elements = from + first * bytes;
+    if (end - begin < INT4_GROUP) {
+        memcpy(part + begin * bytes, elements + begin * bytes, (end - begin) * bytes);
+        elements = part;
+    }
+    for (int i = 0; i < INT4_GROUP; i += LANES) STORE(to + i, read_lanes(elements + i * bytes, dtype));
+}
+
+static void pack_int4_x(const linear_pass *pass) {
+    const linear_problem *p = pass->problems;
+    const int64_t groups = int4_groups(p->depth, p->lead), row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
+    for (int64_t row = 0; row < p->rows; row++) {
+        int4_x *to = (int4_x *)(pass->panels + row * pass->packed_bytes);
+        for (int64_t g = 0; g < groups; g++, to++) {
+            float step[INT4_GROUP];
+            int16_t rounded[INT4_GROUP] = {0};
+            int sum = 0;
+            read_group(step, p->x + row * row_bytes, g, p->lead, p->depth, p->dtype);
+            to->scale = scale_of(skinny_float_of(greatest_bits(step, INT4_GROUP)), INT8_MOST);
+            if (to->scale > 0) round_step(rounded, step, 1 / to->scale, INT4_GROUP);
+            for (int i = 0; i < INT4_GROUP; i++) to->values[i] = (int8_t)rounded[i], sum += rounded[i];
+            to->offset = -INT4_ZERO * (float)sum;
+        }
+    }
+}
+
+/* Some rows times INT4_ROWS outputs in each of some places: as many streams, each of which the hardware follows.
+ * sums[row * CHUNK_ROWS + place * apart + output]. */
+static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const char *const *blocks, int64_t groups,
+                                      const char *x, int64_t x_bytes, float *sums, int64_t apart) {
+    enum { PARTS_OF_BLOCK = INT4_ROWS / LANES };
+    VEC acc[INT4_PLACES][PANEL_ROWS][PARTS_OF_BLOCK];
+    for (int p = 0; p < places; p++)
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < PARTS_OF_BLOCK; i++) acc[p][r][i] = ZERO();
+    for (int64_t g = 0; g < groups; g++, x += sizeof(int4_x))
+        for (int p = 0; p < places; p++) {
+            const char *block = blocks[p] + g * INT4_BLOCK_BYTES, *values = block + INT4_ROWS * 2;
+            for (int line = 0; line < INT4_BLOCK_BYTES; line += CACHE_LINE) PREFETCH(block + AHEAD + line);
+            for (int i = 0; i < PARTS_OF_BLOCK; i++) {
+                const VEC scales = LOAD_F16(block + i * LANES * 2);
+                int4_sums products[PANEL_ROWS];
+                for (int r = 0; r < rows; r++) products[r] = no_int4_sums();
+                for (int k = 0; k < INT4_GROUP / 8; k++) {
+                    const char *w = values + (k * INT4_ROWS + i * LANES) * 4;
+                    for (int r = 0; r < rows; r++)
+                        products[r] = add_int4(products[r], w, (const char *)int4_x_of(x + r * x_bytes)->values + 8 * k);
+                }
+                for (int r = 0; r < rows; r++) {
+                    const int4_x *own = int4_x_of(x + r * x_bytes);
+                    const VEC exact = ADD(int4_floats(products[r]), SET1(own->offset));
+                    acc[p][r][i] = FMA(MUL(scales, SET1(own->scale)), exact, acc[p][r][i]);
+                }
+            }
+        }
+    for (int p = 0; p < places; p++)
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < PARTS_OF_BLOCK; i++)
+                STORE(sums + r * CHUNK_ROWS + p * apart + i * LANES, acc[p][r][i]);
+}
+
+#define INT4_CASE(rows)                                                                       \
+    case rows:                                                                                \
+        if (places == 1)                                                                      \
+            int4_blocks(rows, 1, blocks, groups, x, x_bytes, sums, apart);                    \
+        else                                                                                  \
+            int4_blocks(rows, INT4_PLACES, blocks, groups, x, x_bytes, sums, apart);          \
+        break;
+
+static void int4_blocks_of(int64_t rows, int places, const char *const *blocks, int64_t groups, const char *x,
+                           int64_t x_bytes, float *sums, int64_t apart) {
+    switch (rows) {
+        CASES(PANEL_ROWS, INT4_CASE)
+    }
+}
+
+/* All rows times the outputs [first, end) of a chunk. */
+static void multiply_int4(const linear_pass *pass, const linear_problem *p, int64_t first, int64_t end, float *sums) {
+    const int64_t groups = int4_groups(p->depth, p->lead), all = skinny_parts(end - first, INT4_ROWS);
+    const int64_t apart = all / INT4_PLACES, rest = all % INT4_PLACES;
+    const char *from = p->weight + first * p->weight_stride;
+    for (int64_t turn = 0; turn < apart + rest; turn++) {
+        const int places = turn < apart ? INT4_PLACES : 1;
+        const int64_t block = turn < apart ? turn : turn + (INT4_PLACES - 1) * apart;
+        const char *blocks[INT4_PLACES];
+        for (int i = 0; i < places; i++) blocks[i] = from + (block + i * apart) * INT4_ROWS * p->weight_stride;
+        for (int64_t i = 0; i < pass->panel_count; i++) {
+            const int64_t start = linear_panel_start(pass, i);
+            int4_blocks_of(linear_panel_start(pass, i + 1) - start, places, blocks, groups,
+                           pass->panels + start * pass->packed_bytes, pass->packed_bytes,
+                           sums + start * CHUNK_ROWS + block * INT4_ROWS, apart * INT4_ROWS);
+        }
+    }
+}
+
+/* x / scale, rounded to integers from -8 to 7, as floats. */
+static ALWAYS_INLINE VEC int4_rounded(VEC x, float factor) {
+    const VEC magic = SET1(0x1.8p23f), negative = SET1(-1), most = SET1(-INT4_ZERO + 1);
+    const VEC whole = ADD(ADD(MUL(x, SET1(factor)), magic), MUL(negative, magic));
+    return MUL(negative, MAX(MUL(negative, MAX(whole, SET1(-INT4_ZERO))), most));
+}
+
+/* The squared norm of what rounding with a scale leaves out of a group. */
+static float left_out_of(const float *step, float scale) {
+    VEC sum = ZERO();
+    float lanes[LANES], all = 0;
+    for (int i = 0; i < INT4_GROUP; i += LANES) {
+        const VEC x = LOAD(step + i), rest = FMA(int4_rounded(x, 1 / scale), SET1(-scale), x);
+        sum = FMA(rest, rest, sum);
+    }
+    STORE(lanes, sum);
+    for (int i = 0; i < LANES; i++) all += lanes[i];
+    return all;
+}
+
+/* The scale, in float16's bits, that leaves out least: about the one with which the element of the greatest
+ * magnitude becomes -8, or +8, which is cut to 7. */
+static uint16_t int4_scale_of(const float *step) {
+    static const float tried[] = {1, 0.95f, 0.9f, 0.85f, 0.8f, 1.05f};
+    const float most = skinny_float_of(greatest_bits(step, INT4_GROUP));
+    float sign = 1, least = INFINITY;
+    uint16_t best = skinny_f16_of(most / INT4_ZERO);
+    for (int i = 0; i < INT4_GROUP; i++)
+        if (step[i] == most) sign = -1;
+    if (!(skinny_float_of_f16(best) > 0 && most < INFINITY)) return best;
+    for (size_t i = 0; i < 2 * sizeof(tried) / sizeof(*tried); i++) {
+        const uint16_t half = skinny_f16_of((i % 2 ? -sign : sign) * tried[i / 2] * most / INT4_ZERO);
+        const float scale = skinny_float_of_f16(half), left_out = scale == 0 ? INFINITY : left_out_of(step, scale);
+        if (left_out < least) best = half, least = left_out;
+    }
+    return best;
+}
+
+static void pack_int4_group(const int4_packing *p, char *block, int64_t output, int64_t group) {
+    const int64_t o = output % INT4_ROWS;
+    float step[INT4_GROUP] = {0};
+    uint8_t *to = (uint8_t *)block + INT4_ROWS * 2 + o * 4;
+    if (output < p->outputs)
+        read_group(step, p->weight + output * p->weight_stride * skinny_item_bytes(p->dtype), group, p->lead, p->depth,
+                   p->dtype);
+    const uint16_t half = int4_scale_of(step);
+    const float scale = skinny_float_of_f16(half), factor = scale == 0 ? 0 : 1 / scale;
+    uint32_t bits[INT4_GROUP];
+    for (int i = 0; i < INT4_GROUP; i += LANES)
+        STORE(step + i, ADD(int4_rounded(LOAD(step + i), factor), SET1(0x1.8p23f + INT4_ZERO)));
+    memcpy(bits, step, sizeof(bits));
+    memcpy(block + o * 2, &half, 2);
+    for (int i = 0; i < INT4_GROUP; i += 8, to += INT4_ROWS * 4)
+        for (int b = 0; b < 4; b++) to[b] = (uint8_t)((bits[i + b] & 15) | (bits[i + 4 + b] & 15) << 4);
+}
+
+/* What one thread does: blocks of INT4_ROWS outputs until none is left. */
+static void pack_int4_work(void *shared) {
+    int4_packing *p = shared;
+    const int64_t groups = int4_groups(p->depth, p->lead);
+    int64_t first;
+    while ((first = FETCH_ADD(&p->next_block) * INT4_ROWS) < p->outputs)
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t o = 0; o < INT4_ROWS; o++)
+                pack_int4_group(p, p->blocks + (first / INT4_ROWS * groups + g) * INT4_BLOCK_BYTES, first + o, g);
+}
+
+static void pack_int4(int4_packing *packing, int threads) { openmp_parallel(pack_int4_work, packing, threads); }

@@ -1,0 +1,286 @@
+"""A model's weights in few bits, from which it drafts for itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...drafters.base import Among
+from ...policy.acceptance import Calibrator
+from ...system.locks import Lock
+from ...types.evidence import EvidenceClasses
+from ...verification.largest import host_scores
+from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
+from .skinny import PEAK_COLUMNS, RepeatedLinears
+from .weight_copies import Kept, WeightCopies, packable
+
+logger = logging.getLogger(__name__)
+
+# What a draft reads of the output layer: such a share of what it reads of all others, of so many
+# rows at least; and of so many tokens more that were seen.
+OUTPUT_SHARE = 1 / 6
+LEAST_ROWS = 8192
+MOST_SEEN = 8192
+
+_FIRST_ROW = np.zeros(1, np.int64)
+
+# Evidence: the place among the model's choices, and how far the first one's score lies above the
+# second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
+# probability of the token.
+GAP_EDGES = [0.05, 0.15, 0.35, 0.7, 1.4, 2.8]
+PROB_EDGES = [0.03, 0.1, 0.25, 0.5, 0.75, 0.95]
+BUCKETS = len(GAP_EDGES) + 1
+CHOICES = 3
+
+_FIRST = [0.42, 0.46, 0.49, 0.6, 0.76, 0.91, 0.984]
+_SECOND = [0.3, 0.31, 0.26, 0.2, 0.1, 0.04, 0.01]
+_THIRD = [0.19, 0.19, 0.17, 0.12, 0.05, 0.02, 0.005]
+_CHANCE = [0.015, 0.06, 0.17, 0.37, 0.62, 0.86, 0.98]
+
+EVIDENCE = EvidenceClasses([*_FIRST, *_SECOND, *_THIRD, *_CHANCE])
+"""Priors measured on SmolLM2-135M and Gemma-3-270M in four bits, then the model's probabilities."""
+
+_FIRST_CERTAINTY = 0.85
+_MEMORY = 0.05  # share of a level in how likely a first choice is taken to be
+
+# Calls behind which weights are looked at, and not only at what PyTorch counts of writes to them;
+# drafts of others than the model's are as right, and rarer.
+_LOOK_PERIOD = 16
+
+
+class FewBits:
+    """The weights of a model's linear layers in few bits.
+
+    A weight that layers share is packed once. Layers that are no linears stay as they are, and so
+    do small ones: adapters keep their precision. The output layer has eight bits, and where it is
+    large only the rows of tokens that may come.
+
+    Args:
+        model: whose.
+        bits: of a weight, 4 or 8.
+
+    Attributes:
+        by_id: what stands for each weight, by the identity of the parameter.
+        output: what stands for the output layer in drafts of one text; None: all of it.
+        calibrator: what drafts' evidence was worth.
+        certainty: how likely a first choice was to be right, lately.
+        unrecorded: calls in a row in which no forward of one token could be recorded.
+    """
+
+    def __init__(self, model: Any, bits: int) -> None:
+        started, self.bits = time.perf_counter(), bits
+        self.calibrator, self.certainty = Calibrator(EVIDENCE), _FIRST_CERTAINTY
+        self._looks = self.unrecorded = 0
+        copied = _copied(model, bits)
+        self._kept: list[Kept[Any]] = [copies.of(weight) for weight, copies in copied]
+        pairs = zip(copied, self._kept, strict=True)
+        self.by_id: Mapping[int, Any] = {id(weight): kept.copy for (weight, _), kept in pairs}
+        self.output: ShortOutput | None = None
+        last, layer = _output_weight(model), model.get_output_embeddings()
+        if last is not None:
+            whole: QuantizedWeight = self.by_id[id(last)]
+            read = self.nbytes - whole.nbytes
+            rows = max(LEAST_ROWS, int(OUTPUT_SHARE * read / whole.values.shape[1]))
+            rows -= rows % PEAK_COLUMNS
+            self.output = ShortOutput(whole, min(rows, len(last)), layer.bias)
+        logger.info(
+            "%s: %d linear layers in %d bits, %.0f MB, %.1f s",
+            *(type(model).__name__, len(copied), bits, self.nbytes / 1e6),
+            time.perf_counter() - started,
+        )
+
+    @classmethod
+    def known_of(cls, model: nn.Module, bits: int) -> FewBits | None:
+        """Those that were packed of a model, if its weights are what they were."""
+        known = _known.get(model, {})
+        if bits in known and not known[bits]._stands_for(model):
+            del known[bits]
+        return known.get(bits)
+
+    @classmethod
+    def of(cls, model: nn.Module, bits: int) -> FewBits:
+        """Those of a model, packed if need be, which all share."""
+        found = cls.known_of(model, bits) or cls(model, bits)
+        _known.setdefault(model, {})[bits] = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """What they take; the output layer's may be the target's own."""
+        return sum(kept.copy.nbytes for kept in self._kept)
+
+    def _stands_for(self, model: nn.Module) -> bool:
+        """Whether the model's weights are what was packed."""
+        self._looks += 1
+        copied = _copied(model, self.bits)
+        if self._looks % _LOOK_PERIOD == 0:
+            return [copies.find(weight) for weight, copies in copied] == self._kept
+        pairs = zip(copied, self._kept, strict=False)
+        return len(copied) == len(self._kept) and all(kept.stands_for(x) for (x, _), kept in pairs)
+
+    def observe_certainties(self, rates: Iterable[float]) -> None:
+        """Learn how likely first choices were to be right."""
+        for rate in rates:
+            self.certainty += _MEMORY * (rate - self.certainty)
+
+
+_known: WeakKeyDictionary[nn.Module, dict[int, FewBits]] = WeakKeyDictionary()
+
+
+def _copied(model: nn.Module, bits: int) -> list[tuple[torch.Tensor, WeightCopies[Any]]]:
+    """The weights that are packed, each with the copies of its kind."""
+    others = IN_FOUR_BITS if bits == 4 else WEIGHTS
+    found = {id(weight): (weight, others) for weight in map(packable, model.modules())}
+    found.pop(id(None), None)
+    if (last := _output_weight(model)) is not None:
+        found[id(last)] = last, WEIGHTS
+    return [*found.values()]
+
+
+def _output_weight(model: Any) -> Any:
+    """That of a model's output layer; None where it is not packed."""
+    layer = model.get_output_embeddings()
+    return None if layer is None else packable(layer)
+
+
+def missing_bytes(model: nn.Module, bits: int) -> int:
+    """The memory that a model's weights in few bits will take besides what there is."""
+    pairs = _copied(model, bits)
+    return sum(copies.size_of(weight) for weight, copies in pairs if copies.find(weight) is None)
+
+
+class _Rows(NamedTuple):
+    """Some rows of a matrix in eight bits, and the float32 bias of each."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    lead: int = 0
+
+
+class ShortOutput:
+    """The rows of an output layer in eight bits that drafts read: those of tokens that may come.
+
+    Vocabularies of byte pairs are ordered by how often the pairs were met in the texts that they
+    were learnt from, so that the first rows are those of frequent tokens. Behind them stand those
+    of tokens that texts had, or that the target found likely: at most `MOST_SEEN`, of which the
+    newest take the place of the oldest. Safe to use from several threads.
+
+    Args:
+        whole: the layer's weight.
+        first: rows that are read in any case.
+        bias: the layer's; None: it has none.
+
+    Attributes:
+        added: how often a token's row was added.
+    """
+
+    def __init__(
+        self, whole: QuantizedWeight, first: int, bias: torch.Tensor | None = None
+    ) -> None:
+        self.whole, self.first = whole, first
+        self._bias = None if bias is None else bias.detach().float()
+        room = min(MOST_SEEN, len(whole.scales) - first)
+        values, scales = whole.values, whole.scales
+        self._seen = _Rows(values.new_empty((room, values.shape[1])), scales.new_empty(room), None)
+        self._token_ids = torch.arange(first + room)
+        self._places: dict[int, int] = {}
+        self.added = 0
+        self._lock = Lock()
+
+    @property
+    def seen(self) -> int:
+        """Tokens whose rows stand behind the first ones."""
+        return min(self.added, len(self._seen.scales))
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Read the rows of these tokens, too."""
+        room, first = len(self._seen.scales), self.first
+        rare = {token for token in token_ids if token >= first}
+        if not rare or not room:
+            return
+        with self._lock:
+            for token in sorted(rare - self._places.keys())[:room]:
+                place = self.added % room
+                if self.added >= room:
+                    del self._places[int(self._token_ids[first + place])]
+                self._seen.values[place] = self.whole.values[token]
+                self._seen.scales[place] = self.whole.scales[token]
+                self._token_ids[first + place] = token
+                self._places[token] = place
+                self.added += 1
+
+    def parts(self) -> tuple[list[_Rows], Among]:
+        """The first rows, and those behind them; and the tokens that they are of."""
+        first, whole, seen = self.first, self.whole, self.seen
+        # Others may write to what is shared.
+        token_ids = self._token_ids[: first + seen].clone()
+        biases = [None, None] if self._bias is None else self._bias[token_ids].split([first, seen])
+        parts = [_Rows(whole.values[:first], whole.scales[:first], biases[0])]
+        if seen:
+            parts.append(_Rows(self._seen.values[:seen], self._seen.scales[:seen], biases[1]))
+        return parts, Among(token_ids, len(whole.scales))
+
+
+class OutputReader:
+    """What drafts of one call read of an output layer."""
+
+    def __init__(self, output: ShortOutput) -> None:
+        self._output = output
+        self._added = -1
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, Among]:
+        """float32 [1, columns] logits of x, [..., depth] of one row, which hold until the next
+        call, and the tokens that they are of."""
+        if self._output.added != self._added:
+            self._read(x.shape[-1])
+        self._x.copy_(x.view(1, -1))
+        self._products()
+        return self._logits, self._among
+
+    def best(self, x: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
+        """The tokens of the greatest logits, and these, descending."""
+        self(x)
+        columns, logits = self._scores.top_k(_FIRST_ROW, count, self._scores.columns)
+        return self._among.token_ids.numpy()[columns[0]].tolist(), logits[0].tolist()
+
+    def _read(self, depth: int) -> None:
+        """Read all rows that there are now."""
+        self._added = self._output.added
+        parts, self._among = self._output.parts()
+        sizes = [len(part.scales) for part in parts]
+        self._x, self._logits = torch.empty((1, depth)), torch.empty((1, sum(sizes)))
+        blocks = [-(-size // PEAK_COLUMNS) for size in sizes]
+        peaks = torch.empty((1, sum(blocks)))
+        given = zip(parts, self._logits.split(sizes, 1), peaks.split(blocks, 1), strict=True)
+        first, *others = [(self._x, None, part.bias, out, part, most) for part, out, most in given]
+        self._products = RepeatedLinears(*first)
+        for other in others:
+            self._products.add(*other)
+        found = host_scores(self._logits, peaks.numpy())
+        assert found is not None
+        self._scores = found
+
+
+def evidence_classes(scores: Sequence[float], known: bool) -> list[int]:
+    """The class of each choice behind a token.
+
+    Args:
+        scores: descending, as `Preview.best` gives them.
+        known: whether nothing is left to chance; otherwise they are logarithms of probabilities.
+    """
+    if not known:
+        return [CHOICES * BUCKETS + bisect_right(PROB_EDGES, math.exp(score)) for score in scores]
+    first = scores[0]
+    # The first one lies above the second by as much as that below the first.
+    gaps = [first - scores[1] if len(scores) > 1 else math.inf, *[first - x for x in scores[1:]]]
+    return [i * BUCKETS + bisect_right(GAP_EDGES, gap) for i, gap in enumerate(gaps)]

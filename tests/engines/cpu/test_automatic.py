@@ -1,0 +1,152 @@
+"""What `fallback="auto"` has besides a table: drafts of the target itself, once they may pay."""
+
+import copy
+import gc
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.engines.cpu import quantized_self, weight_copies
+from hf_retrieval_assist.engines.cpu.few_bits import FewBits, missing_bytes
+from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS
+from hf_retrieval_assist.engines.cpu.quantized_self import QuantizedSelf
+from hf_retrieval_assist.engines.cpu.skinny import PATHS
+from hf_retrieval_assist.system import memory
+from tests.support.fixed_costs import FixedCosts
+from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.tiny_models import VOCAB
+from tests.support.watching import results_of
+
+pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
+
+NEW = 40
+SAMPLED = {"do_sample": True, "temperature": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Tiny models are packed when they are first asked for, and levels take no time."""
+    price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
+    monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
+    monkeypatch.setattr(quantized_self, "PATIENCE", 0)
+    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """Nodes of each draft."""
+    return results_of(
+        *(monkeypatch, QuantizedSelf, "propose_rows"), lambda drafts, *_: len(drafts.token_ids)
+    )
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """What every step that asked has found to draft with; None: nothing yet."""
+    return results_of(monkeypatch, QuantizedSelf, "_weights")
+
+
+def model_of():
+    return build(head_dim=16)
+
+
+def automatic(preset=SamAssistant, **options):
+    """One whose forwards take so long that any draft pays."""
+    return preset(**{"costs": FixedCosts(lambda tokens: 1.0)} | options)
+
+
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_output_is_plain(preset, options, rows, drafted):
+    model, assistant = model_of(), automatic(preset)
+    inputs = padded(rows) if rows > 1 else {"input_ids": PROMPT}
+    for seed in range(3):
+        results = []
+        for one in (None, assistant):
+            torch.manual_seed(seed)
+            given = {"do_sample": False, "max_new_tokens": NEW} | options
+            results.append(model.generate(**inputs, **given, assistant=one))
+        assert torch.equal(*results)
+    assert sum(drafted) > NEW
+    assert assistant.stats.last.steps < (NEW - 1) * rows / 1.5
+
+
+def test_weights_are_packed_after_some_asks(packed, drafted, monkeypatch):
+    """Those of several calls count together."""
+    monkeypatch.setattr(quantized_self, "PATIENCE", 5)
+    model, assistant = model_of(), automatic()
+    known = IN_FOUR_BITS.nbytes()
+    for tokens in (4, NEW):
+        same(model, assistant=assistant, max_new_tokens=tokens)
+        assert (IN_FOUR_BITS.nbytes() > known) == (tokens == NEW)
+    assert packed[:5] == [None] * 5
+    assert packed[5:] == [FewBits.known_of(model, 4)]
+    assert not any(drafted[:5])
+    assert any(drafted[5:])
+    # Another assistant of the same model waits for nothing.
+    packed.clear()
+    run(model, assistant=automatic())
+    assert packed == [FewBits.known_of(model, 4)]
+
+
+def test_calls_share_what_was_packed_until_weights_change(packed):
+    model, assistant = model_of(), automatic()
+    for _ in range(3):
+        same(model, assistant=assistant)
+    assert len(packed) == 3
+    assert {*packed} == {before := FewBits.known_of(model, 4)}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.roll(1, 0))
+    for _ in range(3):
+        same(model, assistant=assistant, max_new_tokens=NEW)
+    assert {*packed[3:]} == {FewBits.known_of(model, 4)} != {before}
+    # Drafts of other weights are hardly ever right.
+    assert assistant.stats.last.accepted > NEW / 2
+
+
+WITHOUT = {
+    "no memory": {"extra_memory": 0},
+    "less memory than it takes": {"extra_memory": -1},
+    "nobody counts": {"budget": 4},
+    "a machine without memory": {},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_nothing_is_packed_where_it_may_not_be(name, drafted, monkeypatch):
+    model, options = model_of(), dict(WITHOUT[name])
+    if name == "a machine without memory":
+        monkeypatch.setattr(memory, "free_memory", lambda: 0)
+    if options.get("extra_memory") == -1:
+        options["extra_memory"] += missing_bytes(model, 4)
+    gc.collect()
+    known = IN_FOUR_BITS.nbytes()
+    same(model, assistant=automatic(**options), calls=2)
+    assert IN_FOUR_BITS.nbytes() == known
+    assert not any(drafted)
+    same(model, assistant=automatic(extra_memory=missing_bytes(model, 4)))
+    assert IN_FOUR_BITS.nbytes() > known
+
+
+def test_it_is_idle_where_it_cannot_draft():
+    """Also of a call that nobody generates in."""
+    ids, model = np.array([1, 2], np.int32), model_of()
+    for target in (
+        Target(VOCAB),
+        Target(VOCAB, model=copy.deepcopy(model).to("meta")),
+        Target(VOCAB, model=model),
+    ):
+        assert quantized_self.automatic().start(ids, target).idle
+
+
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "Lfm2ForCausalLM"])
+def test_models_that_take_no_trees_are_drafted_for_without_it(name, drafted):
+    same(build(name), assistant=automatic())
+    assert not any(drafted)
