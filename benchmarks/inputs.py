@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_retrieval_assist.engines.cpu import quantized
 from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model, prompt_inputs
 
 PROMPTS = Path(__file__).parent / "prompts"
 UNTUNED = PROMPTS / "untuned"
 """Prompts that nothing was tuned on: three of each of thirteen kinds."""
+
+LEAD = 16
+"""Columns by which groups in four bits begin later in real models, which were unpacked from such
+files: a grid equal to theirs would flatter drafts."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,18 @@ def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
     return chosen
 
 
+def load_real(dtype: torch.dtype | None, name: str) -> tuple[Any, Any]:
+    """A model of the demo, and its tokenizer."""
+    quantized.LEAD = LEAD
+    return load_demo_model(dtype, name)
+
+
 def load(arguments: argparse.Namespace, dtype: str | None = None) -> tuple[Any, Any]:
     """The model that `--model` names, in `dtype` or that of `--dtype`, and its tokenizer."""
     dtype = dtype or arguments.dtype
     chosen = None if dtype is None else getattr(torch, dtype)
     if arguments.model in MODELS:
-        return load_demo_model(chosen, arguments.model)
+        return load_real(chosen, arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=chosen or "auto")
     return model.eval(), AutoTokenizer.from_pretrained(arguments.model)
 

@@ -27,9 +27,9 @@ import torch
 
 from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.tools.demo_model import MODELS, demo_model, load_demo_model, packed_weights
+from hf_retrieval_assist.tools.demo_model import MODELS, demo_model, packed_weights
 
-from .inputs import UNTUNED, Prompt, first_of_each, read_prompts
+from .inputs import UNTUNED, Prompt, first_of_each, load_real, read_prompts
 from .methods import Method, Run, assisted, run_method
 from .model import COLUMNS, KERNELS, PLAIN, Turns, summary, take_turns
 from .report import Report, Table
@@ -212,7 +212,7 @@ def main() -> None:
     table = report.table("Beside llama.cpp", columns)
     prompts = first_of_each(read_prompts(arguments.prompts), arguments.count)
     for name in arguments.model:
-        model, tokenizer = load_demo_model(getattr(torch, arguments.dtype), name)
+        model, tokenizer = load_real(getattr(torch, arguments.dtype), name)
         engines = {}
         for kind in arguments.kinds:
             path = arguments.gguf / f"{name}-{kind}.gguf"

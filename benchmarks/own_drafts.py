@@ -5,9 +5,8 @@
 In bfloat16: the median time of a level of a draft, at four and eight bits, beside a forward of one
 token by an assistant that never drafts; also of larger shapes with random weights. Then assistants
 that are new in every call over prompts that nothing was tuned on, beside the same without drafts
-(`budget=0`): seconds behind the first token, the better of two runs each, in turn. The real models
-were unpacked from four-bit files, so that a grid equal to theirs would flatter: groups in four bits
-begin 16 columns later. The memory of the process is locked.
+(`budget=0`): seconds behind the first token, the better of two runs each, in turn. Groups in four
+bits begin where `inputs.LEAD` says. The memory of the process is locked.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ import torch
 from transformers import set_seed
 
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
-from hf_retrieval_assist.engines.cpu import quantized, quantized_self
-from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model
+from hf_retrieval_assist.engines.cpu import quantized_self
+from hf_retrieval_assist.tools.demo_model import MODELS
 
-from .inputs import UNTUNED, Prompt, first_of_each, read_prompts
+from .inputs import LEAD, UNTUNED, Prompt, first_of_each, load_real, read_prompts
 from .machine import ForwardClock, generate, prompt_of
 from .model import DECODINGS
 from .replay import SHAPES, build
 from .report import Report
 from .timing import lock_memory, orders
 
-LEAD = 16  # columns
 RANDOM = ("0.6b", "1b")
 TOKENS, LEVELS, WARM = 48, 4, 8
 
@@ -155,12 +153,11 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("own_drafts", {"lead": LEAD, "tokens": TOKENS, "prompts_of_each_kind": count})
     if not quick:
         lock_memory(report)
-    quantized.LEAD = LEAD
     levels = report.table("A level of a draft", LEVEL)
     fresh = report.table("Beside no drafts", BESIDE)
     for name in ["tiny"] if quick else [*reversed(MODELS), *RANDOM]:
         real = name in MODELS
-        model, tokenizer = load_demo_model(torch.bfloat16, name) if real else (None, None)
+        model, tokenizer = load_real(torch.bfloat16, name) if real else (None, None)
         model = model or build(SHAPES[name], arguments)
         inputs = prompt_of(model, 1, arguments.seed)
         row: dict[str, Any] = {"forward": 1e3 * (forward := forward_seconds(model, inputs))}

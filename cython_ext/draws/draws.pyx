@@ -136,6 +136,33 @@ cdef void look_at_all(Best* best, const float* probs, const uint32_t* words, int
             look(best, probs[i], high[i], tempered(words[2 * i + 1]), first + i)
 
 
+cdef struct Pairs:
+    uint32_t words[2 * WORDS]  # two for each number
+    Py_ssize_t held
+
+
+cdef Py_ssize_t next_pairs(Twister* t, Pairs* p, Py_ssize_t most) noexcept nogil:
+    """Take the words that are left, or the next ones; of how many numbers there are both, at most so many."""
+    if t.left == 1:
+        twist(t.words)
+        t.left, t.next = WORDS + 1, 0
+    memcpy(p.words + p.held, t.words + t.next, (t.left - 1) * sizeof(uint32_t))
+    p.held += t.left - 1
+    return min(p.held // 2, most)
+
+
+cdef void leave_pairs(Twister* t, Pairs* p, Py_ssize_t pairs, bint last) noexcept nogil:
+    """Leave so many numbers behind; the first word of a pair that is cut in two stays, and behind the last one
+    all others."""
+    cdef int32_t rest = <int32_t>(p.held - 2 * pairs)
+    if last:
+        t.next += t.left - 1 - rest
+        t.left = 1 + rest
+    else:
+        p.words[0], p.held = p.words[2 * pairs], rest
+        t.next, t.left = WORDS, 1
+
+
 def token(const float[::1] probs, const unsigned char[::1] state):
     """The token that `torch.multinomial` draws of probabilities with a generator in a state.
 
@@ -143,27 +170,17 @@ def token(const float[::1] probs, const unsigned char[::1] state):
     is no generator's on a CPU.
     """
     cdef Twister t
-    cdef uint32_t words[2 * WORDS]
+    cdef Pairs p
     cdef Best best = Best(-1, -1, NOBODY, False)
-    cdef Py_ssize_t n = probs.shape[0], done = 0, held = 0, pairs
+    cdef Py_ssize_t n = probs.shape[0], done = 0, pairs
+    p.held = 0
     read(state, &t)
     with nogil:
         while done < n:
-            if t.left == 1:
-                twist(t.words)
-                t.left, t.next = WORDS + 1, 0
-            memcpy(words + held, t.words + t.next, (t.left - 1) * sizeof(uint32_t))
-            held += t.left - 1
-            pairs = min(held // 2, n - done)
-            look_at_all(&best, &probs[done], words, done, pairs)
+            pairs = next_pairs(&t, &p, n - done)
+            look_at_all(&best, &probs[done], &p.words[0], done, pairs)
             done += pairs
-            # The first word of a pair that is cut in two is here.
-            if done == n:
-                t.next += t.left - 1 - <int32_t>(held - 2 * pairs)
-                t.left = 1 + <int32_t>(held - 2 * pairs)
-            else:
-                words[0], held = words[2 * pairs], held - 2 * pairs
-                t.next, t.left = WORDS, 1
+            leave_pairs(&t, &p, pairs, done == n)
     if best.unknown:
         best.token = UNKNOWN
     elif not best.quotient > 0:
@@ -250,8 +267,9 @@ def reaching(const float[::1] low, const float[::1] high, Py_ssize_t count, cons
         is added to each; and the state after the draw.
     """
     cdef Twister t
-    cdef uint32_t words[2 * WORDS]
-    cdef Py_ssize_t n = low.shape[0], done = 0, held = 0, pairs, kept = 0, i
+    cdef Pairs p
+    cdef Py_ssize_t n = low.shape[0], done = 0, pairs, kept = 0, i
+    p.held = 0
     if high.shape[0] != n or count < 1:
         raise ValueError(f"high: expected {n} numbers and a positive count, got {high.shape[0]}, {count}")
     read(state, &t)
@@ -264,21 +282,10 @@ def reaching(const float[::1] low, const float[::1] high, Py_ssize_t count, cons
     r = Reaching(&low[0], &high[0], &found[0], &added[0], 0, &greatest[0], count)
     with nogil:
         while done < n:
-            if t.left == 1:
-                twist(t.words)
-                t.left, t.next = WORDS + 1, 0
-            memcpy(words + held, t.words + t.next, (t.left - 1) * sizeof(uint32_t))
-            held += t.left - 1
-            pairs = min(held // 2, n - done)
-            reach(&r, words, done, pairs)
+            pairs = next_pairs(&t, &p, n - done)
+            reach(&r, &p.words[0], done, pairs)
             done += pairs
-            # The first word of a pair that is cut in two is here.
-            if done == n:
-                t.next += t.left - 1 - <int32_t>(held - 2 * pairs)
-                t.left = 1 + <int32_t>(held - 2 * pairs)
-            else:
-                words[0], held = words[2 * pairs], held - 2 * pairs
-                t.next, t.left = WORDS, 1
+            leave_pairs(&t, &p, pairs, done == n)
         for i in range(r.found):
             if high[found[i]] + added[i] >= greatest[0]:
                 found[kept], added[kept] = found[i], added[i]

@@ -270,18 +270,22 @@ class RowPreview(Preview):
                 if among is not None:
                     some, scores = scores, scores.new_full((len(scores), vocab_size), -torch.inf)
                     scores[:, among.token_ids] = some
-                return self._drawn(scores, paths, count)
-            scores = scores.log_softmax(dim=-1)
+                if scores.is_cpu:
+                    return self._drawn(scores, paths, count)
+                places = [(len(self.row.generated) + len(path), self.row.index) for path in paths]
+                scores = scores - torch.stack([draws.noise(*place) for place in places]).log()
+            else:
+                scores = scores.log_softmax(dim=-1)
         best, ids = largest(scores, count)
         return best, ids if among is None else among.token_ids[ids]
 
     def _drawn(
         self, scores: torch.Tensor, paths: Sequence[Sequence[int]], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens that draws would give behind each path, the first ones first."""
+        """The tokens that draws on the host would give behind each path, the first ones first."""
         known, count = len(self.row.generated), min(count, scores.shape[1])
         best, found = np.full((len(paths), count), -np.inf, np.float32), []
-        for path, one, values in zip(paths, scores.cpu().numpy(), best, strict=True):
+        for path, one, values in zip(paths, scores.numpy(), best, strict=True):
             place = known + len(path), self.row.index
             ids, gains = self.select.draws.reaching(*place, one, one, count)
             sums = one[ids] + gains
@@ -290,5 +294,4 @@ class RowPreview(Preview):
             # Others, which have no probability, fill the rest up.
             rest = np.setdiff1d(np.arange(min(2 * count, len(one))), ids[order])
             found.append(np.concatenate([ids[order], rest])[:count])
-        device = scores.device
-        return torch.from_numpy(best).to(device), torch.from_numpy(np.stack(found)).to(device)
+        return torch.from_numpy(best), torch.from_numpy(np.stack(found))

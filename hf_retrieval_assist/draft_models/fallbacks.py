@@ -14,8 +14,10 @@ from ..plugins import every, load, paths
 from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
 
-Source: TypeAlias = Literal["token_recycling", "mtp", "quantized_self"] | Drafter | nn.Module
-Fallback: TypeAlias = Literal["auto"] | Source | Sequence[Source] | None
+Source: TypeAlias = (
+    Literal["auto", "token_recycling", "mtp", "quantized_self"] | Drafter | nn.Module
+)
+Fallback: TypeAlias = Source | Sequence[Source] | None
 
 
 def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:

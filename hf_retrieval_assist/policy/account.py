@@ -116,12 +116,14 @@ class Use:
         entry: that decided it; None without an account.
         seconds: of drafting and learning.
         owed: seconds of getting ready: reading a prompt, or what came while it was left alone.
+        uncharged: seconds of making what drafts of many texts need.
         promised: tokens per row that its drafts are expected to bring besides the others'.
     """
 
     entry: _Entry | None = None
     seconds: float = 0.0
     owed: float = 0.0
+    uncharged: float = 0.0
     promised: float = 0.0
 
 
@@ -204,9 +206,10 @@ class DraftedStep:
         """Count what the host has done in a step besides its forward and walk, drafters' own time
         included."""
         if self.account is not None:
-            own = sum(use.seconds + use.owed for use in self.uses.values())
+            own = sum(use.seconds + use.owed + use.uncharged for use in self.uses.values())
+            host, plain = self.account.host, self.is_plain
             with self.account.lock:
-                self.account.host[self.is_plain].observe(seconds - own)
+                host[plain] = toward(host[plain], max(0.0, seconds - own), _PACE_MEMORY)
 
 
 class Account:
@@ -230,8 +233,8 @@ class Account:
         for number in np.flatnonzero(costly):
             # It may pay where the others leave a step open, and only there.
             self.entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
-        # What planning, merging and telling take, in steps that ask nobody and in others.
-        self.host = {True: _HostTime(), False: _HostTime()}
+        # Seconds of planning, merging and telling, in steps that ask nobody and in others.
+        self.host = {True: 0.0, False: 0.0}
         self._drafted = _Pace()
         self._plain = {True: _Pace(), False: _Pace()}  # keys: whether rerouted
         self._calls = self._plain_calls = 0
@@ -243,7 +246,7 @@ class Account:
     @property
     def asking_seconds(self) -> float:
         """What asking any drafter takes besides its own time."""
-        return max(0.0, self.host[False].seconds - self.host[True].seconds)
+        return max(0.0, self.host[False] - self.host[True])
 
     def pays(self, number: int) -> bool:
         """Whether a drafter gains time, lately."""
@@ -323,16 +326,6 @@ class Account:
         self._streak = min(max(_GROWTH * self._streak, enough), _MOST_RESTS)
         self._rests = self._streak
         return True
-
-
-class _HostTime:
-    """Seconds of the host in one kind of step, 0 while nothing is known."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.seconds = toward(self.seconds, max(0.0, seconds), _PACE_MEMORY)
 
 
 class _Pace:

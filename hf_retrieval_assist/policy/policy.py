@@ -241,8 +241,10 @@ class DraftingPolicy:
         """A drafter's proposals, checked and calibrated beside those of the drafters before it."""
         drafter, use, sessions = self.drafters[number], step.uses[number], step.sessions
         own = [session.sessions[number] for session in sessions]
+        asked = time.perf_counter()
         drafter.prepare_rows(own)
         started = time.perf_counter()
+        use.uncharged += started - asked
         if any(session.deferred[number] for session in sessions):
             self._catch_up(number, sessions)
         caught_up = time.perf_counter()

@@ -122,10 +122,11 @@ class FewBits:
         """Whether the model's weights are what was packed."""
         self._looks += 1
         copied = _copied(model, self.bits)
+        if [id(weight) for weight, _ in copied] != [*self.by_id]:
+            return False
         if self._looks % _LOOK_PERIOD == 0:
             return [copies.find(weight) for weight, copies in copied] == self._kept
-        pairs = zip(copied, self._kept, strict=False)
-        return len(copied) == len(self._kept) and all(kept.stands_for(x) for (x, _), kept in pairs)
+        return all(kept.stands_for(x) for (x, _), kept in zip(copied, self._kept, strict=True))
 
     def observe_certainties(self, rates: Iterable[float]) -> None:
         """Learn how likely first choices were to be right."""
@@ -152,10 +153,13 @@ def _output_weight(model: Any) -> Any:
     return None if layer is None else packable(layer)
 
 
-def missing_bytes(model: nn.Module, bits: int) -> int:
-    """The memory that a model's weights in few bits will take besides what there is."""
-    pairs = _copied(model, bits)
-    return sum(copies.size_of(weight) for weight, copies in pairs if copies.find(weight) is None)
+def bytes_of(model: nn.Module, bits: int) -> tuple[int, int]:
+    """The memory that a model's weights in few bits will take besides what there is of them, and
+    what that takes."""
+    sizes = [0, 0]
+    for weight, copies in _copied(model, bits):
+        sizes[copies.find(weight) is not None] += copies.size_of(weight)
+    return sizes[0], sizes[1]
 
 
 class _Rows(NamedTuple):

@@ -36,9 +36,9 @@ from ...system.running_mean import toward
 from ...types.token_tree import Forest, TokenTree
 from ...verification.own_forwards import TargetForwards
 from . import skinny
-from .few_bits import CHOICES, FewBits, OutputReader, evidence_classes, missing_bytes
+from .few_bits import CHOICES, FewBits, OutputReader, bytes_of, evidence_classes
 from .reroute import overriding, reroute
-from .tree_verifier import MOST_FED, CpuTreeVerifier
+from .tree_verifier import MOST_RECORDING, CpuTreeVerifier
 
 CHOICES_SEEN = 8  # tokens that the target found likely behind each accepted one
 
@@ -119,10 +119,14 @@ class QuantizedSelf(Drafter):
         require_at_least(1, max_levels=max_levels)
         self.bits, self.max_levels, self.optional = bits, max_levels, optional
         self.refusals = 0
-        self._calls: weakref.WeakKeyDictionary[TargetForwards, _OfCall] = (
+        # What calls draft with; None: nothing, as there is no memory for it.
+        self._calls: weakref.WeakKeyDictionary[TargetForwards, _OfCall | None] = (
             weakref.WeakKeyDictionary()
         )
-        self._missing: weakref.WeakKeyDictionary[TargetForwards, int] = weakref.WeakKeyDictionary()
+        # Bytes to be packed for a call, of which its first ask is told, and those that there are.
+        self._sizes: weakref.WeakKeyDictionary[TargetForwards, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._asked = 0
         self._lock = Lock()
 
@@ -153,24 +157,30 @@ class QuantizedSelf(Drafter):
         if own is None or not own.ready or own in self._calls:
             return
         with self._lock:
-            if (weights := self._weights(sessions[0].target, own)) is not None:
+            weights = self._weights(sessions[0].target, own)
+            if weights is not None:
                 self._calls[own] = _OfCall(weights, own)
 
     def _weights(self, target: Target, own: TargetForwards) -> FewBits | None:
-        """The model's in few bits; None: they are not to be packed yet."""
+        """The model's in few bits; None: they are not to be packed yet, or not in this call."""
         model = target.model
-        if own not in self._missing:  # the first ask of a call
+        if own not in self._sizes:
             known = FewBits.known_of(model, self.bits)
             if known is not None:
                 return known
-            self._missing[own] = missing_bytes(model, self.bits)
+            self._sizes[own] = bytes_of(model, self.bits)
         self._asked += 1
-        missing = self._missing[own]
+        missing, held = self._sizes[own]
         if self.optional and missing and self._asked <= PATIENCE:
             return None
-        if self.optional and not may_take(missing, target.extra_memory):
+        if self.optional and not may_take(missing, target.extra_memory, held):
+            self._calls[own] = None
             return None
         return FewBits.of(model, self.bits)
+
+    def drafts_for(self, own: TargetForwards) -> bool:
+        """Whether a call may be drafted for, as far as is known."""
+        return own.ready and (own not in self._calls or self._calls[own] is not None)
 
     @torch.no_grad()
     def propose_rows(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
@@ -227,7 +237,7 @@ class _OfCall:
             if (
                 isinstance(verifier, CpuTreeVerifier)
                 and own.rows == 1
-                and (room is None or room > MOST_FED)
+                and (room is None or room > MOST_RECORDING)
                 and weights.unrecorded < _MOST_UNRECORDED
                 and verifier.may_record
             ):
@@ -268,7 +278,7 @@ class QuantizedSession(BatchSession):
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
-        return self.target.own is None or self.target.own.ready
+        return self.target.own is None or self.drafter.drafts_for(self.target.own)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if self.calibrator is not None:

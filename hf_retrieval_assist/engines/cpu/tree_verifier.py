@@ -21,7 +21,7 @@ from .recording import PackedModel, Program
 from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
 
 # Forwards of one token by which one is recorded, and then compared.
-MOST_FED = PATIENCE + 3
+MOST_RECORDING = PATIENCE + 3
 
 
 class CpuTreeVerifier(TreeVerifier):
@@ -80,7 +80,7 @@ class CpuTreeVerifier(TreeVerifier):
         Args:
             feed: feeds one token more.
         """
-        for _ in range(MOST_FED):
+        for _ in range(MOST_RECORDING):
             if self._single is not None:
                 break
             feed()

@@ -12,7 +12,7 @@ import torch
 from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import quantized_self, weight_copies
-from hf_retrieval_assist.engines.cpu.few_bits import FewBits, missing_bytes
+from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS
 from hf_retrieval_assist.engines.cpu.quantized_self import QuantizedSelf
 from hf_retrieval_assist.engines.cpu.skinny import PATHS
@@ -125,13 +125,13 @@ def test_nothing_is_packed_where_it_may_not_be(name, drafted, monkeypatch):
     if name == "a machine without memory":
         monkeypatch.setattr(memory, "free_memory", lambda: 0)
     if options.get("extra_memory") == -1:
-        options["extra_memory"] += missing_bytes(model, 4)
+        options["extra_memory"] += sum(bytes_of(model, 4))
     gc.collect()
     known = IN_FOUR_BITS.nbytes()
     same(model, assistant=automatic(**options), calls=2)
     assert IN_FOUR_BITS.nbytes() == known
     assert not any(drafted)
-    same(model, assistant=automatic(extra_memory=missing_bytes(model, 4)))
+    same(model, assistant=automatic(extra_memory=sum(bytes_of(model, 4))))
     assert IN_FOUR_BITS.nbytes() > known
 
 

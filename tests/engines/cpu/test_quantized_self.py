@@ -16,7 +16,7 @@ from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier, weight_copies
 from hf_retrieval_assist.engines.cpu import quantized_self as module
-from hf_retrieval_assist.engines.cpu.few_bits import FewBits, missing_bytes
+from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
@@ -254,7 +254,7 @@ def test_weights_are_packed_once_and_anew_when_they_change(bits):
     assert kinds["model.layers.2.mlp.up_proj.weight"] is (FourBitWeight, QuantizedWeight)[bits > 4]
     assert kinds["model.embed_tokens.weight"] is QuantizedWeight  # and the output layer's
     assert kinds["model.norm.weight"] is type(None)
-    assert missing_bytes(model, bits) == 0
+    assert bytes_of(model, bits)[0] == 0
     for other in (assistant(bits=bits), assistant(bits=bits), assistant(bits=12 - bits)):
         run(model, assistant=other)
         assert FewBits.known_of(model, bits) is packed
@@ -283,7 +283,7 @@ def test_copies_go_with_their_model():
     gc.collect()
     known = IN_FOUR_BITS.nbytes()
     model = build(head_dim=16)
-    missing = missing_bytes(model, 4)
+    missing = bytes_of(model, 4)[0]
     run(model, assistant=assistant())
     last = FewBits.known_of(model, 4).output.whole.nbytes
     assert FewBits.known_of(model, 4).nbytes == missing == IN_FOUR_BITS.nbytes() - known + last
