@@ -321,3 +321,27 @@ def test_a_token_is_credited_to_the_first_drafter_that_has_it(monkeypatch):
         asked.learn(step, [Outcome(session, [1, 2, 3, 9], tree)], 4)
         assert credited.pop() == [*brought, 0.0]  # the grammar has nothing
         assert [*asked.stats.sources.values()] == [*sources, 0]
+
+
+def test_what_asking_takes_is_the_host_s_time_without_the_drafters(monkeypatch):
+    """Preparing is counted for nobody. The clock ticks when a drafter works."""
+    now = [0.0]
+
+    def works(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(policy.time, "perf_counter", lambda: now[0])
+    drafter = Scripted(lambda budget: works(1.0) or TokenTree.empty())
+    drafter.prepare_rows = lambda sessions: works(100.0)
+    asked = Assistant([drafter]).policy
+    session = asked.start(np.zeros(1, np.int32), Target(vocab_size=10))
+    session.begin([0])
+    account = asked.account(CostKey("", "", "", ""))
+    step = asked.draft(Ask([session], FLAT, account))
+    step.count_host(now[0] + 0.25)
+    assert account.host[False] == pytest.approx(0.25)
+    DraftedStep(FLAT, account.planner, account, is_plain=True).count_host(0.1)
+    assert account.asking_seconds == pytest.approx(0.15)
+    step.end(1, [0.0])
+    [entry] = account.entries[0].values()
+    assert 0.15 <= entry._price <= 1.15
