@@ -344,4 +344,4 @@ def test_what_asking_takes_is_the_host_s_time_without_the_drafters(monkeypatch):
     assert account.asking_seconds == 0.125
     step.end(1, [0.0])
     [entry] = account.entries[0].values()
-    assert entry._price == 1.125
+    assert entry._price == 0.125 + 1.0 / 32  # what a first ask takes is paid in instalments
