@@ -36,23 +36,19 @@ static ALWAYS_INLINE __m256i add_products(__m256i sums, int8_weights w, const ch
 static ALWAYS_INLINE __m256i no_sums(void) { return _mm256_setzero_si256(); }
 static ALWAYS_INLINE __m256 to_floats(__m256i sums) { return _mm256_cvtepi32_ps(sums); }
 
-/* Two sums of each output, in 16 bits: a group's products of half a byte and a byte come to less than 2^15. */
-typedef __m256i int4_sums;
-
-static ALWAYS_INLINE __m256i add_int4(__m256i sums, const char *w, const char *x) {
-    const __m256i halves = _mm256_loadu_si256((const __m256i *)w), low = _mm256_set1_epi8(15);
-    int32_t first, second;
-    memcpy(&first, x, 4), memcpy(&second, x + 4, 4);
-    const __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(halves, low), _mm256_set1_epi32(first));
-    const __m256i odd = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(halves, 4), low),
-                                             _mm256_set1_epi32(second));
-    return _mm256_add_epi16(sums, _mm256_add_epi16(even, odd));
+/* Products of the levels of half bytes with four numbers for each output. Those of two neighbours fit 16 bits. */
+static ALWAYS_INLINE __m256i add_halves(__m256i sums, __m256i halves, const char *x) {
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)int4_levels));
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m256i w = _mm256_shuffle_epi8(levels, _mm256_and_si256(halves, _mm256_set1_epi8(15)));
+    const __m256i pairs = _mm256_maddubs_epi16(w, _mm256_set1_epi32(four));
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
-static ALWAYS_INLINE __m256i no_int4_sums(void) { return _mm256_setzero_si256(); }
-
-static ALWAYS_INLINE __m256 int4_floats(__m256i sums) {
-    return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+static ALWAYS_INLINE __m256i add_int4(__m256i sums, const char *w, const char *x) {
+    const __m256i halves = _mm256_loadu_si256((const __m256i *)w);
+    return add_halves(add_halves(sums, halves, x), _mm256_srli_epi16(halves, 4), x + 4);
 }
 
 static ALWAYS_INLINE __m256 load_int8(const char *p) {

@@ -43,19 +43,19 @@ static ALWAYS_INLINE __m512 to_floats(int8_sums sums) { return _mm512_cvtepi32_p
     _mm512_add_epi32((sums), _mm512_madd_epi16(_mm512_maddubs_epi16((w), (x)), _mm512_set1_epi16(1)))
 #endif
 
-typedef int8_sums int4_sums;
-
-static ALWAYS_INLINE int4_sums add_int4(int4_sums sums, const char *w, const char *x) {
-    const __m512i halves = _mm512_loadu_si512(w), low = _mm512_set1_epi8(15);
-    int32_t first, second;
-    memcpy(&first, x, 4), memcpy(&second, x + 4, 4);
-    sums = (int4_sums)ADD_FOURS((__m512i)sums, _mm512_and_si512(halves, low), _mm512_set1_epi32(first));
-    return (int4_sums)ADD_FOURS((__m512i)sums, _mm512_and_si512(_mm512_srli_epi16(halves, 4), low),
-                                _mm512_set1_epi32(second));
+/* Products of the levels of half bytes with four numbers for each output. */
+static ALWAYS_INLINE int8_sums add_halves(int8_sums sums, __m512i halves, const char *x) {
+    const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)int4_levels));
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m512i w = _mm512_shuffle_epi8(levels, _mm512_and_si512(halves, _mm512_set1_epi8(15)));
+    return (int8_sums)ADD_FOURS((__m512i)sums, w, _mm512_set1_epi32(four));
 }
 
-static ALWAYS_INLINE int4_sums no_int4_sums(void) { return no_sums(); }
-static ALWAYS_INLINE __m512 int4_floats(int4_sums sums) { return to_floats(sums); }
+static ALWAYS_INLINE int8_sums add_int4(int8_sums sums, const char *w, const char *x) {
+    const __m512i halves = _mm512_loadu_si512(w);
+    return add_halves(add_halves(sums, halves, x), _mm512_srli_epi16(halves, 4), x + 4);
+}
 
 static ALWAYS_INLINE __m512 load_int8(const char *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));

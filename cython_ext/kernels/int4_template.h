@@ -2,11 +2,13 @@
  * and so have those of x, in integers of eight bits; products within a group are exact. Besides what
  * tile_template.h asks for, the instruction set defines
  *
- *   int4_sums, no_int4_sums()       LANES sums over a group, one for each output
- *   add_int4(sums, w, x)            adds the products of LANES outputs with 8 numbers of x: their first four with
- *                                   the low halves of the outputs' bytes, 4 of each, the others with the high ones
- *   int4_floats(sums)               as VEC
+ *   add_int4(sums, w, x)   adds to int8_sums the products of LANES outputs with 8 numbers of x: their first four with
+ *                          the levels of the low halves of the outputs' bytes, 4 of each, the others with the high ones
  */
+
+/* Scales that are tried of either sign, and the greatest. */
+#define INT4_TURNS 3
+#define MOST_F16 65504.0f
 
 /* Blocks that are read at once, of as many as there are registers for. */
 #define INT4_PLACES (LANES >= 8 ? LANES / 4 : 1)
@@ -65,8 +67,8 @@ static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const ch
             for (int line = 0; line < INT4_BLOCK_BYTES; line += CACHE_LINE) PREFETCH(block + AHEAD + line);
             for (int i = 0; i < PARTS_OF_BLOCK; i++) {
                 const VEC scales = LOAD_F16(block + i * LANES * 2);
-                int4_sums products[PANEL_ROWS];
-                for (int r = 0; r < rows; r++) products[r] = no_int4_sums();
+                int8_sums products[PANEL_ROWS];
+                for (int r = 0; r < rows; r++) products[r] = no_sums();
                 for (int k = 0; k < INT4_GROUP / 8; k++) {
                     const char *w = values + (k * INT4_ROWS + i * LANES) * 4;
                     for (int r = 0; r < rows; r++)
@@ -74,7 +76,7 @@ static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const ch
                 }
                 for (int r = 0; r < rows; r++) {
                     const int4_x *own = int4_x_of(x + r * x_bytes);
-                    const VEC exact = ADD(int4_floats(products[r]), SET1(own->offset));
+                    const VEC exact = ADD(to_floats(products[r]), SET1(own->offset));
                     acc[p][r][i] = FMA(MUL(scales, SET1(own->scale)), exact, acc[p][r][i]);
                 }
             }
@@ -119,60 +121,80 @@ static void multiply_int4(const linear_pass *pass, const linear_problem *p, int6
     }
 }
 
-/* x / scale, rounded to integers from -8 to 7, as floats. */
-static ALWAYS_INLINE VEC int4_rounded(VEC x, float factor) {
-    const VEC magic = SET1(0x1.8p23f), negative = SET1(-1), most = SET1(-INT4_ZERO + 1);
-    const VEC whole = ADD(ADD(MUL(x, SET1(factor)), magic), MUL(negative, magic));
-    return MUL(negative, MAX(MUL(negative, MAX(whole, SET1(-INT4_ZERO))), most));
-}
-
-/* The squared norm of what rounding with a scale leaves out of a group. */
-static float left_out_of(const float *step, float scale) {
-    VEC sum = ZERO();
-    float lanes[LANES], all = 0;
-    for (int i = 0; i < INT4_GROUP; i += LANES) {
-        const VEC x = LOAD(step + i), rest = FMA(int4_rounded(x, 1 / scale), SET1(-scale), x);
-        sum = FMA(rest, rest, sum);
+/* Sums of what lies between the levels below each element of a group, of `between` each, times a factor. Elements are
+ * rounded to half a unit of the levels. */
+static ALWAYS_INLINE void climb(int16_t *sums, const float *step, float factor, const int16_t *between) {
+    float cut[INT4_GROUP];
+    int16_t doubled[INT4_GROUP];
+    for (int i = 0; i < INT4_GROUP; i++) {
+        const float x = 2 * factor * step[i], above = x > -256 ? x : -256;
+        cut[i] = above < 256 ? above : 256;
     }
-    STORE(lanes, sum);
-    for (int i = 0; i < LANES; i++) all += lanes[i];
-    return all;
+    round_step(doubled, cut, 1, INT4_GROUP);
+    memset(sums, 0, INT4_GROUP * sizeof(*sums));
+    for (int k = 1; k < 16; k++) {
+        const int16_t middle = (int16_t)(int4_levels[k - 1] + int4_levels[k] - 2 * INT4_ZERO), more = between[k];
+        for (int i = 0; i < INT4_GROUP; i++) sums[i] += (int16_t)(-(doubled[i] > middle) & more); /* a mask */
+    }
 }
 
-/* The scale, in float16's bits, that leaves out least: about the one with which the element of the greatest
- * magnitude becomes -8, or +8, which is cut to 7. */
-static uint16_t int4_scale_of(const float *step) {
-    static const float tried[] = {1, 0.95f, 0.9f, 0.85f, 0.8f, 1.05f};
+/* What the nearest levels times a scale leave out of a group, squared, less the group's own square; and the scale of
+ * least squares for them. */
+static ALWAYS_INLINE float left_out_of(const float *step, const float *weights, float scale, float *better) {
+    int16_t between[16], above[INT4_GROUP];
+    float levels[INT4_GROUP];
+    VEC products = ZERO(), squares = ZERO();
+    for (int k = 1; k < 16; k++) between[k] = int4_levels[k] - int4_levels[k - 1];
+    climb(above, step, 1 / scale, between);
+    for (int i = 0; i < INT4_GROUP; i++) levels[i] = (float)(above[i] + int4_levels[0] - INT4_ZERO);
+    for (int i = 0; i < INT4_GROUP; i += LANES) {
+        const VEC level = LOAD(levels + i), weighted = MUL(LOAD(weights + i), level);
+        products = FMA(weighted, LOAD(step + i), products), squares = FMA(weighted, level, squares);
+    }
+    float sums[4];
+    sum_lanes(products, squares, ZERO(), ZERO(), sums);
+    *better = sums[0] / sums[1];
+    return scale * (scale * sums[1] - 2 * sums[0]);
+}
+
+/* The scale, in float16's bits, with which the levels leave out least of a group, its columns counting by their
+ * weights. Of either sign, the first one makes the element of the greatest magnitude the last level; others follow as
+ * the least squares of the levels that were nearest. */
+static uint16_t int4_scale_of(const float *step, const float *weights) {
     const float most = skinny_float_of(greatest_bits(step, INT4_GROUP));
-    float sign = 1, least = INFINITY;
-    uint16_t best = skinny_f16_of(most / INT4_ZERO);
-    for (int i = 0; i < INT4_GROUP; i++)
-        if (step[i] == most) sign = -1;
-    if (!(skinny_float_of_f16(best) > 0 && most < INFINITY)) return best;
-    for (size_t i = 0; i < 2 * sizeof(tried) / sizeof(*tried); i++) {
-        const uint16_t half = skinny_f16_of((i % 2 ? -sign : sign) * tried[i / 2] * most / INT4_ZERO);
-        const float scale = skinny_float_of_f16(half), left_out = scale == 0 ? INFINITY : left_out_of(step, scale);
-        if (left_out < least) best = half, least = left_out;
+    float least = INFINITY;
+    uint16_t best = skinny_f16_of(most);
+    if (!(most > 0 && most < INFINITY)) return best; /* what is not finite has no finite products either */
+    float scales[2] = {-most / (float)(int4_levels[15] - INT4_ZERO), most / (float)(int4_levels[15] - INT4_ZERO)};
+    for (int turn = 0; turn < 2 * INT4_TURNS; turn++) { /* signs in turn: a CPU works at both */
+        const float scale = scales[turn % 2], cut = scale > MOST_F16 ? MOST_F16 : scale < -MOST_F16 ? -MOST_F16 : scale;
+        const uint16_t half = skinny_f16_of(cut);
+        const float tried = skinny_float_of_f16(half);
+        if (!(tried != 0 && tried == tried)) continue;
+        const float left_out = left_out_of(step, weights, tried, &scales[turn % 2]);
+        if (left_out <= least) best = half, least = left_out;
     }
     return best;
 }
 
 static void pack_int4_group(const int4_packing *p, char *block, int64_t output, int64_t group) {
-    const int64_t o = output % INT4_ROWS;
-    float step[INT4_GROUP] = {0};
+    const int64_t o = output % INT4_ROWS, bytes = skinny_item_bytes(p->dtype);
+    float step[INT4_GROUP] = {0}, weights[INT4_GROUP];
+    int16_t ones[16], numbers[INT4_GROUP];
     uint8_t *to = (uint8_t *)block + INT4_ROWS * 2 + o * 4;
     if (output < p->outputs)
-        read_group(step, p->weight + output * p->weight_stride * skinny_item_bytes(p->dtype), group, p->lead, p->depth,
-                   p->dtype);
-    const uint16_t half = int4_scale_of(step);
+        read_group(step, p->weight + output * p->weight_stride * bytes, group, p->lead, p->depth, p->dtype);
+    if (p->column_weights)
+        read_group(weights, (const char *)p->column_weights, group, p->lead, p->depth, SKINNY_FLOAT32);
+    else
+        for (int i = 0; i < INT4_GROUP; i++) weights[i] = 1;
+    for (int k = 0; k < 16; k++) ones[k] = 1;
+    const uint16_t half = int4_scale_of(step, weights);
     const float scale = skinny_float_of_f16(half), factor = scale == 0 ? 0 : 1 / scale;
-    uint32_t bits[INT4_GROUP];
-    for (int i = 0; i < INT4_GROUP; i += LANES)
-        STORE(step + i, ADD(int4_rounded(LOAD(step + i), factor), SET1(0x1.8p23f + INT4_ZERO)));
-    memcpy(bits, step, sizeof(bits));
+    climb(numbers, step, factor, ones);
     memcpy(block + o * 2, &half, 2);
     for (int i = 0; i < INT4_GROUP; i += 8, to += INT4_ROWS * 4)
-        for (int b = 0; b < 4; b++) to[b] = (uint8_t)((bits[i + b] & 15) | (bits[i + 4 + b] & 15) << 4);
+        for (int b = 0; b < 4; b++) to[b] = (uint8_t)(numbers[i + b] | numbers[i + 4 + b] << 4);
 }
 
 /* What one thread does: blocks of INT4_ROWS outputs until none is left. */

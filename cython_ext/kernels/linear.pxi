@@ -339,13 +339,16 @@ cdef int _check_lead(int64_t lead) except -1:
     return 0
 
 
-def pack_int4(weight, lead=0, *, path=None, threads=None):
-    """Round a matrix to four bits: a weight becomes `scale * value`, with values from -8 to 7 and, of those
-    tried for each 32 neighbours of a row, the scale in float16 that leaves out least.
+def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
+    """Round a matrix to four bits: a weight becomes `scale * level`, one of 16 levels that lie closer near zero, as
+    those of NF4 (QLoRA, section 3), and, of those tried for each 32 neighbours of a row, the scale in float16 that
+    leaves out the least square.
 
     Args:
         weight, path, threads: as for `skinny_linear`.
         lead: columns, less than 32, by which the first group of neighbours is shorter than others.
+        column_weights: float32 [depth], at least 0: how much what is left out of a column counts, which is most
+            useful as the mean square of what it is multiplied by; None: as much as of any other.
 
     Returns:
         uint8 [blocks of 16 outputs, bytes], as `int4_linear` reads them; linear_kernels.h says how.
@@ -365,6 +368,12 @@ def pack_int4(weight, lead=0, *, path=None, threads=None):
     blocks = torch.empty((skinny_parts(packing.outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES), dtype=torch.uint8)
     packing.weight = <char *><uintptr_t>weight.data_ptr()
     packing.weight_stride = weight.stride(0)
+    packing.column_weights = NULL
+    if column_weights is not None:
+        _check_plain("column_weights", column_weights, torch.float32)
+        _check_shape("column_weights", column_weights, (packing.depth,))
+        column_weights = column_weights.contiguous()
+        packing.column_weights = <float *><uintptr_t>column_weights.data_ptr()
     packing.blocks = <char *><uintptr_t>blocks.data_ptr()
     with nogil:
         _paths[chosen].pack_int4(&packing, count)

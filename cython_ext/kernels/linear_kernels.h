@@ -64,11 +64,10 @@ typedef struct {
 
 /* A matrix to be rounded to four bits, which is kept in blocks of INT4_ROWS outputs and INT4_GROUP columns: a scale
  * in float16 of each output, then for every 8 columns 4 bytes of each, of which the low halves hold the first 4
- * columns and the high ones the others, plus INT4_ZERO. Blocks of the same outputs follow one another, and what
+ * columns and the high ones the others, as numbers of levels. Blocks of the same outputs follow one another, and what
  * they are filled up with is zero. To a linear problem such rows lie INT4_ROW_BYTES for each group apart. */
 #define INT4_GROUP 32
 #define INT4_ROWS 16
-#define INT4_ZERO 8
 #define INT4_ROW_BYTES (2 + INT4_GROUP / 2)
 #define INT4_BLOCK_BYTES (INT4_ROWS * INT4_ROW_BYTES)
 typedef struct {
@@ -76,9 +75,15 @@ typedef struct {
     int64_t outputs, depth, weight_stride;
     int64_t lead; /* see linear_problem */
     int dtype;
+    const float *column_weights; /* [depth]: how much what is left out of a column counts; NULL: the same for all */
     char *blocks;
     int64_t next_block; /* taken atomically */
 } int4_packing;
+
+/* What a weight in four bits may be, plus INT4_ZERO, times its scale: the 16 levels that leave out least of 32 normal
+ * numbers, with one for zero, which is exact. Two products with numbers of eight bits fit 16. */
+static const uint8_t int4_levels[16] = {0, 16, 26, 35, 42, 49, 55, 62, 67, 73, 79, 85, 93, 101, 112, 126};
+#define INT4_ZERO 62
 
 static inline int64_t int4_groups(int64_t depth, int64_t lead) { return skinny_parts(depth + lead, INT4_GROUP); }
 

@@ -50,25 +50,20 @@ static ALWAYS_INLINE int32x4_t add_products(int32x4_t sums, int8_weights w, cons
 static ALWAYS_INLINE int32x4_t no_sums(void) { return vdupq_n_s32(0); }
 static ALWAYS_INLINE float32x4_t to_floats(int32x4_t sums) { return vcvtq_f32_s32(sums); }
 
-/* Two sums of each output, in 16 bits: a group's products of half a byte and a byte come to less than 2^15. */
-typedef int16x8_t int4_sums;
-
-static ALWAYS_INLINE int16x8_t add_fours(int16x8_t sums, int8x16_t w, const char *x) {
+/* Products of the levels of half bytes with four numbers for each output. Those of two neighbours fit 16 bits. */
+static ALWAYS_INLINE int32x4_t add_halves(int32x4_t sums, uint8x16_t halves, const char *x) {
     int32_t four;
     memcpy(&four, x, 4);
+    const int8x16_t w = vreinterpretq_s8_u8(vqtbl1q_u8(vld1q_u8(int4_levels), halves));
     const int8x16_t fours = vreinterpretq_s8_s32(vdupq_n_s32(four));
     const int16x8_t first = vmull_s8(vget_low_s8(w), vget_low_s8(fours));
-    return vaddq_s16(sums, vpaddq_s16(first, vmull_s8(vget_high_s8(w), vget_high_s8(fours))));
+    return vpadalq_s16(sums, vpaddq_s16(first, vmull_s8(vget_high_s8(w), vget_high_s8(fours))));
 }
 
-static ALWAYS_INLINE int16x8_t add_int4(int16x8_t sums, const char *w, const char *x) {
+static ALWAYS_INLINE int32x4_t add_int4(int32x4_t sums, const char *w, const char *x) {
     const uint8x16_t halves = vld1q_u8((const uint8_t *)w);
-    sums = add_fours(sums, vreinterpretq_s8_u8(vandq_u8(halves, vdupq_n_u8(15))), x);
-    return add_fours(sums, vreinterpretq_s8_u8(vshrq_n_u8(halves, 4)), x + 4);
+    return add_halves(add_halves(sums, vandq_u8(halves, vdupq_n_u8(15)), x), vshrq_n_u8(halves, 4), x + 4);
 }
-
-static ALWAYS_INLINE int16x8_t no_int4_sums(void) { return vdupq_n_s16(0); }
-static ALWAYS_INLINE float32x4_t int4_floats(int16x8_t sums) { return vcvtq_f32_s32(vpaddlq_s16(sums)); }
 
 /* Round to nearest, ties to even; a NaN becomes the quiet NaN, lest it be carried into infinity. */
 static ALWAYS_INLINE void store_bf16(char *p, float32x4_t v) {

@@ -88,6 +88,7 @@ cdef extern from "program.h" nogil:
         int64_t outputs, depth, weight_stride
         int64_t lead
         int dtype
+        const float *column_weights
         char *blocks
         int64_t next_block
 

@@ -72,6 +72,14 @@ class TargetForwards:
             slots.set_lengths(lengths)
             self.verifier.clear_draft()
 
+    def feed_again(self, most: int) -> None:
+        """One forward of the texts' last tokens behind the texts, so many of all rows at most."""
+        assert self.verifier is not None
+        rooms = [self._deepest(row) for row in self._rows]
+        counts = [1 + room for room in rooms if room is not None] + [len(row) for row in self._rows]
+        count = max(1, min(most // len(self._rows), self.verifier.most_fed, *counts))
+        self.verifier.feed_again([row.ids[0, -count:].tolist() for row in self._rows])
+
     def feed(self, token_ids: Sequence[int | None]) -> torch.Tensor:
         """Logits [batch, vocab_size] behind one token more of each row's draft.
 

@@ -320,11 +320,11 @@ class TreeVerifier(Verifier):
         width = self._bucket(1 + max(trees.sizes))
         return self._feed_lines(TreeTokens.of(roots, trees, self.cache.slots.lengths, None, width))
 
-    def _feed_lines(self, fed: TreeTokens) -> Verified:
+    def _feed_lines(self, fed: TreeTokens, call: Any = None) -> Verified:
         """Feed rows side by side, each filled up to the widest."""
         ids, lines = fed.lines(self.device)
         batch, width = fed.token_ids.shape
-        outputs = self._run(ids, width, *self._tree_arguments(lines))
+        outputs = self._run(ids, width, *self._tree_arguments(lines), call)
         return Verified(outputs.logits, [0] * batch, outputs)
 
     @cached_property
@@ -370,8 +370,17 @@ class TreeVerifier(Verifier):
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits
 
+    def feed_again(self, texts: Sequence[Sequence[int]]) -> None:
+        """Feed texts, as many tokens of each row, which are not kept, to whoever sees the model's
+        layers."""
+        trees = Forest.of([TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in texts])
+        roots = [ids[0] for ids in texts]
+        fed = TreeTokens.of(roots, trees, self.cache.slots.lengths, None, len(texts[0]))
+        self._unsound = True  # unless somebody looked at the logits
+        self._feed_lines(fed, self.compute)
+
     def clear_draft(self) -> None:
-        """Drop what `draft` has fed."""
+        """Drop what `draft` or `feed_again` has fed."""
         self.cache.truncate(self.cache.slots.longest)
         self.feeding = False
         if self._unsound:

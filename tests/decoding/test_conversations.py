@@ -31,7 +31,7 @@ from hf_retrieval_assist import (
     SamAssistant,
     SuffixAssistant,
 )
-from hf_retrieval_assist.engines.cpu import weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build, rope_model
@@ -384,7 +384,8 @@ class Conversation(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch):
     """The tiny models' linears are packed in eight bits."""
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    for part in (few_bits, weight_copies):
+        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
 
 
 SEED = os.environ.get("HFRA_SEED")

@@ -93,6 +93,10 @@ def in_groups(matrix, lead):
     return filled.unflatten(-1, (groups, 32))
 
 
+# What a weight in four bits may be, times its scale.
+LEVELS = torch.tensor([-62, -46, -36, -27, -20, -13, -7, 0, 5, 11, 17, 23, 31, 39, 50, 64])
+
+
 def from_four_bits(blocks, shape, lead=0):
     """The matrix that products with blocks of `pack_int4` are of, float64; linear_kernels.h says
     how they lie."""
@@ -100,7 +104,8 @@ def from_four_bits(blocks, shape, lead=0):
     parts = blocks.view(len(blocks), -(-(lead + depth) // 32), 288)
     scales = parts[..., :32].contiguous().view(torch.float16)
     eights = parts[..., 32:].unflatten(2, (4, 16, 4))
-    values = torch.stack([eights & 15, eights >> 4], 4).double().transpose(2, 3).flatten(3) - 8
+    numbers = torch.stack([eights & 15, eights >> 4], 4).transpose(2, 3).flatten(3)
+    values = LEVELS[numbers.long()].double()
     weight = (values * scales[..., None]).transpose(1, 2).flatten(2).flatten(0, 1)
     return weight[:outputs, lead : lead + depth]
 

@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,10 +21,15 @@ from ...system.locks import Lock
 from ...types.evidence import EvidenceClasses
 from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
-from .skinny import PEAK_COLUMNS, RepeatedLinears
+from .reroute import overriding, reroute
+from .skinny import PEAK_COLUMNS, RepeatedLinears, routed_linear
 from .weight_copies import Kept, WeightCopies, packable
 
 logger = logging.getLogger(__name__)
+
+# Smaller layers stay as they are. Those for keys and values of a model of 135M parameters have more
+# elements: where they stayed, the layer of the queries would no longer be computed beside them.
+LEAST_ELEMENTS = 1 << 16
 
 # What a draft reads of the output layer: such a share of what it reads of all others, of so many
 # rows at least; and of so many tokens more that were seen.
@@ -32,6 +38,11 @@ LEAST_ROWS = 8192
 MOST_SEEN = 8192
 
 _FIRST_ROW = np.zeros(1, np.int64)
+
+NO_WEIGHTS: Mapping[int, torch.Tensor] = MappingProxyType({})
+
+# Tokens, in which all columns are alike, that are added to those that were read.
+_ALIKE = 2.0
 
 # Evidence: the place among the model's choices, and how far the first one's score lies above the
 # second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
@@ -67,6 +78,8 @@ class FewBits:
     Args:
         model: whose.
         bits: of a weight, 4 or 8.
+        column_weights: float32 [columns], how much each of a weight's counts where it is rounded to
+            four bits, by the identity of the parameter; of others all count the same.
 
     Attributes:
         by_id: what stands for each weight, by the identity of the parameter.
@@ -76,12 +89,17 @@ class FewBits:
         unrecorded: calls in a row in which no forward of one token could be recorded.
     """
 
-    def __init__(self, model: Any, bits: int) -> None:
+    def __init__(
+        self, model: Any, bits: int, column_weights: Mapping[int, torch.Tensor] = NO_WEIGHTS
+    ) -> None:
         started, self.bits = time.perf_counter(), bits
         self.calibrator, self.certainty = Calibrator(EVIDENCE), _FIRST_CERTAINTY
         self._looks = self.unrecorded = 0
         copied = _copied(model, bits)
-        self._kept: list[Kept[Any]] = [copies.of(weight) for weight, copies in copied]
+        self._kept: list[Kept[Any]] = [
+            copies.of(weight, *([column_weights.get(id(weight))] if copies is IN_FOUR_BITS else []))
+            for weight, copies in copied
+        ]
         pairs = zip(copied, self._kept, strict=True)
         self.by_id: Mapping[int, Any] = {id(weight): kept.copy for (weight, _), kept in pairs}
         self.output: ShortOutput | None = None
@@ -107,9 +125,15 @@ class FewBits:
         return known.get(bits)
 
     @classmethod
-    def of(cls, model: nn.Module, bits: int) -> FewBits:
-        """Those of a model, packed if need be, which all share."""
-        found = cls.known_of(model, bits) or cls(model, bits)
+    def of(cls, model: nn.Module, bits: int, read: Callable[[], object] = lambda: None) -> FewBits:
+        """Those of a model, packed if need be, which all share.
+
+        Args:
+            read: runs the model over text of the kind that it will be drafted with.
+        """
+        found = cls.known_of(model, bits)
+        if found is None:
+            found = cls(model, bits, _column_weights(model, read) if bits == 4 else NO_WEIGHTS)
         _known.setdefault(model, {})[bits] = found
         return found
 
@@ -134,13 +158,51 @@ class FewBits:
             self.certainty += _MEMORY * (rate - self.certainty)
 
 
+class _Observed:
+    """Stands for a weight while the model reads: it sums the squares of what each column of it is
+    multiplied by.
+
+    What is left out of a column counts in a product by that, so that a hundredth of the columns of
+    which a model's outliers are may count more than all others (llama.cpp's importance matrix, and
+    AWQ, arXiv 2306.00978, section 3.1).
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight, self._squares = weight, torch.zeros(weight.shape[1])
+        self._rows = 0
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        self._squares += rows.square().sum(0)
+        self._rows += len(rows)
+        return routed_linear(x, self._weight, bias)
+
+    @property
+    def column_weights(self) -> torch.Tensor | None:
+        """float32 [columns], their mean 1; None where that is not known."""
+        mean = self._squares.mean()
+        if not (mean > 0 and mean.isfinite()):
+            return None
+        return (self._squares / mean * self._rows + _ALIKE) / (self._rows + _ALIKE)
+
+
+def _column_weights(model: nn.Module, read: Callable[[], object]) -> dict[int, torch.Tensor]:
+    """How much the columns of weights in four bits count for what the model reads."""
+    seen = {id(x): _Observed(x) for x, copies in _copied(model, 4) if copies is IN_FOUR_BITS}
+    with reroute(), overriding(seen):
+        read()
+    found = {i: observed.column_weights for i, observed in seen.items()}
+    return {i: weights for i, weights in found.items() if weights is not None}
+
+
 _known: WeakKeyDictionary[nn.Module, dict[int, FewBits]] = WeakKeyDictionary()
 
 
 def _copied(model: nn.Module, bits: int) -> list[tuple[torch.Tensor, WeightCopies[Any]]]:
     """The weights that are packed, each with the copies of its kind."""
     others = IN_FOUR_BITS if bits == 4 else WEIGHTS
-    found = {id(weight): (weight, others) for weight in map(packable, model.modules())}
+    weights = [packable(layer, LEAST_ELEMENTS) for layer in model.modules()]
+    found = {id(weight): (weight, others) for weight in weights}
     found.pop(id(None), None)
     if (last := _output_weight(model)) is not None:
         found[id(last)] = last, WEIGHTS

@@ -56,6 +56,9 @@ _TRIAL_PERIOD = 64
 # so many forwards, and more.
 PATIENCE = 32
 
+# Tokens of the texts that are read once more to see which columns of weights count most.
+_READ = 64
+
 # Calls in a row whose forwards of one token could not be recorded, after which none is tried.
 _MOST_UNRECORDED = 2
 
@@ -176,7 +179,12 @@ class QuantizedSelf(Drafter):
         if self.optional and not may_take(missing, target.extra_memory, held):
             self._calls[own] = None
             return None
-        return FewBits.of(model, self.bits)
+
+        def read() -> None:
+            with own.drafting():
+                own.feed_again(_READ)
+
+        return FewBits.of(model, self.bits, read)
 
     def drafts_for(self, own: TargetForwards) -> bool:
         """Whether a call may be drafted for, as far as is known."""

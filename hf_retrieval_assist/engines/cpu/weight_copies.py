@@ -104,13 +104,11 @@ class WeightCopies(Generic[C]):
     Safe to use from several threads.
 
     Args:
-        pack: makes a weight's copy.
+        pack: makes a weight's copy, of it and of what else `of` was given.
         size_of: the bytes that it will take.
     """
 
-    def __init__(
-        self, pack: Callable[[torch.Tensor], C], size_of: Callable[[torch.Tensor], int]
-    ) -> None:
+    def __init__(self, pack: Callable[..., C], size_of: Callable[[torch.Tensor], int]) -> None:
         self._pack, self.size_of = pack, size_of
         self._lock = Lock()
         self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -129,14 +127,15 @@ class WeightCopies(Generic[C]):
             self._of_tensor.pop(weight, None)
             return None
 
-    def of(self, weight: torch.Tensor) -> Kept[C]:
-        """The copy that stands for a weight, made if need be; raises what packing raises."""
+    def of(self, weight: torch.Tensor, *given: Any) -> Kept[C]:
+        """The copy that stands for a weight, made if need be, of what is given besides; raises what
+        packing raises."""
         with self._lock:
             kept = self.find(weight)
             if kept is None:
                 self._uses.pop(weight, None)
                 mark, sample = _mark_of(weight), _sample_of(weight)
-                kept = self._of_tensor[weight] = Kept(self._pack(weight), mark, sample)
+                kept = self._of_tensor[weight] = Kept(self._pack(weight, *given), mark, sample)
                 self._of_mark[mark] = kept
             return kept
 
@@ -154,8 +153,12 @@ class WeightCopies(Generic[C]):
             return sum(kept.copy.nbytes for kept in self._of_mark.values())
 
 
-def packable(layer: nn.Module) -> Any:
-    """The weight of a linear layer that is worth packing; None otherwise."""
+def packable(layer: nn.Module, least: int | None = None) -> Any:
+    """The weight of a linear layer that is worth packing; None otherwise.
+
+    Args:
+        least: elements of such a weight; None: as many as a forward has to fetch from memory.
+    """
     if not skinny.PATHS or not isinstance(layer, nn.Linear):
         return None
     # Not by attribute: a parametrised layer would compute it.
@@ -166,7 +169,7 @@ def packable(layer: nn.Module) -> Any:
         or weight.layout != torch.strided
         or weight.dtype not in _DTYPES
         or not weight.is_contiguous()
-        or weight.numel() < LEAST_ELEMENTS
+        or weight.numel() < (LEAST_ELEMENTS if least is None else least)
     ):
         return None
     return weight

@@ -11,7 +11,7 @@ import torch
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import quantized_self, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS
 from hf_retrieval_assist.engines.cpu.quantized_self import QuantizedSelf
@@ -34,7 +34,8 @@ def at_once(monkeypatch):
     price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
     monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
     monkeypatch.setattr(quantized_self, "PATIENCE", 0)
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    for part in (few_bits, weight_copies):
+        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
 )
 def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, monkeypatch):
     """A share of what all other layers take, in whole parts of which the largest is told."""
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    for part in (few_bits, weight_copies):
+        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
     monkeypatch.setattr(few_bits, "OUTPUT_SHARE", share)
     monkeypatch.setattr(few_bits, "LEAST_ROWS", least)
     model = build(vocab_size=1000, head_dim=16, tie_word_embeddings=tied)

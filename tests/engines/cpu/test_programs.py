@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, reroute
-from hf_retrieval_assist.engines.cpu import quantized_self, recording, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, recording, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
@@ -48,7 +48,8 @@ def few(monkeypatch):
     """Small weights are packed as well, levels known to take no time, and kernels serve."""
     price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
     monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    for part in (few_bits, weight_copies):
+        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
     with kernels_serving():
         yield
 

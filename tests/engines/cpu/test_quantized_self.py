@@ -60,7 +60,8 @@ NEW = 30
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch):
     """The tiny models' linears are packed; adapters on them stay small. Kernels serve."""
-    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
+    for part in (few_bits, weight_copies):
+        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
     with kernels_serving():
         yield
 
