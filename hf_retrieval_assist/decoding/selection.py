@@ -261,15 +261,13 @@ class RowPreview(Preview):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if among is not None and not self.select.blind:
             # Processors look tokens up by their numbers.
-            some, logits = logits, logits.new_full((len(logits), among.vocab_size), -torch.inf)
-            logits[:, among.token_ids], among = some, None
+            logits, among = among.spread(logits), None
         scores, draws = self.select.preview(self.row, logits, paths), self.select.draws
         if self.draws:
             vocab_size = scores.shape[1] if among is None else among.vocab_size
             if draws.reaches([self.row], vocab_size):
                 if among is not None:
-                    some, scores = scores, scores.new_full((len(scores), vocab_size), -torch.inf)
-                    scores[:, among.token_ids] = some
+                    scores = among.spread(scores)
                 if scores.is_cpu:
                     return self._drawn(scores, paths, count)
                 places = [(len(self.row.generated) + len(path), self.row.index) for path in paths]
@@ -289,9 +287,11 @@ class RowPreview(Preview):
             place = known + len(path), self.row.index
             ids, gains = self.select.draws.reaching(*place, one, one, count)
             sums = one[ids] + gains
-            order = np.argsort(-sums, kind="stable")[:count]
+            order = (-sums).argsort(kind="stable")[:count]
             values[: len(order)] = sums[order]
-            # Others, which have no probability, fill the rest up.
-            rest = np.setdiff1d(np.arange(min(2 * count, len(one))), ids[order])
-            found.append(np.concatenate([ids[order], rest])[:count])
+            chosen = ids[order]
+            if len(chosen) < count:  # others, which have no probability, fill it up
+                rest = np.setdiff1d(np.arange(min(2 * count, len(one))), chosen)
+                chosen = np.concatenate([chosen, rest])[:count]
+            found.append(chosen)
         return torch.from_numpy(best), torch.from_numpy(np.stack(found))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,16 +26,27 @@ Graphs = bool | Literal["fused"]
 """Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
 
 
-class Among(NamedTuple):
-    """Tokens of a vocabulary that columns of logits stand for.
+class Among:
+    """Tokens of a vocabulary that columns of logits stand for: the first ones, and some others.
 
-    Attributes:
-        token_ids: int64 [columns], different.
+    Args:
+        token_ids: int64 [columns] on the CPU, different.
         vocab_size: of all.
+        first: so many columns are of the tokens from 0 on.
     """
 
-    token_ids: torch.Tensor
-    vocab_size: int
+    def __init__(self, token_ids: torch.Tensor, vocab_size: int, first: int = 0) -> None:
+        self.token_ids, self.vocab_size = token_ids, vocab_size
+        self._first, self._rest = first, token_ids[first:]
+        self._scores: torch.Tensor | None = None
+
+    def spread(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores float32 [1, columns] as [1, vocab_size], −∞ of others, until the next call."""
+        if self._scores is None:
+            self._scores = scores.new_full((1, self.vocab_size), -torch.inf)
+        self._scores[:, : self._first] = scores[:, : self._first]
+        self._scores[:, self._rest] = scores[:, self._first :]
+        return self._scores
 
 
 class Preview(Protocol):
@@ -62,7 +73,7 @@ class Preview(Protocol):
         """The first choices behind nodes of a draft.
 
         Args:
-            logits: [nodes, vocab_size] of a model that drafts, or [nodes, columns] of some tokens.
+            logits: [nodes, vocab_size] of a model that drafts, or [1, columns] of some tokens.
             paths: for each node the drafted tokens from the text's last token, without that, to
                 the node, with it.
             count: choices of each node.

@@ -294,7 +294,7 @@ class ShortOutput:
         parts = [_Rows(whole.values[:first], whole.scales[:first], biases[0])]
         if seen:
             parts.append(_Rows(self._seen.values[:seen], self._seen.scales[:seen], biases[1]))
-        return parts, Among(token_ids, len(whole.scales))
+        return parts, Among(token_ids, len(whole.scales), first)
 
 
 class OutputReader:

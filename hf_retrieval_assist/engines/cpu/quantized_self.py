@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ...draft_models.draft_model import tree_service
 from ...draft_models.rows import proposed
@@ -52,9 +53,10 @@ _LEAST_FOLLOWED = 0.08
 _MARGIN = 1.05
 _TRIAL_PERIOD = 64
 
-# Steps that would have asked for a draft before weights are packed for it, which takes as long as
-# so many forwards, and more.
+# Steps of a model, of whatever assistant, that would have asked for a draft before its weights are
+# packed for it, which takes as long as so many forwards, and more.
 PATIENCE = 32
+_asked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 # Tokens of the texts that are read once more to see which columns of weights count most.
 _READ = 64
@@ -130,7 +132,6 @@ class QuantizedSelf(Drafter):
         self._sizes: weakref.WeakKeyDictionary[TargetForwards, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._asked = 0
         self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> QuantizedSession:
@@ -172,9 +173,9 @@ class QuantizedSelf(Drafter):
             if known is not None:
                 return known
             self._sizes[own] = bytes_of(model, self.bits)
-        self._asked += 1
+        asked = _asked[model] = _asked.get(model, 0) + 1
         missing, held = self._sizes[own]
-        if self.optional and missing and self._asked <= PATIENCE:
+        if self.optional and missing and asked <= PATIENCE:
             return None
         if self.optional and not may_take(missing, target.extra_memory, held):
             self._calls[own] = None

@@ -79,12 +79,13 @@ def test_output_is_plain(preset, options, rows, drafted):
 
 
 def test_weights_are_packed_after_some_asks(packed, drafted, monkeypatch):
-    """Those of several calls count together."""
+    """Those of several calls of a model count together, whatever the assistants."""
     monkeypatch.setattr(quantized_self, "PATIENCE", 5)
-    model, assistant = model_of(), automatic()
-    known = IN_FOUR_BITS.nbytes()
+    run(model_of(), assistant=automatic(), max_new_tokens=4)
+    packed.clear()
+    model, known = model_of(), IN_FOUR_BITS.nbytes()
     for tokens in (4, NEW):
-        same(model, assistant=assistant, max_new_tokens=tokens)
+        same(model, assistant=automatic(), max_new_tokens=tokens)
         assert (IN_FOUR_BITS.nbytes() > known) == (tokens == NEW)
     assert packed[:5] == [None] * 5
     assert packed[5:] == [FewBits.known_of(model, 4)]

@@ -29,6 +29,10 @@ def read(reader, whole, dtype=torch.float32):
     assert among.vocab_size == TOKENS
     assert torch.equal(token_ids[:FIRST], torch.arange(FIRST))
     assert torch.equal(logits, whole(x[0].float())[:, token_ids])
+    everywhere = torch.full((1, TOKENS), -torch.inf)
+    everywhere[:, token_ids] = logits
+    for scores in (logits + 1, logits):
+        assert torch.equal(among.spread(scores), everywhere + (scores is not logits))
     expected = logits[0].topk(5)
     tokens, values = reader.best(x, 5)
     assert tokens == token_ids[expected.indices].tolist()

@@ -270,6 +270,35 @@ def test_weights_are_packed_once_and_anew_when_they_change(bits):
     assert not any(anew.by_id[key] is copy for key, copy in packed.by_id.items())
 
 
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_columns_count_by_what_the_last_tokens_multiply_them_by(rows, monkeypatch):
+    """They are read once more, in one forward, of which nothing stays."""
+    model, inputs = build(head_dim=16), {"input_ids": PROMPT[:, :5].repeat(rows, 1)}
+    text = model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    fed = calls_of(monkeypatch, CpuTreeVerifier, "feed_again")
+    agreeing(model, inputs, make=lambda plain: assistant(), max_new_tokens=12, do_sample=False)
+    read = text[:, -(64 // rows) :]
+    assert [texts for _, texts in fed] == [read.tolist()]
+    block = model.model.layers[0]  # whose attention reads tokens alone
+    with torch.no_grad():
+        squares = block.input_layernorm(model.model.embed_tokens(read)).square().flatten(0, 1)
+    mean, alike = squares.mean(0) / squares.mean(), few_bits._ALIKE / len(squares)
+    packed = FewBits.known_of(model, 4).by_id[id(block.self_attn.q_proj.weight)]
+    expected = (mean + alike) / (1 + alike)
+    assert torch.allclose(packed.column_weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("special", [0.0, torch.inf, torch.nan])
+def test_columns_count_alike_where_nothing_can_be_told_of_them(special):
+    model = build(head_dim=16)
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.full((3, layer.in_features), special)
+    with torch.no_grad():
+        packed = FewBits.of(model, 4, lambda: layer(x))
+    assert packed.by_id[id(layer.weight)].column_weights is None
+    assert packed.by_id[id(model.model.layers[1].mlp.down_proj.weight)].column_weights is None
+
+
 def test_writes_that_nobody_counts_are_noticed_within_some_calls():
     model = build(head_dim=16)
     packed = FewBits.of(model, 4)

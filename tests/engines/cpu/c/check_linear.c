@@ -106,7 +106,15 @@ static double read_int4(const char *blocks, int64_t groups, int64_t output, int6
     const int64_t group = column / INT4_GROUP, k = column % INT4_GROUP, o = output % INT4_ROWS;
     const char *block = blocks + (output / INT4_ROWS * groups + group) * INT4_BLOCK_BYTES;
     const uint8_t both = (uint8_t)block[INT4_ROWS * 2 + (k / 8 * INT4_ROWS + o) * 4 + k % 4];
-    return ((k % 8 < 4 ? both & 15 : both >> 4) - INT4_ZERO) * read_one(block, o, SKINNY_FLOAT16);
+    return (int4_levels[k % 8 < 4 ? both & 15 : both >> 4] - INT4_ZERO) * read_one(block, o, SKINNY_FLOAT16);
+}
+
+/* The nearest level times a scale, to whose half a number is rounded before. */
+static double nearest(double x, float scale) {
+    const double units = 0.5 * rintf(2 * (1 / scale) * (float)x);
+    int number = 0;
+    for (int k = 1; k < 16; k++) number += units > 0.5 * (int4_levels[k - 1] + int4_levels[k]) - INT4_ZERO;
+    return scale * (double)(int4_levels[number] - INT4_ZERO);
 }
 
 /* The same of weights in four bits, whose groups have scales of their own, as those of x have. */
@@ -121,7 +129,10 @@ static void check_int4(kernel_path path, int dtype) {
     fill(w, ws, outputs * depth, dtype);
     memset(blocks, 7, bytes + 2 * GUARD);
     blocks += GUARD;
-    int4_packing packing = {w, outputs, depth, depth, lead, dtype, blocks, 0};
+    float counts[300];
+    const int64_t counted = between(0, 1);
+    for (int64_t k = 0; k < depth; k++) counts[k] = counted ? 0.25f * (float)between(0, 20) : 1;
+    int4_packing packing = {w, outputs, depth, depth, lead, dtype, counted ? counts : NULL, blocks, 0};
     path.pack_int4(&packing, 1);
     for (int64_t i = 1; i <= GUARD; i++)
         if (blocks[-i] != 7 || blocks[bytes + i - 1] != 7)
@@ -137,17 +148,18 @@ static void check_int4(kernel_path path, int dtype) {
             for (int64_t k = begin; k < end; k++) xs[r * depth + k] = rounded(xs[r * depth + k], most / 127);
         }
         for (int64_t o = 0; o < outputs; o++) {
-            double most = 0, left_out = 0, plainly = 0;
+            double most = 0, left_out = 0, plainly = 0, square = 0;
             for (int64_t k = begin; k < end; k++) most = fmax(most, fabs(ws[o * depth + k]));
-            const double scale = skinny_float_of_f16(skinny_f16_of((float)most / 8));
+            const float scale = skinny_float_of_f16(skinny_f16_of((float)most / 64));
             for (int64_t k = begin; k < end; k++) {
                 double *weight = ws + o * depth + k;
-                const double plain = scale * fmin(7, rint(*weight / scale));
-                const double own = read_int4(blocks, groups, o, k + lead);
-                plainly += (*weight - plain) * (*weight - plain), left_out += (*weight - own) * (*weight - own);
+                const double plain = nearest(*weight, scale), own = read_int4(blocks, groups, o, k + lead);
+                plainly += counts[k] * (*weight - plain) * (*weight - plain);
+                left_out += counts[k] * (*weight - own) * (*weight - own);
+                square += counts[k] * *weight * *weight;
                 *weight = own;
             }
-            if (!(left_out <= plainly * 1.0001)) failures++, printf("%s: a group's rounding\n", path.name);
+            if (!(left_out <= plainly * 1.0001 + square * 1e-6)) failures++, printf("%s: a group's rounding\n", path.name);
         }
     }
     for (int64_t r = 0; r < rows; r++)
