@@ -158,14 +158,14 @@ static ALWAYS_INLINE float left_out_of(const float *step, const float *weights, 
 }
 
 /* The scale, in float16's bits, with which the levels leave out least of a group, its columns counting by their
- * weights. Of either sign, the first one makes the element of the greatest magnitude the last level; others follow as
- * the least squares of the levels that were nearest. */
+ * weights. Of either sign, the first one makes the element of the greatest magnitude the first level, or as far from
+ * zero; others follow as the least squares of the levels that were nearest. */
 static uint16_t int4_scale_of(const float *step, const float *weights) {
     const float most = skinny_float_of(greatest_bits(step, INT4_GROUP));
     float least = INFINITY;
     uint16_t best = skinny_f16_of(most);
     if (!(most > 0 && most < INFINITY)) return best; /* what is not finite has no finite products either */
-    float scales[2] = {-most / (float)(int4_levels[15] - INT4_ZERO), most / (float)(int4_levels[15] - INT4_ZERO)};
+    float scales[2] = {-most / INT4_ZERO, most / INT4_ZERO};
     for (int turn = 0; turn < 2 * INT4_TURNS; turn++) { /* signs in turn: a CPU works at both */
         const float scale = scales[turn % 2], cut = scale > MOST_F16 ? MOST_F16 : scale < -MOST_F16 ? -MOST_F16 : scale;
         const uint16_t half = skinny_f16_of(cut);
@@ -184,10 +184,11 @@ static void pack_int4_group(const int4_packing *p, char *block, int64_t output, 
     uint8_t *to = (uint8_t *)block + INT4_ROWS * 2 + o * 4;
     if (output < p->outputs)
         read_group(step, p->weight + output * p->weight_stride * bytes, group, p->lead, p->depth, p->dtype);
-    if (p->column_weights)
-        read_group(weights, (const char *)p->column_weights, group, p->lead, p->depth, SKINNY_FLOAT32);
-    else
-        for (int i = 0; i < INT4_GROUP; i++) weights[i] = 1;
+    for (int i = 0; i < INT4_GROUP; i++) {
+        const int64_t column = group * INT4_GROUP + i - p->lead;
+        const int inside = column >= 0 && column < p->depth;
+        weights[i] = !inside ? 0 : p->column_weights ? p->column_weights[column] : 1;
+    }
     for (int k = 0; k < 16; k++) ones[k] = 1;
     const uint16_t half = int4_scale_of(step, weights);
     const float scale = skinny_float_of_f16(half), factor = scale == 0 ? 0 : 1 / scale;

@@ -80,10 +80,11 @@ typedef struct {
     int64_t next_block; /* taken atomically */
 } int4_packing;
 
-/* What a weight in four bits may be, plus INT4_ZERO, times its scale: the 16 levels that leave out least of 32 normal
- * numbers, with one for zero, which is exact. Two products with numbers of eight bits fit 16. */
-static const uint8_t int4_levels[16] = {0, 16, 26, 35, 42, 49, 55, 62, 67, 73, 79, 85, 93, 101, 112, 126};
-#define INT4_ZERO 62
+/* What a weight in four bits may be, plus INT4_ZERO, times its scale: 16 levels that leave out least of 32 normal
+ * numbers. None is zero: that the gaps beside it differ lets either sign of a scale fit other groups. Two products
+ * with numbers of eight bits fit 16. */
+static const uint8_t int4_levels[16] = {0, 13, 24, 32, 40, 47, 53, 59, 66, 72, 78, 85, 92, 100, 111, 126};
+#define INT4_ZERO 64
 
 static inline int64_t int4_groups(int64_t depth, int64_t lead) { return skinny_parts(depth + lead, INT4_GROUP); }
 

@@ -72,13 +72,17 @@ class TargetForwards:
             slots.set_lengths(lengths)
             self.verifier.clear_draft()
 
-    def feed_again(self, most: int) -> None:
-        """One forward of the texts' last tokens behind the texts, so many of all rows at most."""
+    def feed_again(self, most: int, vocab_size: int) -> None:
+        """One forward of the texts' last tokens behind the texts, so many of all rows at most, and
+        none up to a placeholder that is no token of the vocabulary."""
         assert self.verifier is not None
-        rooms = [self._deepest(row) for row in self._rows]
-        counts = [1 + room for room in rooms if room is not None] + [len(row) for row in self._rows]
-        count = max(1, min(most // len(self._rows), self.verifier.most_fed, *counts))
-        self.verifier.feed_again([row.ids[0, -count:].tolist() for row in self._rows])
+        count = max(1, min(most // len(self._rows), self.verifier.most_fed))
+        texts = [row.ids[0, -count:].tolist() for row in self._rows]
+        for row, ids in zip(self._rows, texts, strict=True):
+            room, odd = self._deepest(row), [not 0 <= token < vocab_size for token in ids]
+            count = min(count, len(ids) if room is None else 1 + room)
+            count = min(count, odd[::-1].index(True) if True in odd else len(ids))
+        self.verifier.feed_again([ids[-count:] for ids in texts])
 
     def feed(self, token_ids: Sequence[int | None]) -> torch.Tensor:
         """Logits [batch, vocab_size] behind one token more of each row's draft.

@@ -94,7 +94,7 @@ def in_groups(matrix, lead):
 
 
 # What a weight in four bits may be, times its scale.
-LEVELS = torch.tensor([-62, -46, -36, -27, -20, -13, -7, 0, 5, 11, 17, 23, 31, 39, 50, 64])
+LEVELS = torch.tensor([-64, -51, -40, -32, -24, -17, -11, -5, 2, 8, 14, 21, 28, 36, 47, 62])
 
 
 def from_four_bits(blocks, shape, lead=0):

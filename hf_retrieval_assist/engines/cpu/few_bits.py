@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Smaller layers stay as they are. Those for keys and values of a model of 135M parameters have more
 # elements: where they stayed, the layer of the queries would no longer be computed beside them.
-LEAST_ELEMENTS = 1 << 16
+LEAST_ELEMENTS = 3 << 15
 
 # What a draft reads of the output layer: such a share of what it reads of all others, of so many
 # rows at least; and of so many tokens more that were seen.

