@@ -184,6 +184,7 @@ def simulated(model: Any, inputs: dict[str, Any], bits: int, rate: float) -> dic
         "simulated": lambda: Assistant([QuantizedSelf(bits)]),
     }
     length = inputs["input_ids"].shape[1]
+    quantized_self.FewBits.of(model, bits).certainty = rate  # not what random weights came to
     runs: dict[str, list[Any]] = {name: [] for name in methods}
     for order in [["none", "simulated"], *orders(list(methods), 2)]:  # the first ones warm up
         for name in order:

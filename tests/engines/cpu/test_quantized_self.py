@@ -21,6 +21,7 @@ from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeigh
 from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
@@ -286,6 +287,44 @@ def test_columns_count_by_what_the_last_tokens_multiply_them_by(rows, monkeypatc
     packed = FewBits.known_of(model, 4).by_id[id(block.self_attn.q_proj.weight)]
     expected = (mean + alike) / (1 + alike)
     assert torch.allclose(packed.column_weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "most", "rooms", "expected"),
+    [
+        ([[1, 2, 3]], 64, [None], [[1, 2, 3, 9]]),
+        ([[1, 2, 3]], 2, [None], [[3, 9]]),
+        ([[1, 2, 3]], 64, [1], [[3, 9]]),
+        ([[1, 2, 3]], 64, [0], [[9]]),
+        ([[1, 50, 3]], 64, [None], [[3, 9]]),
+        ([[1, 2, -1]], 64, [None], [[9]]),
+        ([[1, 2, 3], [4, 5, 6]], 4, [None, 9], [[3, 9], [6, 9]]),
+        ([[1, 2, 3], [50, 5, 6]], 64, [2, None], [[2, 3, 9], [5, 6, 9]]),
+    ],
+)
+def test_what_is_read_once_more(prompts, most, rooms, expected):
+    """As much of every row, no placeholder, and nothing for which there is no room."""
+    own, fed = TargetForwards(), []
+    rows = [RowText(i, torch.tensor(ids), 4) for i, ids in enumerate(prompts)]
+    for row in rows:
+        row.generated.append(9)
+    own.verifier, own._rows = SimpleNamespace(most_fed=100, feed_again=fed.append), rows
+    own._deepest = lambda row: rooms[row.index]
+    own.feed_again(most, 50)
+    assert fed == [expected]
+
+
+def test_hooks_of_a_callers_see_nothing_read_once_more(monkeypatch):
+    model, fed = build(head_dim=16), calls_of(monkeypatch, CpuTreeVerifier, "feed_again")
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    same(model, assistant=assistant())
+    assert not fed
+    assert not any(
+        copy.column_weights is not None
+        for copy in FewBits.known_of(model, 4).by_id.values()
+        if isinstance(copy, FourBitWeight)
+    )
+    handle.remove()
 
 
 @pytest.mark.parametrize("special", [0.0, torch.inf, torch.nan])
