@@ -163,8 +163,8 @@ static ALWAYS_INLINE float left_out_of(const float *step, const float *weights, 
 static uint16_t int4_scale_of(const float *step, const float *weights) {
     const float most = skinny_float_of(greatest_bits(step, INT4_GROUP));
     float least = INFINITY;
-    uint16_t best = skinny_f16_of(most);
-    if (!(most > 0 && most < INFINITY)) return best; /* what is not finite has no finite products either */
+    uint16_t best = 0; /* stays for zeros, and for what float16 takes for them */
+    if (!(most < INFINITY)) return skinny_f16_of(most); /* what is not finite has no finite products either */
     float scales[2] = {-most / INT4_ZERO, most / INT4_ZERO};
     for (int turn = 0; turn < 2 * INT4_TURNS; turn++) { /* signs in turn: a CPU works at both */
         const float scale = scales[turn % 2], cut = scale > MOST_F16 ? MOST_F16 : scale < -MOST_F16 ? -MOST_F16 : scale;
@@ -177,18 +177,21 @@ static uint16_t int4_scale_of(const float *step, const float *weights) {
     return best;
 }
 
-static void pack_int4_group(const int4_packing *p, char *block, int64_t output, int64_t group) {
+/* How much the columns of a group count; what stands beside the matrix does not. */
+static void read_column_weights(float *to, const int4_packing *p, int64_t group) {
+    for (int i = 0; i < INT4_GROUP; i++) {
+        const int64_t column = group * INT4_GROUP + i - p->lead;
+        to[i] = column < 0 || column >= p->depth ? 0 : p->column_weights ? p->column_weights[column] : 1;
+    }
+}
+
+static void pack_int4_group(const int4_packing *p, char *block, int64_t output, int64_t group, const float *weights) {
     const int64_t o = output % INT4_ROWS, bytes = skinny_item_bytes(p->dtype);
-    float step[INT4_GROUP] = {0}, weights[INT4_GROUP];
+    float step[INT4_GROUP] = {0};
     int16_t ones[16], numbers[INT4_GROUP];
     uint8_t *to = (uint8_t *)block + INT4_ROWS * 2 + o * 4;
     if (output < p->outputs)
         read_group(step, p->weight + output * p->weight_stride * bytes, group, p->lead, p->depth, p->dtype);
-    for (int i = 0; i < INT4_GROUP; i++) {
-        const int64_t column = group * INT4_GROUP + i - p->lead;
-        const int inside = column >= 0 && column < p->depth;
-        weights[i] = !inside ? 0 : p->column_weights ? p->column_weights[column] : 1;
-    }
     for (int k = 0; k < 16; k++) ones[k] = 1;
     const uint16_t half = int4_scale_of(step, weights);
     const float scale = skinny_float_of_f16(half), factor = scale == 0 ? 0 : 1 / scale;
@@ -204,9 +207,12 @@ static void pack_int4_work(void *shared) {
     const int64_t groups = int4_groups(p->depth, p->lead);
     int64_t first;
     while ((first = FETCH_ADD(&p->next_block) * INT4_ROWS) < p->outputs)
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t o = 0; o < INT4_ROWS; o++)
-                pack_int4_group(p, p->blocks + (first / INT4_ROWS * groups + g) * INT4_BLOCK_BYTES, first + o, g);
+        for (int64_t g = 0; g < groups; g++) {
+            char *block = p->blocks + (first / INT4_ROWS * groups + g) * INT4_BLOCK_BYTES;
+            float weights[INT4_GROUP];
+            read_column_weights(weights, p, g);
+            for (int64_t o = 0; o < INT4_ROWS; o++) pack_int4_group(p, block, first + o, g, weights);
+        }
 }
 
 static void pack_int4(int4_packing *packing, int threads) { openmp_parallel(pack_int4_work, packing, threads); }

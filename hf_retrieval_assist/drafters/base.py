@@ -35,7 +35,7 @@ class Among:
         first: so many columns are of the tokens from 0 on.
     """
 
-    def __init__(self, token_ids: torch.Tensor, vocab_size: int, first: int = 0) -> None:
+    def __init__(self, token_ids: torch.Tensor, vocab_size: int, first: int) -> None:
         self.token_ids, self.vocab_size = token_ids, vocab_size
         self._first, self._rest = first, token_ids[first:]
         self._scores: torch.Tensor | None = None

@@ -23,7 +23,7 @@ from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
 from .reroute import overriding, reroute
 from .skinny import PEAK_COLUMNS, RepeatedLinears, routed_linear
-from .weight_copies import Kept, WeightCopies, packable
+from .weight_copies import Kept, Mark, WeightCopies, mark_of, packable
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +213,11 @@ def _output_weight(model: Any) -> Any:
     """That of a model's output layer; None where it is not packed."""
     layer = model.get_output_embeddings()
     return None if layer is None else packable(layer)
+
+
+def marks_of(model: nn.Module) -> list[Mark]:
+    """What the weights that would be packed are like, as far as PyTorch counts."""
+    return [mark_of(weight) for weight, _ in _copied(model, 4)]
 
 
 def bytes_of(model: nn.Module, bits: int) -> tuple[int, int]:

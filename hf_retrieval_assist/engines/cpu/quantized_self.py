@@ -37,9 +37,10 @@ from ...system.running_mean import toward
 from ...types.token_tree import Forest, TokenTree
 from ...verification.own_forwards import TargetForwards
 from . import skinny
-from .few_bits import CHOICES, FewBits, OutputReader, bytes_of, evidence_classes
+from .few_bits import CHOICES, FewBits, OutputReader, bytes_of, evidence_classes, marks_of
 from .reroute import overriding, reroute
 from .tree_verifier import MOST_RECORDING, CpuTreeVerifier
+from .weight_copies import Mark
 
 CHOICES_SEEN = 8  # tokens that the target found likely behind each accepted one
 
@@ -54,9 +55,8 @@ _MARGIN = 1.05
 _TRIAL_PERIOD = 64
 
 # Steps of a model, of whatever assistant, that would have asked for a draft before its weights are
-# packed for it, which takes as long as so many forwards, and more.
-PATIENCE = 32
-_asked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+# packed for it, which takes as long as so many forwards, and more; and where they often change.
+PATIENCE, MOST_PATIENCE = 32, 2048
 
 # Tokens of the texts that are read once more to see which columns of weights count most.
 _READ = 64
@@ -85,6 +85,36 @@ class _Price:
             seconds, share = min(seconds, _MOST_SLOWER * self.seconds), _SLOWER
         known = seconds if self.seconds == math.inf else self.seconds
         self.seconds = toward(known, seconds, share)
+
+
+@dataclass(eq=False)
+class _Patience:
+    """What a model's weights have to wait for before they are packed.
+
+    Attributes:
+        marks: what the weights were like when it began.
+        needed: asks.
+        asked: how many there were.
+        over: whether they were packed.
+    """
+
+    marks: list[Mark]
+    needed: int
+    asked: int = 0
+    over: bool = False
+
+
+_patience: weakref.WeakKeyDictionary[nn.Module, _Patience] = weakref.WeakKeyDictionary()
+
+
+def _begin_waiting(model: nn.Module) -> None:
+    """Go on waiting, or begin anew, for twice as many asks where weights have changed that were
+    packed: in a training loop each packing would serve one call."""
+    marks, known = marks_of(model), _patience.get(model)
+    if known is None:
+        _patience[model] = _Patience(marks, PATIENCE)
+    elif known.marks != marks:
+        _patience[model] = _Patience(marks, min(known.needed << known.over, MOST_PATIENCE))
 
 
 # Keys: a model's fingerprint, bits, rows, and whether levels are compiled calls.
@@ -173,9 +203,10 @@ class QuantizedSelf(Drafter):
             if known is not None:
                 return known
             self._sizes[own] = bytes_of(model, self.bits)
-        asked = _asked[model] = _asked.get(model, 0) + 1
-        missing, held = self._sizes[own]
-        if self.optional and missing and asked <= PATIENCE:
+            _begin_waiting(model)
+        patience, (missing, held) = _patience[model], self._sizes[own]
+        patience.asked += 1
+        if self.optional and missing and patience.asked <= patience.needed:
             return None
         if self.optional and not may_take(missing, target.extra_memory, held):
             self._calls[own] = None
@@ -186,6 +217,7 @@ class QuantizedSelf(Drafter):
                 with own.drafting():
                     own.feed_again(_READ, target.vocab_size)
 
+        patience.over = True
         return FewBits.of(model, self.bits, read)
 
     def drafts_for(self, own: TargetForwards) -> bool:

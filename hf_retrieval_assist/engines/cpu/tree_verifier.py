@@ -68,8 +68,8 @@ class CpuTreeVerifier(TreeVerifier):
 
     @property
     def is_unwatched(self) -> bool:
-        """Whether nothing of a caller's sees this call's forwards: no hook, and no code but that
-        of libraries."""
+        """Whether nothing of a caller's sees this call's forwards, as those that may be repeated
+        tell: no hook, and no code but that of libraries."""
         self.prepare()
         return self._repeated is not None and self._repeated.is_current()
 

@@ -18,7 +18,7 @@ from ...system.locks import Lock
 from . import skinny
 from .linear import LEAST_ELEMENTS
 
-__all__ = ["Kept", "WeightCopies", "packable"]
+__all__ = ["Kept", "Mark", "WeightCopies", "mark_of", "packable"]
 
 # Every so many times that a copy is looked for, one of so many bands of the weight's rows is
 # compared with it whole.
@@ -39,10 +39,10 @@ class _Copy(Protocol):
 C = TypeVar("C", bound=_Copy)
 
 # Where a weight lies, how its memory is read, and how often a write to it was counted or told.
-_Mark: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int, int]
+Mark: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int, int]
 
 
-def _mark_of(weight: torch.Tensor) -> _Mark:
+def mark_of(weight: torch.Tensor) -> Mark:
     version = 0 if weight.is_inference() else weight._version
     place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
     return *place, version, changes.said()
@@ -67,14 +67,14 @@ class Kept(Generic[C]):
     """A copy, and what its weight was like when it was packed."""
 
     copy: C
-    mark: _Mark
+    mark: Mark
     sample: int
     turn: int = field(default_factory=_turns.__next__)
 
     def stands_for(self, weight: torch.Tensor, sampled: bool = False) -> bool:
         """Whether the weight is what was packed, as far as PyTorch counts; `sampled`: as far as an
         element of each row and column tells, too."""
-        return self.mark == _mark_of(weight) and not (sampled and self.sample != _sample_of(weight))
+        return self.mark == mark_of(weight) and not (sampled and self.sample != _sample_of(weight))
 
     def compare_band(self, weight: torch.Tensor) -> bool:
         """Whether the next band of rows is what was packed, if it is time to look."""
@@ -112,13 +112,13 @@ class WeightCopies(Generic[C]):
         self._pack, self.size_of = pack, size_of
         self._lock = Lock()
         self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._of_mark: WeakValueDictionary[_Mark, Kept[C]] = WeakValueDictionary()
+        self._of_mark: WeakValueDictionary[Mark, Kept[C]] = WeakValueDictionary()
         self._uses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def find(self, weight: torch.Tensor) -> Kept[C] | None:
         """The copy that stands for a weight, if there is one."""
         with self._lock:
-            kept = self._of_mark.get(_mark_of(weight))
+            kept = self._of_mark.get(mark_of(weight))
             if kept is not None:
                 if kept.sample == _sample_of(weight) and kept.compare_band(weight):
                     self._of_tensor[weight] = kept
@@ -134,7 +134,7 @@ class WeightCopies(Generic[C]):
             kept = self.find(weight)
             if kept is None:
                 self._uses.pop(weight, None)
-                mark, sample = _mark_of(weight), _sample_of(weight)
+                mark, sample = mark_of(weight), _sample_of(weight)
                 kept = self._of_tensor[weight] = Kept(self._pack(weight, *given), mark, sample)
                 self._of_mark[mark] = kept
             return kept

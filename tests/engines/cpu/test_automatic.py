@@ -97,6 +97,21 @@ def test_weights_are_packed_after_some_asks(packed, drafted, monkeypatch):
     assert packed == [FewBits.known_of(model, 4)]
 
 
+def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(packed, monkeypatch):
+    """A training loop would pack them for each of its calls."""
+    monkeypatch.setattr(quantized_self, "PATIENCE", 5)
+    monkeypatch.setattr(quantized_self, "MOST_PATIENCE", 18)
+    model, waited = model_of(), []
+    for tokens in (4, NEW, NEW, 4, 4, NEW, NEW):
+        packed.clear()
+        same(model, assistant=automatic(), max_new_tokens=tokens)
+        waited.append(packed.index(packed[-1]) if packed[-1] is not None else None)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.roll(1, 0))
+    assert waited == [None, 5, 10, None, None, 18, 18]
+
+
 def test_calls_share_what_was_packed_until_weights_change(packed):
     model, assistant = model_of(), automatic()
     for _ in range(3):

@@ -13,6 +13,7 @@ import transformers
 from transformers import DynamicCache
 
 from hf_retrieval_assist import Assistant, QuantizedSelf
+from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier, weight_copies
 from hf_retrieval_assist.engines.cpu import quantized_self as module
@@ -277,7 +278,10 @@ def test_columns_count_by_what_the_last_tokens_multiply_them_by(rows, monkeypatc
     model, inputs = build(head_dim=16), {"input_ids": PROMPT[:, :5].repeat(rows, 1)}
     text = model.generate(**inputs, max_new_tokens=1, do_sample=False)
     fed = calls_of(monkeypatch, CpuTreeVerifier, "feed_again")
+    # Nobody has looked whether what was computed is finite.
+    zeroed = calls_of(monkeypatch, SlotCache, "zero_unused")
     agreeing(model, inputs, make=lambda plain: assistant(), max_new_tokens=12, do_sample=False)
+    assert zeroed
     read = text[:, -(64 // rows) :]
     assert [texts for _, texts in fed] == [read.tolist()]
     block = model.model.layers[0]  # whose attention reads tokens alone
