@@ -1,9 +1,11 @@
-"""What a card makes of all that was built without one, in two tables to paste.
+"""What a card makes of all that was built without one, in three tables to paste.
 
 A randomly initialised model says recorded text (:mod:`benchmarks.forced`), in calls of one length
-and then of growing ones, by plain decoding and with an assistant: whether the tokens are plain's,
-what was recorded or why not, what computed attention, seconds, and the memory that is held after.
-Runs on a CPU too, where nothing stays in place and nothing is recorded.
+and then of growing ones, by plain decoding and with an assistant: what was recorded or why not,
+what computed attention, seconds, and the memory that is held after. Whether tokens are plain's is
+seen where nothing forces them: by small random models of some architectures, whose texts an
+assistant knows, each judged again by one forward over the whole text. Runs on a CPU too, where
+nothing stays in place and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen3Config
 
-from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 
 from .accelerator import Setting, prompts_of, software
@@ -28,6 +31,22 @@ from .traces import read_traces
 _SETTLING = 4
 _LONGER = (2, 3, 4, 6, 8, 12)
 
+# Random models whose texts are judged. Their logits lie so close together that half precision
+# rounds some tokens to others, in plain decoding as well.
+_MODELS = (LlamaConfig, Qwen3Config, Gemma3TextConfig, MixtralConfig)
+_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+}
+_NEW_TOKENS = 64  # as many as outputs of the shipped trace have
+
 CALLS = {
     "prompt": "prompt",
     "plain": "plain s",
@@ -35,9 +54,18 @@ CALLS = {
     "forwards": "forwards",
     "repeated": "recorded",
     "recordings": "recordings made",
-    "same": "plain's tokens",
     "plain_held": "plain MiB held",
     "held": "assisted MiB held",
+}
+TEXTS = {
+    "model": "model",
+    "dtype": "dtype",
+    "decoding": "decoding",
+    "same": "plain's tokens",
+    "accepted": "drafts accepted",
+    "repeated": "recorded",
+    "gap": "gap",
+    "plain_gap": "plain's gap",
 }
 RECORDINGS = {"capacity": "capacity", "width": "width", "state": "is", "fault": "because"}
 
@@ -53,7 +81,11 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("first-contact", {n: getattr(arguments, n) for n in ("shape", "dtype", "seed")})
     report.settings |= software()
     report.note(", ".join(f"{name} {value}" for name, value in card(arguments.device).items()))
-    config, new_tokens = SHAPES[arguments.shape], arguments.new_tokens or (12 if quick else 128)
+    config, new_tokens = (
+        SHAPES[arguments.shape],
+        arguments.new_tokens or (12 if quick else _NEW_TOKENS),
+    )
+    _judge(report, arguments, progress)
     progress(f"building the {arguments.shape} model")
     model = build(config, arguments)
     trace = dense_ids(read_traces(arguments.replay_traces)[0], config.vocab_size)
@@ -81,6 +113,51 @@ def card(device: str) -> dict[str, Any]:
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
         found["hip"] = torch.version.hip
     return found
+
+
+def _judge(report: Report, arguments: argparse.Namespace, progress: Callable[[str], None]) -> None:
+    """Texts of models that choose their tokens, by plain decoding and with drafts of that text."""
+    table = report.table("Texts that nothing forces", TEXTS)
+    report.note(
+        "gap: how far the worst token is from the likeliest, by one forward over the whole text, "
+        "relative to the spread of its logits"
+    )
+    prompt, new = (24, 16) if arguments.quick else (300, 96)
+    how = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new}
+    for kind in _MODELS[: 1 if arguments.quick else None]:
+        for dtype in dict.fromkeys(("float32", arguments.dtype)):
+            progress(f"{kind.model_type} in {dtype}")
+            config = kind(**_SIZES)
+            model = build(config, argparse.Namespace(**(vars(arguments) | {"dtype": dtype})))
+            half = torch.randint(3, config.vocab_size, (1, prompt // 2))
+            ids = half.repeat(1, 2).to(model.device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            for sampled in (False, True):
+                torch.manual_seed(arguments.seed)
+                plain = model.generate(**inputs, **how, do_sample=sampled)
+                for _ in range(_SETTLING):
+                    assistant = SamAssistant([plain[0].tolist()], budget=15, reroute=False)
+                    torch.manual_seed(arguments.seed)
+                    found = model.generate(**inputs, **how, do_sample=sampled, assistant=assistant)
+                last = assistant.stats.last
+                gaps = {"gap": _gap(model, found, prompt), "plain_gap": _gap(model, plain, prompt)}
+                table.add(
+                    model=kind.model_type,
+                    dtype=dtype,
+                    decoding="sampled" if sampled else "greedy",
+                    same=f"{float((found == plain)[0, prompt:].float().mean()):.0%}",
+                    accepted=last.accepted,
+                    repeated=f"{last.repeated} of {last.forwards}",
+                    **({} if sampled else gaps),
+                )
+
+
+@torch.no_grad()
+def _gap(model: Any, text: torch.Tensor, start: int) -> float:
+    """How far the worst of the tokens from `start` on is from the likeliest."""
+    logits = model(text, use_cache=False).logits[0, start - 1 : -1].float()
+    chosen = logits.gather(1, text[0, start:, None])[:, 0]
+    return float(((logits.amax(-1) - chosen) / logits.std()).max())
 
 
 def _compare(
@@ -124,7 +201,6 @@ def _compare(
             forwards=last.forwards,
             repeated=last.repeated,
             recordings=last.recordings,
-            same=f"{float((found.ids == expected.ids).float().mean()):.0%}",
             plain_held=plain_held,
             held=held,
         )

@@ -126,8 +126,10 @@ def _decode_with_drafts(
     if plain_step is not None:
         spent = sum(counts.seconds[name] for name in PHASES)
         counts.saved_seconds = plain_steps * plain_step - spent
-    if 2 * counts.repeated > counts.forwards:
-        plain_step = None  # transformers' loop would compute what is repeated in half of the time
+    if 2 * counts.repeated >= counts.forwards:
+        # Transformers' loop would compute what is repeated in half of the time, and a call of one
+        # token says nothing.
+        plain_step = None
     # What is compiled is compiled once, and says nothing of calls to come.
     if account is not None and compilations() == before:
         account.count_drafted(seconds, plain_steps, plain_step, counts.recordings > 0)

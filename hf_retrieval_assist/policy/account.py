@@ -271,8 +271,8 @@ class Account:
         with self.lock:
             self._plain_calls += 1
             self._plain[rerouted].observe(seconds, tokens)
-            if not (self._rests or self._streak):
-                self._rest_if_faster()
+            if not (self._rests or self._streak or self._rest_if_faster()):
+                self._wait_for_next_trial()
 
     def count_drafted(
         self, seconds: float, tokens: int, plain_step: float | None, recorded: bool = True
@@ -310,6 +310,18 @@ class Account:
             self._waited, self._rests = 0, 1
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
+    def _wait_for_next_trial(self) -> None:
+        """Let what trials of plain decoding lose be no more of the time than rests may lose."""
+        if self._pace and math.isfinite(self._plain_pace):
+            lost = self._plain_pace / self._pace - 1
+            self._patience = min(max(self._patience, math.ceil(lost / _LOST)), _MOST_PATIENCE)
+
+    @property
+    def _plain_pace(self) -> float:
+        """The faster one, rerouted or not; infinity while nothing is known."""
+        known = [found.seconds for found in self._plain.values() if found.seconds]
+        return min(known, default=math.inf)
+
     @property
     def _pace(self) -> float:
         """The drafted pace: the mean knows of gains in few calls of many, the last call of gains
@@ -318,8 +330,7 @@ class Account:
 
     def _rest_if_faster(self) -> bool:
         """Leave calls to transformers' loop if that was timed to be faster; whether it was."""
-        known = [found.seconds for found in self._plain.values() if found.seconds]
-        plain, pace = min(known, default=math.inf), self._pace
+        plain, pace = self._plain_pace, self._pace
         if plain >= _MARGIN * pace:
             return False
         enough = min(math.ceil((pace / plain - 1) / _LOST), _MOST_FIRST)

@@ -39,13 +39,14 @@ class Recording(ABC):
         content: what repeats it; None: nothing does.
         fault: why it is not recorded, in words; None while nothing speaks against it.
         short: whether there was no memory to record or to compare it.
+        spare: whether another way of recording it remains where it has a fault.
         did: what the last call did; "compared", too, where that waits for another length.
     """
 
     key: Hashable = None
     content: Any = None
     fault: str | None = None
-    short = False
+    short = spare = False
     did: Literal["computed", "recorded", "compared", "repeated"]
 
     def __init__(self, patience: int = 0) -> None:
@@ -327,9 +328,13 @@ class Borrower(Generic[Kept]):
         self.recordings += recording.did == "recorded"
         lent.short |= recording.short
         if recording.fault is not None and known is None:
+            name = type(self._model).__name__
+            if recording.spare:
+                logger.info("%s: recorded in another way (%s)", name, recording.fault)
+                return result
             if not lent.faults:
                 level, follows = self._told
-                told = type(self._model).__name__, follows, recording.fault
+                told = name, follows, recording.fault
                 logger.log(level, "%s: some of its forwards, if not all, %s (%s)", *told)
             lent.faults[recording.key] = recording.fault
         return result

@@ -147,7 +147,11 @@ def test_first_contact(recorded, trace_folder, monkeypatch):
     report = first_contact.run(quick(*options), silent)
     found = rows(report, "Calls")
     assert [row["prompt"] for row in found] == [48, 48, 48, 48, 96, 144]
-    assert {row["same"] for row in found} == {"100%"}
+    judged = rows(report, "Texts that nothing forces")
+    assert [row["decoding"] for row in judged] == ["greedy", "sampled"]
+    assert {row["same"] for row in judged} == {"100%"}
+    assert judged[0]["gap"] == judged[0]["plain_gap"]
+    assert all(row["accepted"] > 0 for row in judged)
     assert bool(found[3]["repeated"]) is recorded
     states = [row["state"] for row in rows(report, "Recordings")]
     assert ("repeated" in states) is recorded

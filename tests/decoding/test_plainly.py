@@ -149,6 +149,18 @@ def test_calls_of_both_kinds_are_timed(model):
     assert account._plain[True].seconds > 0
 
 
+@needs("engines/cpu")
+def test_a_call_of_one_token_says_nothing_of_the_next_ones(model, monkeypatch):
+    """Of its forwards none is repeated, for there is none."""
+    assistant = SamAssistant()
+    for new_tokens in (40, 40, 40, 1, 40):
+        run(model, max_new_tokens=new_tokens, assistant=assistant)
+    counted = calls_of(monkeypatch, Account, "count_drafted")
+    run(model, max_new_tokens=1, assistant=assistant)
+    ((_, _, tokens, plain_step, _),) = counted
+    assert (tokens, plain_step) == (0, None)
+
+
 def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
     model, options = build(), static(max_new_tokens=40)
     plain, compiled = run(model, **options), compilations()

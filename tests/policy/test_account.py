@@ -261,6 +261,18 @@ def test_a_tie_is_looked_into_ever_more_seldom():
     assert 1 <= sum(rested[300:]) <= 5
 
 
+def test_a_loop_that_was_timed_to_be_much_slower_is_seldom_tried():
+    """Where a step alone looks no slower: the host launches what a drafted step repeats."""
+    account, tried = make(), 0
+    for _ in range(260):
+        if account.rests():
+            tried += 1
+            account.count_plain(4.4 * TOKENS, TOKENS, False)
+        else:
+            account.count_drafted(TOKENS, TOKENS, 1.0)
+    assert 2 <= tried <= 5
+
+
 def test_rare_calls_with_large_gains_count():
     random = np.random.default_rng(0)
     paces = np.where(random.random(4000) < 0.15, 0.2, 1.06)

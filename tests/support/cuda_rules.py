@@ -5,11 +5,13 @@ belongs to one device; streams are handed out in turns; a capture runs on a stre
 device, one at a time. One that fails leaves its stream current and, up to torch 2.12, the allocator
 waiting; whoever draws from a state that a capture holds fails, and whoever waits for a device that
 captures breaks the capture. cuBLAS allocates once for a stream, in the pool of a capture that is
-underway, graphs go on using that memory, and the end of a graph frees what its stream had.
+underway, graphs go on using that memory, and the end of a graph frees what its stream had. A pool
+ends with the last of its graphs.
 """
 
 import threading
 import warnings
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +66,7 @@ class Cuda:
         self._first = {index: Stream(f"cuda:{index}") for index in range(2)}
         self._turns, self._allocations = Counter(), {}
         self._random_of_inference = self.underway = None
-        self._known_to_pinned = []
+        self._known_to_pinned, self._pools = [], {}
         self.queued, self.on, self.waiting, self.mode = [], [], [], 0
         self.default_generators = [Random(RandomState(), self) for _ in range(2)]
 
@@ -142,6 +144,7 @@ class Cuda:
         # Memory is given back before a capture.
         assert not self.waiting, "captures_underway.empty()"
         assert pool not in self._known_to_pinned, "already recording to mempool_id"
+        assert pool not in self._pools or self._pools[pool], "use_count > 0"
         inference = torch.is_inference_mode_enabled()
         if self._random_of_inference is None:
             self._random_of_inference = inference
@@ -152,6 +155,7 @@ class Cuda:
         self.underway, graph.pool, graph.stream = graph, pool, stream
         random = self.default_generators[self.current].state
         random.captured = True
+        self._pools.setdefault(pool, weakref.WeakSet()).add(graph)
         self.waiting.append(pool)
         self._known_to_pinned.append(pool)
         try:
@@ -214,6 +218,9 @@ class Random:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         self.state.drawn += 1
         return self.state.drawn
+
+    def manual_seed(self, seed):
+        self.state.drawn = 0
 
     def clone_state(self):
         return Random(RandomState(self.state.drawn), self.cuda)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
+from functools import update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -75,21 +77,25 @@ class _Attribute(Exchange):
         self._fused: Callable[..., Any] = self._compiled(self._plain)
 
     def _compiled(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] | None = torch.compile(plain, backend=_BACKEND)
+        compiled: dict[Hashable, Callable[..., Any]] = {}
+        fails = False
 
         def fused(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled
+            nonlocal fails
             inside = threading.get_ident() in self.threads and not torch.compiler.is_compiling()
-            if inside and compiled is not None:
+            if inside and not fails:
+                kind = tuple(_kind(x) for x in args if isinstance(x, torch.Tensor))
+                if kind not in compiled:
+                    compiled[kind] = torch.compile(_another(plain, len(compiled)), backend=_BACKEND)
                 try:
-                    return compiled(*args, **kwargs)
+                    return compiled[kind](*args, **kwargs)
                 except (MemoryError, torch.OutOfMemoryError):
                     raise  # it says nothing of the compiler
                 except Exception as error:  # whatever a compiler lacks, or does not know
                     # What goes wrong within a capture is the capture's, not the compiler's.
                     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                         raise
-                    compiled = None
+                    fails = True
                     logger.warning("%s is not compiled (%s)", plain.__qualname__, error)
             return plain(*args, **kwargs)
 
@@ -103,6 +109,25 @@ class _Attribute(Exchange):
     def _restore(self) -> None:
         if getattr(self._holder, self._name) is self._fused:
             setattr(self._holder, self._name, self._plain)
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    """What is the same in all forwards of a model, of what a tensor is compiled for."""
+    return tensor.device, tensor.dtype, tensor.dim(), tensor.shape[-1:]
+
+
+def _another(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The function under a name of its own. A compiler knows functions by their code and its name:
+    it gives up one that it has compiled eight times, and takes what differs between models for what
+    differs between forwards."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__
+    code = code.replace(co_name=f"{code.co_name}_{number}")
+    copied = FunctionType(
+        code, function.__globals__, None, function.__defaults__, function.__closure__
+    )
+    return update_wrapper(copied, function)
 
 
 _attributes: dict[tuple[int, str], _Attribute] = {}

@@ -43,8 +43,9 @@ _BROKEN = "previous error during capture"
 # Streams that PyTorch has of one priority. It hands them out in turns.
 _STREAMS = 32
 
-Record = Callable[[Callable[[], "Shown"]], tuple[Callable[[], Any], "Shown"]]
-"""Records a computation: returns what repeats it, and the tensors in which its results lie."""
+Record = Callable[..., tuple[Callable[[], Any], "Shown"]]
+"""Records a computation, `within` a scope where one is given: returns what repeats it, and the
+tensors in which its results lie."""
 
 
 @dataclass
@@ -62,14 +63,9 @@ class Shown:
     outputs: Any = None
 
 
-def recorder(
-    device: torch.device, within: AbstractContextManager[Any] | None = None
-) -> Record | None:
+def recorder(device: torch.device) -> CudaGraphs | None:
     """What records forwards on a device, on a stream on which no living one captures; None: nothing
     does, or all streams are taken.
-
-    Args:
-        within: the scope of forwards that are recorded, and of no others.
 
     Graphs go on using what cuBLAS has allocated for their stream, and the end of a graph frees it.
     Others seldom multiply matrices on streams of high priority.
@@ -77,7 +73,7 @@ def recorder(
     for _ in range(_STREAMS if device.type == "cuda" else 0):
         stream = torch.cuda.Stream(device, priority=-1)
         if all(stream != living.stream for living in list(_recorders)):
-            return CudaGraphs(device, stream, within)
+            return CudaGraphs(device, stream)
     return None
 
 
@@ -142,29 +138,32 @@ class CudaGraphs:
 
     Args:
         stream: no other living recorder's.
-        within: the scope of what is captured; None: none.
     """
 
     _lock = Lock()
     # An allocator asks the graphs of captures that broke about its streams for ever.
     _asked: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
-    def __init__(
-        self,
-        device: torch.device,
-        stream: torch.cuda.Stream,
-        within: AbstractContextManager[Any] | None = None,
-    ):
-        self.stream, self._within = stream, within
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self.stream, self._device = stream, device
+        # The allocator refuses captures into a pool of which no graph is left: this one is.
+        self._newest: torch.cuda.CUDAGraph | None = None
         _recorders.add(self)
 
-    def __call__(self, compute: Callable[[], Shown]) -> tuple[Callable[[], Any], Shown]:
+    def __call__(
+        self,
+        compute: Callable[[], Shown],
+        within: AbstractContextManager[Any] | None = None,
+    ) -> tuple[Callable[[], Any], Shown]:
+        """Record a computation, see :data:`Record`.
+
+        Args:
+            within: the scope of what is captured; None: none.
+        """
         with self._lock, torch.cuda.device(self._device):
-            if self._within is not None:
+            if within is not None:
                 # What is compiled there is compiled where that may wait.
-                with self._within:
+                with within:
                     compute()
             # The caller's stream computes: what cuBLAS allocates for the other one while it
             # captures lies in the graphs' pool, and lives as long as they do.
@@ -172,11 +171,13 @@ class CudaGraphs:
                 compute()
             if waits:
                 raise RuntimeError(waits[0])
+            if self._newest is None:
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # PyTorch goes back to the caller's stream after a capture that ended well only.
             with torch.cuda.stream(self.stream), _synchronizing_behind(self._lock):
                 try:
-                    shown = self._capture(graph, compute)
+                    shown = self._capture(graph, compute, within or nullcontext())
                 except BaseException as error:
                     if not _ENDS_BROKEN_CAPTURES:
                         self._mend(graph)
@@ -184,9 +185,15 @@ class CudaGraphs:
                     if _BROKEN in said[0] and not any(_REFUSED in words for words in said):
                         raise BrokenRecordingError(said[0]) from error
                     raise
+            self._newest = graph
             return graph.replay, shown
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, compute: Callable[[], Shown]) -> Shown:
+    def _capture(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        compute: Callable[[], Shown],
+        within: AbstractContextManager[Any],
+    ) -> Shown:
         with ExitStack() as capture:
             # Random states of captures to come would belong to the inference mode (torch 2.10).
             with torch.inference_mode(False), _random_state_apart(self._device):
@@ -195,7 +202,7 @@ class CudaGraphs:
                     graph, self._pool, self.stream, capture_error_mode="thread_local"
                 )
                 capture.enter_context(scope)
-            with self._within or nullcontext():
+            with within:
                 return compute()
 
     def _mend(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -204,7 +211,7 @@ class CudaGraphs:
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._asked.append(graph)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._newest = None
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -135,6 +137,8 @@ class Workspace(Recordings):
 
     Attributes:
         record: what records in it; None: nothing does.
+        within: the scope in which forwards are recorded, as far as they give there what they give
+            outside of it; None: none.
         states: [layers, batch, width], see `Shape`.
     """
 
@@ -144,9 +148,11 @@ class Workspace(Recordings):
         record: Record | None = None,
         state: Any = None,
         faults: dict[Hashable, str] | None = None,
+        within: AbstractContextManager[Any] | None = None,
     ) -> None:
         super().__init__(state, {} if faults is None else faults)
-        self.shape, self.record, self.size = shape, record, shape.capacity
+        self.shape, self.record, self.within = shape, record, within
+        self.size = shape.capacity
         self.arena, self.masks = Arena(shape), FixedMasks(shape)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
         layers, width = shape.states
@@ -158,9 +164,20 @@ class Workspace(Recordings):
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
         # Kernels look up holes of prompts only where there are some.
-        key = width, columns, self.masks.gapless
+        kind = width, columns, self.masks.gapless
         fields = self.masks.fields(width, columns)
-        return self.cached(key, lambda: Step(self.shape, self.record, width, fields, self._place))
+
+        def made(record: Record | None, spare: bool) -> Step:
+            step = Step(self.shape, record, width, fields, self._place)
+            step.spare = spare
+            return step
+
+        if self.within is not None and self.record is not None:
+            record = partial(self.record, within=self.within)
+            found = self.cached((*kind, "within"), lambda: made(record, True))
+            if not found.computes:
+                return found
+        return self.cached(kind, lambda: made(self.record, False))
 
     def cached(self, key: Hashable, make: Callable[[], RepeatedT]) -> RepeatedT:
         """What was made for a key."""
@@ -234,7 +251,7 @@ class Workspaces(Pool[Workspace]):
 
         def made(faults: dict[Hashable, str]) -> Workspace:
             within = fusing(model) if shape.fused else None
-            return Workspace(shape, replay.recorder(shape.device, within), state, faults)
+            return Workspace(shape, replay.recorder(shape.device), state, faults, within)
 
         return self.lend(model, state, made, lambda kept: kept.shape.serves(shape), reserved)
 

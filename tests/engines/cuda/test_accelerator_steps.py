@@ -16,8 +16,9 @@ from tests.support.oracle_drafter import oracle_assistant
 ALLOCATIONS = [("loop", "kernel", f"aten.{name}.default") for name in ("zeros", "new_zeros")]
 
 LAYERS = 4
-# Kernels of a layer by which more tokens take more than one: repeated heads, and grouped experts.
-MORE = {LlamaForCausalLM: 2, MixtralForCausalLM: 9}
+# Kernels of a layer by which more tokens take more than one: repeated heads, and grouped experts
+# (with torch 2.11 three more than with 2.13).
+MORE = {LlamaForCausalLM: 2, MixtralForCausalLM: 12}
 NEW_TOKENS = 16
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 

@@ -139,6 +139,15 @@ def test_a_capture_that_fails_leaves_nothing_behind(ends, cuda, monkeypatch):
     replay.recorder(FIRST)(shown)
 
 
+def test_a_recorder_whose_graphs_are_all_gone_records_on(cuda):
+    """One that was compared and found off goes, others of its pool come."""
+    record = replay.recorder(FIRST)
+    for _ in range(3):
+        repeat, _ = record(shown)
+        repeat()
+        del repeat
+
+
 def test_other_threads_draw_and_wait_while_one_captures(cuda):
     """What they draw is what they would have drawn."""
     numbers, waited = [cuda.draw()], []

@@ -8,6 +8,7 @@ from transformers.models.llama import modeling_llama
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.engines.cuda import fused, replay
 from hf_retrieval_assist.engines.cuda.fused import fusing
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host.transformers_private import compilations
 from tests.support.lossless import PROMPT, build
 from tests.support.op_recorder import idle, serve_in_place
@@ -129,16 +130,67 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
     serve_in_place(monkeypatch)
     model, scopes = build(transformers.LlamaForCausalLM), []
     record = replay.recorder(None)
-    monkeypatch.setattr(replay, "recorder", lambda _, within=None: scopes.append(within) or record)
+
+    def recorded(compute, within=None):
+        scopes.append(type(within))
+        return record(compute)
+
+    monkeypatch.setattr(replay, "recorder", lambda _: recorded)
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(PROMPT, **options)
     for graphs in (True, "fused", True, "fused"):
         assistant = Assistant([OracleDrafter(plain.tolist())], budget=16, graphs=graphs)
         assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
         assert idle(model).shape.fused == (graphs == "fused")
-    assert [type(scope) for scope in scopes] == [type(None), fusing]
+    assert {*scopes[: len(scopes) // 2]} == {type(None)}
+    assert {*scopes[len(scopes) // 2 :]} == {fusing}
     with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
         Assistant([], graphs="all")
+
+
+def test_what_is_off_when_fused_is_recorded_as_it_is(compiled, monkeypatch):
+    """No other call of the model hears of it."""
+    serve_in_place(monkeypatch)
+    model, record = build(transformers.LlamaForCausalLM), replay.recorder(None)
+
+    def recorded(compute, within=None):
+        repeat, shown = record(compute)
+        if within is None:
+            return repeat, shown
+        return lambda: (repeat(), shown.logits.neg_()), shown
+
+    monkeypatch.setattr(replay, "recorder", lambda _: recorded)
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(PROMPT, **options)
+    for graphs in ("fused", "fused", "fused", True, True, True):
+        assistant = Assistant([OracleDrafter(plain.tolist())], budget=16, graphs=graphs)
+        assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
+        steps = idle(model).kinds.values()
+        assert not any(step.spare for step in steps if step.trusted)
+        assert any(step.spare and step.fault for step in steps) == (graphs == "fused")
+    assert assistant.stats.last.repeated == assistant.stats.last.forwards
+    assert not WORKSPACES.report(model).faults
+
+
+def test_other_models_are_other_functions_to_a_compiler(compile_as):
+    """Which gives up compiling one when it has done so some times."""
+    codes = {}
+
+    def run(function, *args, **kwargs):
+        first = next(x for x in args if isinstance(x, torch.Tensor))
+        kind = function.__qualname__, first.dtype, first.shape[-1]
+        codes.setdefault(function.__code__, set()).add(kind)
+        return function(*args, **kwargs)
+
+    compile_as(run)
+    for size in (32, 64):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = build(transformers.LlamaForCausalLM, hidden_size=size).to(dtype)
+            for width in (1, 3):
+                with fusing(model):
+                    model(PROMPT[:, :width])
+    assert len(codes) == len(set.union(*codes.values())) > 4
+    assert {len(kinds) for kinds in codes.values()} == {1}
 
 
 def test_a_compiler_of_pytorch(monkeypatch):
