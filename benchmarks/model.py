@@ -7,7 +7,7 @@ copies of weights, which assisted calls have; with forwards that are repeated fr
 and with drafts, of an assistant that is new in every call, and of one that has answered a dozen
 prompts. All take turns over each
 prompt, with the same random numbers. Kernels are chosen anew, so that none was chosen while the
-machine was busy, and a busy machine is refused. Writes `model-NAME-DTYPE.json` after each way of
+machine was busy, and a busy machine is refused. The memory of the process is locked. Writes `model-NAME-DTYPE.json` after each way of
 decoding.
 """
 
@@ -42,6 +42,7 @@ from .inputs import (
 )
 from .methods import Method, Run, assisted, prompt_lookup, run_method, tokens_per_forward
 from .report import Report
+from .timing import lock_memory
 
 DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -274,6 +275,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
         "busy": "maybe" if busy else "no",
     }
     report = Report(f"model-{place['model']}-{place['dtype']}", settings)
+    if not arguments.quick:
+        lock_memory(report)
     report.table("Unseen prompts", COLUMNS)
     report.table("By kind of prompt", KINDS)
     for name in decodings:
