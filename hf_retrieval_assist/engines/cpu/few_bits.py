@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from bisect import bisect_right
@@ -18,6 +17,7 @@ from torch import nn
 from ...drafters.base import Among
 from ...policy.acceptance import Calibrator
 from ...system.locks import Lock
+from ...system.log import get_logger
 from ...types.evidence import EvidenceClasses
 from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
@@ -25,7 +25,7 @@ from .reroute import overriding, reroute
 from .skinny import PEAK_COLUMNS, RepeatedLinears, routed_linear
 from .weight_copies import Kept, Mark, WeightCopies, mark_of, packable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Smaller layers stay as they are. Those for keys and values of a model of 135M parameters have more
 # elements: where they stayed, the layer of the queries would no longer be computed beside them.

@@ -127,6 +127,7 @@ def _another(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     copied = FunctionType(
         code, function.__globals__, None, function.__defaults__, function.__closure__
     )
+    copied.__kwdefaults__ = function.__kwdefaults__
     return update_wrapper(copied, function)
 
 
