@@ -13,6 +13,7 @@ from ..host.lookups import ForwardLookups
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import CallStats
 from ..system.log import get_logger
+from ..system.memory import SHORTAGES
 from ..types.token_tree import Forest
 from ..verification.chain_verifier import StepVerifier
 from ..verification.options import CallOptions, ForwardOptions
@@ -142,7 +143,14 @@ class Forwards:
         kept = {name: self.model_kwargs[name] for name in PER_TOKEN & self.model_kwargs.keys()}
         self.model_kwargs = private.kwargs_after(call.model, outputs, self.model_kwargs) | kept
         texts = self.cache, self.model_kwargs, call.input_ids
-        self.verifier = call.engine.verifier(self._service, call.model, *texts, self._options())
+        try:
+            self.verifier = call.engine.verifier(self._service, call.model, *texts, self._options())
+        except SHORTAGES as error:
+            # Plain decoding may have enough. What the layers hold by now is theirs.
+            self._sound, self.cache.reserved = False, None
+            self._counts.tier, self._counts.reason = "plain", f"no memory to draft in ({error!r})"
+            self.engine.stop_drafting()
+            self.verifier = StepVerifier.behind_prefill(call.model, *texts, self._service.reach)
         shown = perf_counter()
         self.engine.begin(self.verifier, outputs.logits)
         self._counts.count_seconds(prefill=shown - begun, pack=perf_counter() - shown)

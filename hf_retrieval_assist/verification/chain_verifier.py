@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..cache.kv_cache import SlotCache
 from ..cache.states import States
 from ..host.transformers_private import kwargs_after
 from ..types.row_text import RowText
 from ..types.token_tree import Forest
 from .options import Bounds
+from .reach import Reach
 from .verified import Verified
 from .verifiers import Verifier
 
@@ -136,6 +138,19 @@ class StepVerifier(ChainVerifier):
 
     Rows have got equally far.
     """
+
+    @classmethod
+    def behind_prefill(
+        cls,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+        reach: Reach,
+    ) -> StepVerifier:
+        """One for a call whose prefill is done."""
+        bounds, states = Bounds(most_fed=1, reach=reach), States(cache)
+        return cls(model, cache, model_kwargs, prompt_ids, bounds, states=states)
 
     @classmethod
     def after(cls, verifier: Verifier, model_kwargs: dict[str, Any]) -> StepVerifier:

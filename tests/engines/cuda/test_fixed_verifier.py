@@ -264,6 +264,38 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
     assert not any("one kernel at a time" in text for text in told.messages)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("inputs", "made"), [("one row", 0), ("one row", 1), ("padded", 0)])
+def test_a_call_without_memory_for_static_buffers_is_decoded_plainly(
+    inputs, made, sampled, monkeypatch
+):
+    """Some layers may lie in such buffers by then. The next call tries again."""
+    model, made_block, left = build(Gemma3ForCausalLM), Arena._block, []
+    options = OPTIONS | {"do_sample": sampled, "return_dict_in_generate": True}
+    agreeing(model, INPUTS[inputs], "tree", **options)
+    WORKSPACES._idle.pop(model)
+
+    def short(arena, *group):
+        if not left:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        left.pop()
+        return made_block(arena, *group)
+
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(Arena, "_block", short)
+            left[:] = [True] * made
+            plain, found, assistant = agreeing(model, INPUTS[inputs], "plain", **options)
+        assert not left
+        assert "no memory to draft in" in assistant.stats.last.reason
+        for layer, expected in zip(found[CACHE].layers, plain[CACHE].layers, strict=True):
+            assert layer.keys.shape == expected.keys.shape
+            torch.testing.assert_close(layer.keys, expected.keys, atol=1e-4, rtol=1e-3)
+    for _ in range(3):
+        *_, assistant = agreeing(model, INPUTS[inputs], "tree", **options)
+    assert assistant.stats.last.repeated
+
+
 def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch, told):
     """Experts of few tokens are computed as where PyTorch has no grouped product."""
     monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
