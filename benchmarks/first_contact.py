@@ -81,10 +81,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("first-contact", {n: getattr(arguments, n) for n in ("shape", "dtype", "seed")})
     report.settings |= software()
     report.note(", ".join(f"{name} {value}" for name, value in card(arguments.device).items()))
-    config, new_tokens = (
-        SHAPES[arguments.shape],
-        arguments.new_tokens or (12 if quick else _NEW_TOKENS),
-    )
+    config = SHAPES[arguments.shape]
+    new_tokens = arguments.new_tokens or (12 if quick else _NEW_TOKENS)
     _judge(report, arguments, progress)
     progress(f"building the {arguments.shape} model")
     model = build(config, arguments)

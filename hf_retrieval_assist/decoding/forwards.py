@@ -146,8 +146,10 @@ class Forwards:
         try:
             self.verifier = call.engine.verifier(self._service, call.model, *texts, self._options())
         except SHORTAGES as error:
+            if self._several:  # others may have enough, and go on with drafts
+                raise
             # Plain decoding may have enough. What the layers hold by now is theirs.
-            self._sound, self.cache.reserved = False, None
+            self._sound, self.cache.reserved, self.cache.memory = False, None, None
             self._counts.tier, self._counts.reason = "plain", f"no memory to draft in ({error!r})"
             self.engine.stop_drafting()
             self.verifier = StepVerifier.behind_prefill(call.model, *texts, self._service.reach)

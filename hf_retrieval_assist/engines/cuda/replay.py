@@ -146,6 +146,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
         self.stream, self._device = stream, device
+        self._pool: Any = None
         # The allocator refuses captures into a pool of which no graph is left: this one is.
         self._newest: torch.cuda.CUDAGraph | None = None
         _recorders.add(self)

@@ -273,7 +273,6 @@ def test_a_call_without_memory_for_static_buffers_is_decoded_plainly(
     model, made_block, left = build(Gemma3ForCausalLM), Arena._block, []
     options = OPTIONS | {"do_sample": sampled, "return_dict_in_generate": True}
     agreeing(model, INPUTS[inputs], "tree", **options)
-    WORKSPACES._idle.pop(model)
 
     def short(arena, *group):
         if not left:
@@ -281,10 +280,14 @@ def test_a_call_without_memory_for_static_buffers_is_decoded_plainly(
         left.pop()
         return made_block(arena, *group)
 
-    for _ in range(2):
+    def never(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for owner, name, failing in ((Arena, "_block", short), (FixedVerifier, "_prepared", never)):
+        WORKSPACES._idle.pop(model, None)
         with monkeypatch.context() as patched:
-            patched.setattr(Arena, "_block", short)
-            left[:] = [True] * made
+            patched.setattr(owner, name, failing)
+            left[:] = [True] * made * (failing is short)
             plain, found, assistant = agreeing(model, INPUTS[inputs], "plain", **options)
         assert not left
         assert "no memory to draft in" in assistant.stats.last.reason
