@@ -19,7 +19,9 @@ from . import (
     edits,
     first_contact,
     forwards,
+    groups,
     kernel,
+    long_inputs,
     machine,
     model,
     overhead,
@@ -40,6 +42,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "datastore": datastore,
     "acceptance": acceptance,
     "edits": edits,
+    "long-inputs": long_inputs,
     "batches": batches,
     "propose": propose,
     "forwards": forwards,
@@ -49,6 +52,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "model": model,
     "spec_bench": spec_bench,
     "peers": peers,
+    "groups": groups,
     "requests": requests,
     "kernel": kernel,
     "machine": machine,
@@ -114,7 +118,7 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     if names:
         return names
     # The libraries of structured output lie in an environment of their own.
-    left_out = {"structured"}
+    left_out = {"structured", "long-inputs"}
     if not torch.cuda.is_available():
         left_out |= {"accelerator", "first-contact"}
     return [name for name in BENCHMARKS if name not in left_out]

@@ -164,7 +164,7 @@ def host_times(tokens: int, repeats: int, progress: Callable[[str], None]) -> Re
         methods: dict[str, Any] = {
             "plain": None,
             "suffix trees": SamAssistant(budget=HOST_NODES, fallback=None),
-            "and Token Recycling": SamAssistant(budget=HOST_NODES),
+            "and logit n-grams": SamAssistant(budget=HOST_NODES),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
         for repeat in range(HOST_WARM_UP + repeats):

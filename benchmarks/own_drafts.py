@@ -74,7 +74,7 @@ AGREEING = {
 }
 METHODS: dict[str, Callable[[], Assistant]] = {
     "none": lambda: SamAssistant(budget=0),
-    "token recycling": lambda: SamAssistant(fallback="token_recycling"),
+    "logit n-grams": lambda: SamAssistant(fallback="logit_ngrams"),
     "auto": SamAssistant,
 }
 

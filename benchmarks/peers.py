@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
+from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.tools.demo.comparison import TASKS
 from hf_retrieval_assist.types.evidence import EvidenceClasses
 
@@ -61,13 +63,15 @@ def methods(nodes: int, model: Any) -> list[Method]:
     layer = model.config.get_text_config().num_hidden_layers // 2
 
     def beside(*others: Drafter) -> Assistant:
-        return SamAssistant(fallback=["token_recycling", *others], budget=nodes)
+        return SamAssistant(fallback=["logit_ngrams", *others], budget=nodes)
 
     return [
         Method("plain", dict),
         prompt_lookup(nodes),
         assisted("RACER", lambda: Assistant([RacerDrafter()], budget=nodes)),
         assisted("AdaPLD", lambda: Assistant([AdaPldDrafter(layer)], budget=nodes)),
+        assisted("Token Recycling", lambda: Assistant([TokenRecyclingDrafter()], budget=nodes)),
+        assisted("logit n-grams", lambda: Assistant([LogitNgramDrafter()], budget=nodes)),
         assisted("retrieval alone", partial(SamAssistant, fallback=None, budget=nodes)),
         assisted("SamAssistant", beside),
         assisted("SamAssistant and AdaPLD", lambda: beside(AdaPldDrafter(layer))),

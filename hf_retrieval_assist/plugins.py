@@ -9,7 +9,7 @@ Kinds:
     drafters: `() -> Drafter`, which every assistant has besides its own; idle in calls that it has
         nothing to say of.
     fallbacks: `() -> Drafter` for the name that a preset's `fallback=` takes.
-    automatic: `() -> Drafter` that `fallback="auto"` has besides Token Recycling; idle in calls
+    automatic: `() -> Drafter` that `fallback="auto"` has besides logit n-grams; idle in calls
         that it cannot draft for.
     heads: `(module) -> Drafter | None` for a model or head that is given as a fallback.
     memories: `(url, keep_bytes) -> SharedOutputs` for URLs of a scheme.

@@ -98,10 +98,10 @@ class SamAssistant(Preset):
         corpus: documents, indexed once, in memory: texts, rows of a data set with a "text", or
             sequences of token ids. Or the path of a text file or of a folder of them, or
             "datasets:NAME". Or a `Datastore`, or its path.
-        fallback: "auto", token recycling and, where it can draft and pays, "quantized_self", the
+        fallback: "auto", logit n-grams and, where it can draft and pays, "quantized_self", the
             target itself with weights in few bits, for which it packs a copy of them as far as
-            `extra_memory` allows; "token_recycling" alone; "mtp", the target's own
-            multi-token-prediction layers; a draft model, of any tokenizer; a DFlash model; an
+            `extra_memory` allows; "logit_ngrams" or "token_recycling" alone; "mtp", the target's
+            own multi-token-prediction layers; a draft model, of any tokenizer; a DFlash model; an
             `EagleHead`; a drafter; None. Or a list of these, whose drafts become one tree.
         memory: earlier outputs to draft from, and to teach; None learns nothing.
         tokenizer: of the model; for a corpus of texts.
@@ -137,7 +137,7 @@ class SamAssistant(Preset):
             sources = [SuffixDrafter(memory, learn=learn), RestDrafter(corpus, **longest)]
         else:  # one drafter for the text, the memory and the corpus
             sources = [SuffixDrafter(memory, corpus=corpus, learn=learn)]
-        sources += fallback_drafters(fallback)
+        sources += fallback_drafters(fallback, memory)
         super().__init__(sources, budget=budget, max_nodes=max_nodes, **options)
 
 
@@ -180,7 +180,7 @@ class SuffixAssistant(Preset):
             require(OutputMemory, memory=memory)
         drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree)
         self.memory = drafter.memory
-        drafters = [drafter, *fallback_drafters(fallback)]
+        drafters = [drafter, *fallback_drafters(fallback, drafter.memory)]
         super().__init__(drafters, budget=budget, max_nodes=max_nodes, **options)
 
 
@@ -205,7 +205,8 @@ class RolloutAssistant(Preset):
             (50 to 80 bytes a token) is enough; a number, or "4GB". None: 1 GiB.
         max_depth: longest match plus draft, in tokens.
         min_prob: no node is drafted that is estimated to be less probable.
-        fallback: as for :class:`SamAssistant`.
+        fallback: as for :class:`SamAssistant`; what the policy thought likely, for any prompt, goes
+            with the memory.
 
     Raises:
         ValueError: `half_life` or `max_bytes` beside a memory, which has its own.
@@ -219,7 +220,7 @@ class RolloutAssistant(Preset):
         max_bytes: int | str | None = None,
         max_depth: int = 64,
         min_prob: float = 0.02,
-        fallback: Fallback = None,
+        fallback: Fallback = "logit_ngrams",
         *,
         budget: Budget = "auto",
         max_nodes: int = 255,
@@ -235,7 +236,7 @@ class RolloutAssistant(Preset):
         require(OutputMemory, memory=memory)
         self.memory = memory
         drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
-        drafters = [drafter, *fallback_drafters(fallback)]
+        drafters = [drafter, *fallback_drafters(fallback, memory)]
         super().__init__(drafters, budget=budget, max_nodes=max_nodes, **options)
 
 

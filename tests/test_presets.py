@@ -285,18 +285,17 @@ def test_an_assistant_shows_what_it_was_told(llama):
     assert repr(Own([1, 2], budget=8)) == "Own(budget=8)"
 
 
-def test_the_target_in_few_bits_drafts_beside_token_recycling():
-    named = ["token_recycling", "quantized_self"]
-    for fallback in ("quantized_self", ["quantized_self"], named):
-        assert [drafter.name for drafter in fallback_drafters(fallback)] == [
-            "token_recycling",
-            "quantized self",
-        ]
-        assert not fallback_drafters(fallback)[1].optional
+def test_the_target_in_few_bits_drafts_beside_a_table():
+    for table in ("logit_ngrams", "token_recycling"):
+        alone = ("quantized_self", ["quantized_self"]) if table == "logit_ngrams" else ()
+        for fallback in (*alone, [table, "quantized_self"], ["quantized_self", table]):
+            drafters = fallback_drafters(fallback)
+            assert [drafter.name for drafter in drafters] == [table, "quantized self"]
+            assert not drafters[1].optional
     for preset in (SamAssistant, SuffixAssistant):
         default = inspect.signature(preset).parameters["fallback"].default
         table, own = fallback_drafters(default)
-        assert (default, table.name, own.name) == ("auto", "token_recycling", "quantized self")
+        assert (default, table.name, own.name) == ("auto", "logit_ngrams", "quantized self")
         assert own.optional
         assert [drafter.name for drafter in preset().drafters][1:3] == [table.name, own.name]
     for paper in (SamDecoding(), SuffixDecoding()):

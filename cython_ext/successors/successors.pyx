@@ -13,48 +13,23 @@ from common.largest cimport largest
 from common.sort cimport sort
 from common.types cimport int32_t, token_t, uint8_t
 
-cdef inline int32_t child_among(
-    const token_t* tokens, const int32_t* parents, Py_ssize_t n, int32_t parent, token_t token
-) noexcept nogil:
-    """The node of n that has this parent and token, −1: there is none."""
-    cdef Py_ssize_t j
-    for j in range(n):
-        if parents[j] == parent and tokens[j] == token:
-            return <int32_t>j
-    return -1
-
-
 cdef class Template:
     """A tree of ranks, and what the evidence of its nodes is worth.
 
-    Node "rank r below p" stands for the r-th successor of p's token; parents come first. Behind all
-    others may stand nodes that take the r-th successor of the token before the root for a child of the
-    root, but not the root itself, and what is below those.
+    Node "rank r below p" stands for the r-th successor of p's token; parents come first.
 
     Args:
-        parents, ranks: int32 [n]. Parent −1 is the root, −2 the root for successors of the token before.
+        parents, ranks: int32 [n]. Parent −1 is the root.
         rates: float32 [kinds], probability that a successor is right, given that its parent is.
-        kind_count, text_kind: evidence is of text from `text_kind` on, modulo the count.
-        first_kind: evidence of the first successor of the token before, the r-th having that and r;
-            with `known_kinds` more where the root's row is known.
     """
 
     cdef const int32_t[::1] parents, ranks
     cdef const float[::1] rates
-    cdef int32_t kind_count, text_kind, first_kind, known_kinds
-    cdef Py_ssize_t below_root  # nodes in front of those for the token before
 
-    def __cinit__(
-        self, parents, ranks, rates, int32_t kind_count, int32_t text_kind, int32_t first_kind,
-        int32_t known_kinds,
-    ):
+    def __cinit__(self, parents, ranks, rates):
         self.parents, self.ranks, self.rates = parents, ranks, rates
-        self.kind_count, self.text_kind = kind_count, text_kind
-        self.first_kind, self.known_kinds = first_kind, known_kinds
         if len(ranks) != len(parents):
             raise ValueError(f"ranks: expected {len(parents)} of them, got {len(ranks)}")
-        while self.below_root < len(parents) and self.parents[self.below_root] != -2:
-            self.below_root += 1
 
 
 cdef struct Table:
@@ -79,50 +54,35 @@ cdef struct Nodes:  # where a draft is written, and room for as many numbers
     int32_t* evidence
     int32_t* places
     int32_t* chosen
-    float* path
+    float* best
 
 
-cdef Py_ssize_t lay_template(
-    Template t, Table table, token_t root, token_t before, Py_ssize_t n, int32_t first_kind, Nodes out
-) except -1:
-    """Lay the first n nodes of a template over a table; the number of known nodes, which it writes.
+cdef Py_ssize_t lay_template(Template t, Table table, token_t root, Nodes out) except -1:
+    """Lay a template over a table; the number of known nodes, which it writes.
 
-    `places` and `path` tell of each template node its place in the draft, −1: unknown, and the
-    probability of its own path.
+    `places` tells of each template node its place in the draft, −1: unknown.
     """
     cdef Py_ssize_t i, known = 0
-    cdef token_t above, token
-    cdef int32_t parent, kind, place
+    cdef token_t token
+    cdef int32_t parent, kind
     cdef float prob
-    cdef bint again = False  # whether paths may be named again
-    for i in range(n):
+    for i in range(t.parents.shape[0]):
         out.places[i] = parent = -1
-        above, prob = root, 1
+        token, prob = root, 1
         if t.parents[i] >= 0:
             parent = out.places[t.parents[i]]
             if parent < 0:
                 continue
-            above, prob = out.tokens[parent], out.path[t.parents[i]]
-        elif t.parents[i] == -2:
-            above, again = before, True
-        kind = look_up(table, above, t.ranks[i], &token)
-        if t.parents[i] == -2:
-            kind = first_kind + t.ranks[i]
-            if token == root:
-                continue
+            token, prob = out.tokens[parent], out.probs[parent]
+        kind = look_up(table, token, t.ranks[i], &token)
         if token < 0:
             continue
         if not 0 <= kind < t.rates.shape[0]:
             raise ValueError(f"kinds: expected below {t.rates.shape[0]}, got {kind}")
-        out.path[i] = prob * t.rates[kind]
-        place = child_among(out.tokens, out.parents, known, parent, token) if again else -1
-        if place < 0:
-            place = <int32_t>known
-            out.tokens[place], out.parents[place], out.probs[place] = token, parent, -1
-            known += 1
-        if out.path[i] > out.probs[place]:
-            out.probs[place], out.evidence[place] = out.path[i], kind
-        out.places[i] = place
+        out.tokens[known], out.parents[known], out.evidence[known] = token, parent, kind
+        out.probs[known] = prob * t.rates[kind]
+        out.places[i] = <int32_t>known
+        known += 1
     return known
 
 
@@ -131,7 +91,7 @@ cdef Py_ssize_t select_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noex
     cdef Py_ssize_t i, kept = 0
     if budget < 1:
         return 0
-    largest(out.probs, known, budget, out.path, out.chosen)
+    largest(out.probs, known, budget, out.best, out.chosen)
     for i in range(known):
         out.places[i] = -1
     for i in range(budget):
@@ -149,29 +109,25 @@ cdef Py_ssize_t select_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noex
 
 def draft(
     const token_t[:, ::1] successors, const uint8_t[:, ::1] kinds, const token_t[::1] roots,
-    const token_t[::1] befores, const int64_t[::1] budgets, Template template not None,
+    const int64_t[::1] budgets, Template template not None,
 ):
     """A template laid over the table below the last token of each of several texts, without what is unknown.
 
     A negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
-    Of a path that is named twice the higher probability counts. Successors of the token before are left
-    out where text alone has taught its row.
 
     Args:
         successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
-        roots, befores: int32 [texts], the last token of each, and the one before it; −1: unknown.
+        roots: int32 [texts], the last token of each.
         budgets: int64 [texts], nodes at most, the most probable ones; of equal ones the first.
 
     Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes] of one text's tree
-    behind another's, and int64 [texts + 1], where each begins. O(texts x n²).
+    behind another's, and int64 [texts + 1], where each begins. O(texts x n).
     """
     cdef Py_ssize_t n = template.parents.shape[0], count = roots.shape[0], row, end = 0, known
     cdef Table table
-    cdef token_t found
-    cdef int32_t kind
     cdef Nodes out
-    if not befores.shape[0] == budgets.shape[0] == count:
-        raise ValueError(f"expected {count} befores and budgets")
+    if budgets.shape[0] != count:
+        raise ValueError(f"expected {count} budgets")
     table.tokens, table.width = successors.shape[0], successors.shape[1]
     if not (kinds.shape[0] == table.tokens and kinds.shape[1] == table.width):
         raise ValueError(f"kinds: expected [{table.tokens}, {table.width}], got another shape")
@@ -182,15 +138,11 @@ def draft(
     cdef int32_t[:, ::1] ints = ints_out
     cdef float[:, ::1] probs = probs_out
     cdef int64_t[::1] offsets = offsets_out
-    out.places, out.chosen, out.path = &ints[3, 0], &ints[4, 0], &probs[1, 0]
+    out.places, out.chosen, out.best = &ints[3, 0], &ints[4, 0], &probs[1, 0]
     for row in range(count):
-        kind = look_up(table, befores[row], 0, &found)
-        known = n if found >= 0 and kind % template.kind_count < template.text_kind else template.below_root
-        look_up(table, roots[row], 0, &found)
-        kind = template.first_kind + template.known_kinds * (found >= 0)
         out.tokens, out.parents, out.evidence = &ints[0, end], &ints[1, end], &ints[2, end]
         out.probs = &probs[0, end]
-        known = lay_template(template, table, roots[row], befores[row], known, kind, out)
+        known = lay_template(template, table, roots[row], out)
         end += select_best(known, budgets[row], out) if budgets[row] < known else known
         offsets[row + 1] = end
     return *ints_out[:2, :end], probs_out[0, :end], ints_out[2, :end], offsets_out

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..structures import draws
 
@@ -45,24 +43,6 @@ def is_fast() -> bool:
     return False
 
 
-def token_and_state(
-    probs: NDArray[np.float32], state: torch.Tensor
-) -> tuple[int | None, torch.Tensor]:
-    """What `torch.multinomial` draws of float32 [n] probabilities with a generator in this state,
-    and its state then; None where they are no distribution, or all numbers are needed. Where it
-    is fast."""
-    token, after = draws.token(probs, state.numpy())
-    return token if token >= 0 else None, torch.from_numpy(after)
-
-
-def reaching(
-    low: NDArray[np.float32], high: NDArray[np.float32], count: int, state: torch.Tensor
-) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
-    """See :func:`~..structures.draws.reaching`, of a generator in this state. Where it is fast."""
-    ids, gains, after = draws.reaching(low, high, count, state.numpy())
-    return ids, gains, torch.from_numpy(after)
-
-
 def state_after(state: torch.Tensor, count: int) -> torch.Tensor:
     """A generator's state behind so many numbers. Where it is fast."""
     return torch.from_numpy(draws.skipped(state.numpy(), count))
@@ -74,11 +54,12 @@ def _is_compiled() -> bool:
     for _ in range(_TRIALS):
         probs, state = torch.rand(_TRIED, generator=own, device="cpu"), own.get_state()
         drawn = torch.multinomial(probs, 1, generator=own)
+        numbers = draws.Numbers(_TRIED)
         try:
-            token, after = token_and_state(probs.numpy(), state)
+            after = torch.from_numpy(numbers.begin(state.numpy()))
         except ValueError:  # another generator
             return False
-        skipped = state_after(state, _TRIED)
+        token, skipped = numbers.token(probs.numpy()), state_after(state, _TRIED)
         if (
             token != drawn
             or not torch.equal(after, own.get_state())

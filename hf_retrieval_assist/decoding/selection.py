@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,12 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
-from ..drafters.base import Among, ChildDraw, Preview
+from ..drafters.base import Among, ChildDraw, Law, Preview
 from ..host.plain_step import CHOOSERS, Rules
 from ..structures.lookups import Snapshot
+from ..structures.scores import Scores
 from ..types.row_text import RowText, shown
-from ..verification.largest import argmax_rows, largest
+from ..verification.largest import argmax_rows, host_scores, largest
 from .draws import KnownDraws
 from .quotients import drawn
 
@@ -94,6 +97,19 @@ keep something of the batch, look at one row for all, or call what a caller gave
 subclasses do nobody knows."""
 
 
+_LAW = {
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopKLogitsWarper: "top_k",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.MinPLogitsWarper: "min_p",
+}
+"""Processors that tokens are drawn by, in transformers' order, and what they set of a `Law`."""
+
+# A top-k that leaves more takes no less time than all; so many more are looked at for equals of the
+# last one.
+_FEW, _MORE = 256, 32
+
+
 class TokenSelector:
     """The logits processors on the true prefix, then argmax or one random draw.
 
@@ -135,6 +151,27 @@ class TokenSelector:
         """Whether a token is nothing but the maximum of its logits."""
         return not self.do_sample and not len(self.processors) and self.rules.hold
 
+    @property
+    def law(self) -> Law | None:
+        """What tokens are drawn by; None where something else decides, or greedily."""
+        kinds: Any = self.kinds if self.do_sample else None
+        if kinds is None or kinds != [kind for kind in _LAW if kind in kinds]:
+            return None
+        for one in self.processors:
+            removed = getattr(one, "filter_value", -math.inf)
+            if removed != -math.inf or getattr(one, "min_tokens_to_keep", 1) != 1:
+                return None
+        return self.known_law
+
+    @property
+    def known_law(self) -> Law:
+        """What tokens are drawn by besides processors that are not known."""
+        if not self.do_sample:
+            return Law()
+        kinds = ((self.rules.kind(one), one) for one in self.processors)
+        known = {_LAW[kind]: one for kind, one in kinds if kind in _LAW}
+        return Law(1.0)._replace(**{name: getattr(one, name) for name, one in known.items()})
+
     def settings(self) -> Snapshot:
         """What the processors are set to, to be compared with what they are set to later."""
         held = [vars(processor) for processor in self.processors]
@@ -145,7 +182,37 @@ class TokenSelector:
         """The next tokens of rows from their logits [rows, vocab_size]."""
         if not len(self.processors) and self.rules.hold:  # nobody writes to them
             return self.pick(rows, logits.to(dtype=torch.float32, device=self._device))
+        if self.do_sample and (table := host_scores(logits)) is not None:
+            tokens = self.draw_of_few(rows, table.columns, partial(_greatest, table))
+            if tokens is not None:
+                return tokens
         return self.pick(rows, self.process(rows, self.copied(logits)))
+
+    def draw_of_few(
+        self, rows: Sequence[RowText], vocab_size: int, greatest: Callable[[int], Any]
+    ) -> list[int] | None:
+        """The next tokens of rows, of which a top-k leaves few; None where all logits are needed.
+
+        Args:
+            greatest: given how many, for each row int32 ids of the greatest logits and these,
+                float32, descending; None: they are not known.
+        """
+        law = self.law
+        if law is None or law.top_k > _FEW or not self.draws.reaches(rows, vocab_size):
+            return None
+        if not self.draws.tells_single:
+            return None
+        found = greatest(min(law.top_k + _MORE, vocab_size))
+        if found is None:
+            return None
+        tokens = []
+        for row, (ids, logits) in zip(rows, found, strict=True):
+            token = self.draws.token_among(row, ids, logits, law)
+            if token is None:
+                return None
+            tokens.append(token)
+        self.draws.go_on(rows)
+        return tokens
 
     def copied(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy in float32 on the prompt's device, as plain decoding makes one."""
@@ -223,6 +290,14 @@ class TokenSelector:
         return scores
 
 
+def _greatest(table: Scores, count: int) -> Any:
+    """See :meth:`TokenSelector.draw_of_few`; None where a number is none."""
+    ids, logits = table.top_k(np.arange(table.rows), count, table.columns)
+    if any(table.argmax(row) != first for row, first in enumerate(ids[:, 0].tolist())):
+        return None
+    return zip(ids, logits, strict=True)
+
+
 def process_blindly(processors: LogitsProcessorList, scores: torch.Tensor) -> torch.Tensor:
     """Processed scores [n, vocab_size] of whatever texts, which each new token would first have to
     be brought to the device for. For processors that look at nothing but the scores."""
@@ -251,6 +326,16 @@ class RowPreview(Preview):
 
     def knows(self, vocab_size: int) -> bool:
         return not self.draws or self.select.draws.works(vocab_size)
+
+    @property
+    def law(self) -> Law:
+        return self.select.known_law
+
+    def ahead(self, vocab_size: int, levels: int) -> list[Any]:
+        draws = self.select.draws
+        if self.draws and draws.reaches([self.row], vocab_size):
+            return draws.ahead(self.row, levels)
+        return []
 
     def best(
         self,

@@ -9,24 +9,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..drafters.logit_ngrams import LogitNgramDrafter
 from ..drafters.token_recycling import TokenRecyclingDrafter
+from ..memory.output_memory import OutputMemory
 from ..plugins import every, load, paths
 from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
 
 Source: TypeAlias = (
-    Literal["auto", "token_recycling", "mtp", "quantized_self"] | Drafter | nn.Module
+    Literal["auto", "logit_ngrams", "token_recycling", "mtp", "quantized_self"]
+    | Drafter
+    | nn.Module
 )
 Fallback: TypeAlias = Source | Sequence[Source] | None
 
+_TABLES = ("logit_ngrams", "token_recycling")
 
-def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
+
+def fallback_drafters(fallback: Any, memory: OutputMemory | None = None) -> list[Drafter]:
     """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
     asked for what the others lack.
 
     Args:
         fallback: see :class:`~hf_retrieval_assist.presets.SamAssistant`.
-        paper: whether named ones draft as their papers do.
+        memory: of the preset, with which goes what the model thought likely.
 
     Raises:
         ValueError: an unknown name.
@@ -37,17 +43,16 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
     several = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
     automatic: list[Drafter] = []
     if "auto" in several:
-        others = [one for one in several if one not in ("auto", "token_recycling")]
-        several = ["token_recycling", *others]
+        several = ["logit_ngrams", *(one for one in several if one not in ("auto", "logit_ngrams"))]
         automatic = [make() for make in every("automatic")]
-    if "quantized_self" in several:
+    if "quantized_self" in several and not any(one in several for one in _TABLES):
         # A table costs nothing and comes first; this one is asked for what that lacks.
-        several = ["token_recycling", *(one for one in several if one != "token_recycling")]
-    drafters = [*[_fallback_drafter(one, paper) for one in several], *automatic]
+        several = ["logit_ngrams", *several]
+    drafters = [*[_fallback_drafter(one, memory) for one in several], *automatic]
     return sorted(drafters, key=lambda drafter: drafter.costly)
 
 
-def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
+def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
     if isinstance(fallback, Drafter):
         return fallback
     if isinstance(fallback, nn.Module):
@@ -57,10 +62,12 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
                 return found
     if isinstance(fallback, PreTrainedModel):
         return DraftModelDrafter(fallback)
-    names = ["auto", "token_recycling", *paths("fallbacks")]
+    names = ["auto", "logit_ngrams", "token_recycling", *paths("fallbacks")]
     expected = ", ".join(map(repr, names))
+    if fallback == "logit_ngrams":
+        return LogitNgramDrafter(memory)
     if fallback == "token_recycling":
-        return TokenRecyclingDrafter(last_logits=not paper)
+        return TokenRecyclingDrafter()
     if isinstance(fallback, str):
         if fallback not in names:
             raise ValueError(f"fallback: expected {expected}, got {fallback!r}")

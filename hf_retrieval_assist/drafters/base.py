@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,8 +49,30 @@ class Among:
         return self._scores
 
 
+class Law(NamedTuple):
+    """What becomes of probabilities before a token is drawn of them, in this order.
+
+    Attributes:
+        temperature: 0: the likeliest token is taken.
+        top_k, top_p, min_p: as transformers has them.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 2**31 - 1
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class Preview(Protocol):
     """What the target would choose in one text of a call, were given logits its own."""
+
+    @property
+    def law(self) -> Law:
+        """What decides between tokens, as far as it is known."""
+
+    def ahead(self, vocab_size: int, levels: int) -> list[Any]:
+        """The random numbers of the text's next draws, of so many at most: uint32 [2 vocab_size]
+        each, see `structures.draws.Numbers`. None where they are not known at once."""
 
     @property
     def draws(self) -> bool:
@@ -196,6 +218,7 @@ class Feedback:
             the prefill, the last tokens of the prompt.
         accepted: int32 [a], indices into `token_ids` of the ones that belong to the text, in order
             (the root and the accepted nodes; after the prefill those with hidden states, or all).
+        parents: int32 [m], the index of the token that each one follows; −1: the text before.
         logits: [m, vocab_size] on the target's device, aligned with `token_ids`, after the prefill
             maybe with the last of them only; None when no drafter asked or none were computed.
         top: the largest logits, aligned with `token_ids`; None as for `logits`.
@@ -204,6 +227,7 @@ class Feedback:
 
     token_ids: Int32Array
     accepted: Int32Array
+    parents: Int32Array
     logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     top: TopLogits | None = None

@@ -35,6 +35,7 @@ def shares(feedbacks: Sequence[RowFeedback | None], needs: FeedbackNeeds) -> lis
         and Feedback(
             shown.token_ids,
             shown.accepted,
+            shown.parents,
             shown.logits if needs.logits else None,
             shown.states.get(needs.hidden_layers),
             shown.top if needs.top_k else None,
@@ -71,6 +72,7 @@ def row_feedbacks(
         feedbacks[n] = RowFeedback(
             token_ids=np.array([root, *ids], np.int32),
             accepted=np.array(nodes, np.int32),
+            parents=np.append(np.int32(-1), trees[n].parents + np.int32(1)),
             logits=verified.of_row(n, len(ids)) if needs_all_logits else None,
             top=verified.top(n, len(ids)),
             states=seen,
@@ -104,6 +106,7 @@ def prompt_feedback(
     return Feedback(
         prompt_ids[len(prompt_ids) - count :],
         np.arange(count - known, count, dtype=np.int32),
+        np.arange(-1, count - 1, dtype=np.int32),
         None if logits is None or not needs.logits else logits[-count:],
         None if seen is None else seen[-count:],
         None if logits is None or not needs.top_k else TopLogits(logits[-count:]),

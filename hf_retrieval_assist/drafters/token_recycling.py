@@ -4,10 +4,6 @@ Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Langua
 Recycling" (2024), sections 3.1 to 3.3. A table [vocab_size, k] holds, for every token, the k tokens
 that the target found most likely after it the last time it was fed. A static tree of ranks is laid
 over the table to draft.
-
-What the target nearly said instead of the last token often is what it says next (LogitSpec, Liu et
-al. 2025, https://arxiv.org/abs/2507.01449), so that those tokens may be drafted below it too. They
-stand in the table, as successors of the token before.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from ..types.token_tree import Forest, Int32Array, TokenTree
 from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Target
 
 # Parents and ranks, int32 [n]: node "rank r below p" stands for the r-th likeliest successor of p's
-# token. Parents of −1 are the root, of −2 the root for successors of the token before it.
+# token. Parents of −1 are the root.
 Ranks = tuple[Int32Array, Int32Array]
 
 TEMPLATES: dict[str, tuple[int, ...]] = {
@@ -68,20 +64,7 @@ _PRIORS = np.array(
     ],
     dtype=np.float32,
 )
-# The same of what the last logits ranked behind the last token, by rank: where the row of the last
-# token is unknown, and where it is known.
-_LAST_LOGITS_RANKS = 8
-_LAST_LOGITS_PRIORS = np.array(
-    [
-        [0.05, 0.035, 0.03, 0.03, 0.025, 0.015, 0.012, 0.012],
-        [0.03, 0.028, 0.014, 0.014, 0.01, 0.007, 0.007, 0.004],
-    ],
-    dtype=np.float32,
-)
-_FIRST_LAST_LOGITS = _PRIORS.size
-_EVIDENCE = EvidenceClasses(np.concatenate([_PRIORS.ravel(), _LAST_LOGITS_PRIORS.ravel()]))
-# All of them, the first ones with the two likeliest tokens after each.
-_LAST_LOGITS_TREE = (*(8,), *(1, 1, 1, 1, 1, 0, 0, 0), *(1, 1, 1, 1, 1), *(0, 0, 0, 0, 0))
+_EVIDENCE = EvidenceClasses(_PRIORS.ravel())
 _KINDS = _PRIORS.shape[1]
 _FIRST_TEXT_KIND = len(_SHARE_EDGES) + 1
 _UNKNOWN = -1
@@ -135,19 +118,15 @@ class TokenRecyclingDrafter(Drafter):
         top_k: successors kept per token; the whole vocabulary where it is smaller.
         template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the child
             counts of a tree, breadth first from the root.
-        last_logits: draft below the last token also what its own logits put behind it.
 
     Raises:
         ValueError: `top_k` is not positive or `template` is not a tree.
     """
 
     name = "token_recycling"
-    origins = ("token recycling", "last logits")
     evidence = _EVIDENCE
 
-    def __init__(
-        self, top_k: int = 8, template: str | Sequence[int] = "2.2.2", last_logits: bool = False
-    ) -> None:
+    def __init__(self, top_k: int = 8, template: str | Sequence[int] = "2.2.2") -> None:
         require_at_least(1, top_k=top_k)
         if isinstance(template, str):
             if template not in TEMPLATES:
@@ -156,7 +135,6 @@ class TokenRecyclingDrafter(Drafter):
         template_of(template, top_k)  # refuses counts that are no tree
         self.top_k = top_k
         self.needs = FeedbackNeeds(top_k=top_k)
-        self.last_logits = last_logits
         self._child_counts = template
         self._tables: dict[tuple[str, int], SuccessorTable] = {}
         self._lock = Lock()
@@ -176,8 +154,7 @@ class TokenRecyclingDrafter(Drafter):
         table = sessions[0].table
         if any(session.table is not table for session in sessions):
             return super().propose_rows(sessions, budgets)
-        befores = [session.before if self.last_logits else _UNKNOWN for session in sessions]
-        return table.draft([session.last for session in sessions], befores, budgets)
+        return table.draft([session.last for session in sessions], budgets)
 
     def commit_rows(
         self,
@@ -192,7 +169,7 @@ class TokenRecyclingDrafter(Drafter):
                 session.table.learn_text(np.array([session.last, *token_ids], dtype=np.int32))
             else:
                 told.setdefault(session.table, []).append(feedback)
-            session.before, session.last = [session.last, *token_ids][-2:]
+            session.last = token_ids[-1]
         for table, found in told.items():
             table.learn_logits(found)
 
@@ -201,38 +178,26 @@ class TokenRecyclingDrafter(Drafter):
         with self._lock:
             self._tables.clear()
 
-    def origins_of(self, classes: Int32Array) -> Int32Array:
-        return (classes >= _FIRST_LAST_LOGITS).astype(np.int32)
-
     def _table_of(self, target: Target) -> SuccessorTable:
         key = (target.fingerprint, target.vocab_size)
         with self._lock:
             if key not in self._tables:
                 ranks = min(self.top_k, target.vocab_size)
-                parents, own_ranks = template_of(self._child_counts, ranks)
-                below, more_ranks = template_of(_LAST_LOGITS_TREE, ranks)
-                below = np.where(below < 0, -2, below + len(parents)).astype(np.int32)
                 template = successors.Template(
-                    np.append(parents, below),
-                    np.append(own_ranks, more_ranks),
-                    _EVIDENCE.priors,
-                    _KINDS,
-                    _FIRST_TEXT_KIND,
-                    _FIRST_LAST_LOGITS,
-                    _LAST_LOGITS_RANKS,
+                    *template_of(self._child_counts, ranks), _EVIDENCE.priors
                 )
                 self._tables[key] = SuccessorTable(target.vocab_size, ranks, template)
             return self._tables[key]
 
 
 class _RecyclingSession(BatchSession):
-    """The last two tokens of a text, and the table that it reads and teaches."""
+    """The last token of a text, and the table that it reads and teaches."""
 
     def __init__(
         self, drafter: TokenRecyclingDrafter, table: SuccessorTable, prompt_ids: NDArray[np.int32]
     ) -> None:
         self.drafter, self.table = drafter, table
-        self.before, self.last = [_UNKNOWN, _UNKNOWN, *prompt_ids[-2:].tolist()][-2:]
+        self.last = int(prompt_ids[-1]) if len(prompt_ids) else _UNKNOWN
         table.learn_text(prompt_ids)
 
 
@@ -275,16 +240,12 @@ class SuccessorTable:
         """The numbers by which the table knows tokens, int32 of the same shape; of −1, −1."""
         return tokens
 
-    def draft(self, roots: Sequence[int], befores: Sequence[int], budgets: Sequence[int]) -> Forest:
+    def draft(self, roots: Sequence[int], budgets: Sequence[int]) -> Forest:
         """The template over the table below each of several tokens: of its known nodes the most
         probable.
 
-        With the token before a root, which was chosen from its logits, also what else those
-        ranked high, and what is likeliest to follow; nothing where text alone has taught them.
-
         Args:
             roots: the last token of each text.
-            befores: the one before it; −1: unknown, or not to be looked at.
             budgets: nodes of each at most.
         """
         with self._lock:
@@ -292,7 +253,6 @@ class SuccessorTable:
                 self._successors,
                 self._classes,
                 self._numbers_of(np.array(roots, np.int32)),
-                self._numbers_of(np.array(befores, np.int32)),
                 np.array(budgets, np.int64),
                 self.template,
             )
@@ -361,8 +321,8 @@ class PrivateTable(SuccessorTable):
         numbers = map(self._numbers.__getitem__, tokens.ravel().tolist())
         return np.fromiter(numbers, np.int32, tokens.size).reshape(tokens.shape)
 
-    def draft(self, roots: Sequence[int], befores: Sequence[int], budgets: Sequence[int]) -> Forest:
-        own = super().draft(roots, befores, budgets)
+    def draft(self, roots: Sequence[int], budgets: Sequence[int]) -> Forest:
+        own = super().draft(roots, budgets)
         token_ids = np.array(self._tokens, np.int32)[own.token_ids]
-        both = replace(own, token_ids=token_ids).merge(self._table.draft(roots, befores, budgets))
+        both = replace(own, token_ids=token_ids).merge(self._table.draft(roots, budgets))
         return both.prune(budgets)

@@ -7,9 +7,10 @@ import os
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,7 @@ class OutputMemory:
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
         self._kinds: dict[str, OutputTree] = {}  # keys: fingerprints
+        self._beside: dict[str, Any] = {}  # the same keys
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # those in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
@@ -157,6 +159,15 @@ class OutputMemory:
         if not tenant:
             raise ValueError("tenant: expected a name, got ''")
         return _Namespace(self, tenant)
+
+    def beside(self, fingerprint: str, make: Callable[[], Any]) -> Any:
+        """What else is learnt of a model's texts, as `make` makes it: a tenant's own, kept in this
+        process until the outputs are forgotten."""
+        key = self._prefix + fingerprint
+        with self.lock:
+            if key not in self._beside:
+                self._beside[key] = make()
+            return self._beside[key]
 
     def tree(self, fingerprint: str = "") -> SuffixTree | None:
         """The suffix tree of a model's outputs, to be used while holding `lock`.
@@ -273,6 +284,8 @@ class OutputMemory:
                 self._log.forget(self._prefix)
 
     def _forget(self, prefix: str) -> None:
+        for key in [key for key in self._beside if key.startswith(prefix)]:
+            del self._beside[key]
         for output in [*self._outputs, *self._running]:
             if output.fingerprint.startswith(prefix):
                 output.forgotten = True

@@ -19,7 +19,8 @@ def showing(tokens, likeliest):
     ids = np.array(likeliest, np.int64).reshape(-1, B)
     fed = np.array(tokens, np.int32)
     top = TopLogits(np.zeros(ids.shape, np.float32), ids=ids)
-    return Feedback(fed, np.arange(len(fed), dtype=np.int32), top=top)
+    chain = np.arange(len(fed), dtype=np.int32)
+    return Feedback(fed, chain, chain - 1, top=top)
 
 
 def racer(prompt, last, tokens=(), likeliest=()):
@@ -91,7 +92,7 @@ def adapld(text, states, named=None):
     session = peers.AdaPldSession(np.array(text[:-1], np.int32), Identity())
     fed = np.arange(len(states), dtype=np.int32)
     hidden = torch.cat([torch.stack(states), last], dim=-1)
-    session.commit(text[-1:], Feedback(fed, fed, hidden_states=hidden))
+    session.commit(text[-1:], Feedback(fed, fed, fed - 1, hidden_states=hidden))
     return session
 
 

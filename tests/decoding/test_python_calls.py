@@ -45,11 +45,11 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "budget", "sampled", "most"),
     [
-        *[(1, 0, False, (198, 142, 33)), (1, 8, False, (295, 182, 34))],
+        *[(1, 0, False, (198, 142, 33)), (1, 8, False, (303, 184, 34))],
         *[
             (16, 0, False, (360, 145, 33)),
-            (16, 8, False, (830, 226, 37)),
-            (208, 0, True, (2400, 176, 38)),
+            (16, 8, False, (900, 226, 37)),
+            (208, 0, True, (2400, 186, 38)),
         ],
     ],
 )

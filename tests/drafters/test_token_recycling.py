@@ -42,7 +42,8 @@ def logits_preferring(vocab_size, *rows):
 
 def feed(session, tokens, accepted, logits, committed):
     top = TopLogits(logits)
-    session.commit(committed, Feedback(ids(*tokens), ids(*accepted), top=top))
+    chain = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+    session.commit(committed, Feedback(ids(*tokens), ids(*accepted), chain, top=top))
 
 
 def drafted(session, budget=64):
@@ -173,7 +174,7 @@ def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
         sessions = [drafter.start(ids(row), target(60)) for row in range(3)]
         tops = [TopLogits(logits, part) if together else TopLogits(logits[part]) for part in parts]
         feedbacks = [
-            Feedback(fed[part], right, top=top)
+            Feedback(fed[part], right, np.full(len(right), -1, np.int32), top=top)
             for part, right, top in zip(parts, accepted, tops, strict=True)
         ]
         tokens = [[int(fed[part[0]])] for part in parts]
@@ -189,47 +190,12 @@ def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
     assert sum(map(bool, known[0])) == 5 + 2 + 1 + 2
 
 
-def last_logits_session(top_k=8):
-    """The text 4 9, whose logits behind 4 ranked 9 3 1 2; known are the rows 3 -> 5 6, 5 -> 7."""
-    drafter = TokenRecyclingDrafter(top_k, (1, 0), last_logits=True)
-    session = drafter.start(ids(8, 4), target())
-    rows = logits_preferring(10, (5, 6), (7,), (9, 3, 1, 2))
-    feed(session, (3, 5, 4), (2,), rows, [9])
-    return drafter, session
-
-
-def test_what_the_last_logits_put_behind_the_last_token_is_drafted_below_it():
-    _, session = last_logits_session(top_k=4)
-    assert drafted(session) == {(3,), (1,), (2,), (3, 5), (3, 5, 7)}
-    plain = TokenRecyclingDrafter(4, (1, 0)).start(ids(8, 4), target())
-    feed(plain, (4,), (0,), logits_preferring(10, (9, 3, 1, 2)), [9])
-    assert drafted(plain) == set()
-
-
-def test_last_logits_are_classed_by_rank_and_by_what_is_known():
-    drafter, session = last_logits_session(top_k=4)
-
-    def classes(tree):
-        return {
-            int(tree.token_ids[i]): int(tree.classes[i]) for i in np.flatnonzero(tree.parents < 0)
-        }
-
-    first = drafter.evidence.priors.size - 16
-    unknown = session.propose(64)
-    assert classes(unknown) == {3: first + 1, 1: first + 2, 2: first + 3}
-    assert drafter.origins_of(unknown.classes).tolist() == [1, 1, 1, 0, 0]
-    feed(session, (9, 4), (0, 1), logits_preferring(10, (4, 0), (9, 3, 1, 2)), [4, 9])
-    known = classes(session.propose(64))
-    assert {token: known[token] - first for token in (3, 1, 2)} == {3: 9, 1: 10, 2: 11}
-    assert known[4] < first
-
-
 @pytest.mark.parametrize("learn", [True, False])
 @pytest.mark.parametrize("prompt", [[], [4]])
-def test_a_text_without_a_token_before_the_last_has_no_last_logits(prompt, learn):
+def test_a_text_of_hardly_any_tokens_is_drafted_for(prompt, learn):
     """Prompts of embeddings have no ids at all."""
     own = dataclasses.replace(target(), learn=learn)
-    session = TokenRecyclingDrafter(last_logits=True).start(ids(*prompt), own)
+    session = TokenRecyclingDrafter().start(ids(*prompt), own)
     assert len(session.propose(64)) == 0
     feed(session, (3,), (0,), logits_preferring(10, (5, 6)), [5, 3])
     assert drafted(session, 2) == {(5,), (6,)}

@@ -23,7 +23,7 @@ def features_of(model, layers=(-1,), text=TEXT):
 def seen(features):
     """What a forward over accepted tokens tells."""
     rows = np.arange(len(features), dtype=np.int32)
-    return Feedback(np.zeros(len(features), np.int32), rows, hidden_states=features)
+    return Feedback(np.zeros(len(features), np.int32), rows, rows - 1, hidden_states=features)
 
 
 def assert_same(tree, other):

@@ -24,7 +24,7 @@ from ...types.token_tree import Forest
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier, Verifier
 from .compact import COMPACT, CompactProduct, compactable
-from .linear import MAX_ROWS, Override, is_kernel
+from .linear import Override, is_kernel
 from .quantized import WEIGHTS
 from .recording import overrides
 from .reroute import overriding
@@ -37,9 +37,13 @@ from .weight_copies import WeightCopies, packable
 # go with the weight's bytes.
 PATIENCE = 24
 
-# Bytes of each token's weights that a copy has to save where tokens are drawn: a draw passes over
-# the bounds of all logits some twenty times, in the time that reading as much takes.
+# Bytes of each token's weights that a copy has to save where tokens are drawn from all: a draw
+# passes over the bounds of all logits some twenty times, in the time that reading as much takes.
 LEAST_SAVED = 1000
+# The same in all where they are drawn from the first ones: the thousand logits that may be of them.
+LEAST_SAVED_IN_ALL = 64 << 20
+# Rows of which eight bits are read in less time than all; their candidates take time of their own.
+MOST_SCREENED = 6
 
 
 @dataclass
@@ -119,8 +123,7 @@ class Copies:
         copies._sampled = has_callers_hooks(model)
         if select is not None and may_screen(select):
             output = _output_weight(model)
-            draws = sampling_of(select) is not None  # any token may be drawn
-            if output is not None and not (draws and _saved_bytes(output) < LEAST_SAVED):
+            if output is not None and _pays(output, select):
                 copies._output.weights = [output]
         copies._compact.weights = compactable(model)
         any_weights = any(part.weights for part in copies._parts)
@@ -198,7 +201,7 @@ class Copies:
         rows = x.numel() // x.shape[-1]
         if (
             self._screen is None
-            or rows > MAX_ROWS
+            or rows > MOST_SCREENED
             or x.dtype != weight.dtype
             or not self._output.kept[0].stands_for(weight, self._sampled)
         ):
@@ -226,6 +229,15 @@ class Copies:
         if own.is_inference():
             return self._state is None or torch.equal(own, self._state)
         return bool(own._version == self._state)
+
+
+def _pays(weight: torch.Tensor, select: TokenSelector) -> bool:
+    """Whether choosing from what a copy tells takes less time than it saves."""
+    if not select.do_sample:
+        return True
+    if sampling_of(select) is not None:
+        return _saved_bytes(weight) >= LEAST_SAVED
+    return len(weight) * _saved_bytes(weight) >= LEAST_SAVED_IN_ALL
 
 
 def _saved_bytes(weight: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...structures.draws import CERTAIN_DEPTH, CERTAIN_LEAD
 from ...structures.scores import BLOCK_COLUMNS, Scores, peaks_of, reaching
 from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
@@ -33,11 +34,6 @@ LEAST_MARGIN = 1e-30
 
 # The whole layer is computed where more than this share of all tokens are candidates.
 MOST_CANDIDATES = 1 / 16
-
-# Two scores closer than this, as logarithms, may change places when probabilities are rounded. A
-# probability that is less than the greatest by so much may be rounded to zero.
-CERTAIN_LEAD = 1e-4
-CERTAIN_DEPTH = 80.0
 
 # So many tokens that top-p or min-p removes are drawn before all logits are asked for; and of so
 # many of the likeliest logits are computed where bounds of theirs do not tell what is removed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,16 +12,11 @@ from transformers.generation import logits_process
 
 from ...decoding.quotients import quotient_tokens
 from ...decoding.selection import BLIND, TOUCHING, TokenSelector
+from ...drafters.base import Law
 from ...types.row_text import RowText
+from ...verification.largest import largest
 from ...verification.verified import TopLogits, Verified
 from .screen import Sampling, Screened
-
-# Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
-_SAMPLING = {
-    logits_process.TemperatureLogitsWarper: "temperature",
-    logits_process.TopPLogitsWarper: "top_p",
-    logits_process.MinPLogitsWarper: "min_p",
-}
 
 
 def may_screen(select: TokenSelector) -> bool:
@@ -52,16 +46,10 @@ def shortlist_of(select: TokenSelector) -> int:
 
 def sampling_of(select: TokenSelector) -> Sampling | None:
     """What tokens are drawn from all others by; None where something else decides."""
-    kinds: Any = select.kinds if select.do_sample else None
-    if kinds is None or kinds != [kind for kind in _SAMPLING if kind in kinds]:
+    law = select.law
+    if law is None or law.top_k != Law().top_k:
         return None
-    for one in select.processors:
-        removed = getattr(one, "filter_value", -math.inf)
-        if removed != -math.inf or getattr(one, "min_tokens_to_keep", 1) != 1:
-            return None
-    names = map(_SAMPLING.__getitem__, kinds)
-    values = zip(names, select.processors, strict=True)
-    return Sampling(**{name: float(getattr(one, name)) for name, one in values})
+    return Sampling(law.temperature, law.top_p, law.min_p)
 
 
 def _touched(select: TokenSelector, row: RowText, vocab_size: int) -> torch.Tensor | None:
@@ -102,6 +90,11 @@ class ScreenedVerified(Verified):
         if select.greedy:
             return self.best(rows, nodes)
         places, sampling = self.places(rows, nodes), sampling_of(select)
+        if sampling is None and select.do_sample:
+            greatest = partial(self._greatest, places)
+            tokens = select.draw_of_few(rows, self._screened.near.shape[1], greatest)
+            if tokens is not None:
+                return tokens
         if sampling is None or not select.draws.reaches(rows, self._screened.near.shape[1]):
             raw = self._decisive(rows, places, select)
             return select.pick(rows, select.process(rows, raw))
@@ -118,6 +111,15 @@ class ScreenedVerified(Verified):
             scores = select.process([row], self._screened.whole(place)[None].float())
             token = quotient_tokens(scores.softmax(dim=-1), select.draws.noise(*draw)[None])[0]
         return token
+
+    def _greatest(self, places: Sequence[int], count: int) -> list[tuple[Any, Any]]:
+        """See :meth:`~...decoding.selection.TokenSelector.draw_of_few`."""
+        found = []
+        for place in places:
+            ids, logits = self._screened.logits(place, None, count)
+            best, order = largest(logits.float(), count)
+            found.append((ids[order].int().numpy(), best.numpy()))
+        return found
 
     def _decisive(
         self, rows: Sequence[RowText], places: Sequence[int], select: TokenSelector

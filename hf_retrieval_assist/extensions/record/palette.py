@@ -10,6 +10,7 @@ _OWN = {
     "text": "#0072b2",
     "memory": "#009e73",
     "corpus": "#e69f00",
+    "logit n-grams": "#cc79a7",
     "token recycling": "#cc79a7",
     "draft model": "#d55e00",
     "eagle": "#d55e00",

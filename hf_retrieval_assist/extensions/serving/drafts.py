@@ -158,6 +158,7 @@ class RequestDrafts:
         return RowFeedback(
             token_ids=np.array([before, *state.draft], np.int32),
             accepted=np.arange(len(new), dtype=np.int32),
+            parents=np.arange(-1, len(state.draft), dtype=np.int32),
             logits=logits[places] if self._policy.needs_all_logits else None,
             top=TopLogits(logits, places),
         )

@@ -61,6 +61,8 @@ WHOLE = {
 def packed_at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
     monkeypatch.setattr(copies, "LEAST_SAVED", 0)  # these models are too narrow for it
+    monkeypatch.setattr(copies, "LEAST_SAVED_IN_ALL", 0)  # and too small
+    monkeypatch.setattr(copies, "MOST_SCREENED", 64)  # and their drafts are wide
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +248,7 @@ LOW, NUCLEUS = transformers.MinPLogitsWarper(0.1), transformers.TopPLogitsWarper
         ([transformers.MinPLogitsWarper(0.1, filter_value=-9.0)], True, None, 0),
         ([WARM, transformers.TypicalLogitsWarper(0.9)], True, None, 0),
         ([WARM, TOP, NUCLEUS], True, None, 20),
+        ([WARM, TOP], True, None, 20),
         ([NUCLEUS, TOP], True, None, 0),
         ([WARM, TOP, Own()], True, None, 0),
         ([], False, None, 1),

@@ -62,7 +62,7 @@ def test_nothing_is_drafted_without_features_of_the_newest_token(head, text, fea
     assert len(session.propose(10)) == 0
     session.commit(text[6:8], seen(features[5:7]))
     assert len(session.propose(10)) == 10
-    session.commit(text[8:9], Feedback(np.zeros(1, np.int32), np.zeros(1, np.int32)))
+    session.commit(text[8:9], Feedback(*np.zeros((2, 1), np.int32), np.full(1, -1, np.int32)))
     assert len(session.propose(10)) == 0
 
 

@@ -1,0 +1,193 @@
+"""Logit n-grams: what the model thought likely behind the last tokens, whenever it has read them.
+
+Every verified node, rejected ones included, shows what the model thought likely behind the one to
+four tokens that lead to it. A table keeps the ten likeliest of each context, as STAND does (Song et
+al. 2025, https://arxiv.org/abs/2506.04708, section 3). Drafts mix the lengths of context, and what
+the last token was chosen from. Sampled ones are raced with the numbers that will draw the tokens,
+where these are known: so the table keeps the seed, while STAND keeps the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..memory.output_memory import OutputMemory
+from ..structures import logit_ngrams
+from ..structures.logit_ngrams import Ngrams, NgramText
+from ..system.arguments import require_at_least
+from ..system.locks import Lock
+from ..types.evidence import EvidenceClasses
+from ..types.token_tree import Forest
+from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Law, Target
+
+# Rates begin in the middle of their steps.
+_EDGES = np.concatenate([[0.003], logit_ngrams.RATE_EDGES, [1.0]])
+_RATES = np.sqrt(_EDGES[1:] * _EDGES[:-1]).astype(np.float32)
+_EVIDENCE = EvidenceClasses(np.broadcast_to(_RATES, logit_ngrams.CLASS_SHAPE).ravel())
+_LEAST_PROB = 0.004
+# Draws of a text that are looked at before they are made.
+_MOST_LEVELS = 8
+# Rejected nodes learnt per step where a top k is not free.
+_MOST_REJECTED = 16
+
+
+class LogitNgramDrafter(Drafter):
+    """Drafts from what the target thought likely behind its last tokens.
+
+    The table is shared by all sessions, so by rows of a batch while they are written, stays warm
+    from call to call, and belongs to one target. It learns from logits alone: without them, as in
+    a simulation, it drafts nothing. Several threads may use it: compiled code reads and writes it
+    while it holds Python's lock.
+
+    Args:
+        memory: whose tenant and end the tables share; None: they are this drafter's own.
+        max_contexts: of a table, 92 bytes each; a power of 2, at least 64. Those that were met
+            longest ago give way.
+
+    Raises:
+        ValueError: a bad number of contexts.
+    """
+
+    name = "logit_ngrams"
+    origins = ("logit n-grams",)
+    needs = FeedbackNeeds(top_k=logit_ngrams.LIKELIEST)
+    certain = True
+    evidence = _EVIDENCE
+
+    def __init__(self, memory: OutputMemory | None = None, max_contexts: int = 1 << 18) -> None:
+        require_at_least(64, max_contexts=max_contexts)
+        if max_contexts & (max_contexts - 1):
+            raise ValueError(f"max_contexts: expected a power of 2, got {max_contexts}")
+        self.memory = memory
+        self.max_contexts = max_contexts
+        self._tables: dict[str, Ngrams] = {}
+        self._lock = Lock()
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> NgramSession:
+        own = None
+        if target.expected or target.forms or not target.learn:
+            # What a caller expects is told in confidence, and so is what comes of it.
+            own = Ngrams(self.max_contexts)
+        return NgramSession(self, NgramText(self._table_of(target), own), prompt_ids, target)
+
+    def propose_rows(self, sessions: Sequence[NgramSession], budgets: Sequence[int]) -> Forest:
+        vocab_size = sessions[0].target.vocab_size
+        levels = min(_MOST_LEVELS, max(budgets))
+        laws: list[tuple[Any, ...]] = []
+        numbers: list[list[Any]] = []
+        for session in sessions:
+            preview = session.target.preview
+            if preview is None or not preview.draws:
+                laws.append((logit_ngrams.GREEDY, *Law()))
+                numbers.append([])
+            else:
+                known = preview.ahead(vocab_size, levels)
+                mode = logit_ngrams.RACED if known else logit_ngrams.BLIND
+                laws.append((mode, *preview.law))
+                numbers.append(known)
+        draft = logit_ngrams.draft(
+            [session.text for session in sessions],
+            np.array(budgets, np.int64),
+            laws,
+            numbers,
+            self.evidence.priors,
+            vocab_size,
+            _LEAST_PROB,
+        )
+        return Forest(*draft)
+
+    def commit_rows(
+        self,
+        sessions: Sequence[NgramSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        """Texts learn together what one forward showed."""
+        shown: list[tuple[NgramSession, Feedback]] = []
+        for session, feedback in zip(sessions, feedbacks, strict=True):
+            if feedback is not None and feedback.top is not None:
+                if len(session.unread):
+                    session.read_prompt(len(feedback.token_ids) - 1)
+                shown.append((session, feedback))
+            else:
+                session.text.forget_last()
+        if shown:
+            _learn(*zip(*shown, strict=True))
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            if len(session.unread):
+                session.read_prompt(0)
+            session.text.extend(token_ids)
+
+    def reset(self) -> None:
+        """Forget all that no memory keeps. Sessions under way keep what they started with."""
+        with self._lock:
+            self._tables.clear()
+
+    def _table_of(self, target: Target) -> Ngrams:
+        def new() -> Ngrams:
+            return Ngrams(self.max_contexts)
+
+        if self.memory is not None:
+            table: Ngrams = self.memory.beside(target.fingerprint, new)
+            return table
+        with self._lock:
+            if target.fingerprint not in self._tables:
+                self._tables[target.fingerprint] = new()
+            return self._tables[target.fingerprint]
+
+
+class NgramSession(BatchSession):
+    """A text, and what is known of it.
+
+    Attributes:
+        text: without what is unread.
+        unread: the end of the prompt.
+        target: the model, as this text sees it.
+    """
+
+    def __init__(
+        self,
+        drafter: LogitNgramDrafter,
+        text: NgramText,
+        prompt_ids: NDArray[np.int32],
+        target: Target,
+    ) -> None:
+        self.drafter, self.text, self.target = drafter, text, target
+        self.unread = prompt_ids
+
+    def read_prompt(self, left: int) -> None:
+        """Append what is unread of the prompt but for so many of its last tokens."""
+        end = len(self.unread) - left
+        self.text.extend(self.unread[:end].tolist())
+        self.unread = self.unread[end:]
+
+
+def _learn(sessions: Sequence[NgramSession], feedbacks: Sequence[Feedback]) -> None:
+    """Let texts learn what one forward showed of them."""
+    sizes = [len(feedback.token_ids) for feedback in feedbacks]
+    starts = np.array([0, *accumulate(sizes)])
+    first, *others = [feedback.top for feedback in feedbacks if feedback.top is not None]
+    top = first.joined(others) if others else first
+    nodes = np.arange(starts[-1])
+    if not top.free and max(sizes) > 1 + _MOST_REJECTED:
+        learnt = nodes - starts[:-1].repeat(sizes) <= _MOST_REJECTED
+        for feedback, start in zip(feedbacks, starts, strict=False):
+            learnt[start + feedback.accepted] = True
+        nodes = nodes[learnt]
+    vocab_size = sessions[0].target.vocab_size
+    ids, logits = top.of(nodes, min(logit_ngrams.LIKELIEST, vocab_size), vocab_size)
+    logit_ngrams.learn(
+        [session.text for session in sessions],
+        starts,
+        np.concatenate([feedback.token_ids for feedback in feedbacks]),
+        np.concatenate([feedback.parents for feedback in feedbacks]),
+        np.array([start + one.accepted[-1] for start, one in zip(starts, feedbacks, strict=False)]),
+        nodes,
+        ids,
+        logits,
+    )
