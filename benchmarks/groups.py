@@ -3,9 +3,9 @@
     python -m benchmarks groups --model smollm2 --dtype bfloat16 --output benchmarks/results
 
 Tokens a forward and row at equal nodes, with assistants that are new for each prompt, and of groups
-once more in a second epoch, after the first one has written all of them; then the time of whole
-calls for groups, in turn, with everything learnt before left out. Prompts that nothing was tuned
-on. The memory of the process is locked. Writes `groups-NAME.json`.
+once more in a second epoch, after the first one has written all of them; the time of whole calls
+for groups, in turn, by assistants that are new in every call, and by one that is not. Prompts that
+nothing was tuned on. The memory of the process is locked. Writes `groups-NAME.json`.
 """
 
 from __future__ import annotations
@@ -86,13 +86,15 @@ class Group:
 
 
 def timed() -> list[Method]:
-    """What whole calls are compared by; assistants are new in every call."""
+    """What whole calls are compared by; assistants are new in every call, but for the last one."""
     costs = CostModels()
+    kept = SamAssistant(costs=costs)
     return [
         Method("kernels", dict, scope=reroute),
         assisted("without drafts", lambda: Assistant([], budget=0, costs=costs)),
         assisted("SamAssistant", lambda: SamAssistant(costs=costs)),
         assisted("RolloutAssistant", lambda: RolloutAssistant(costs=costs)),
+        assisted("SamAssistant, kept", lambda: kept),
     ]
 
 

@@ -26,6 +26,9 @@ from .running_output import GROUP_MARK, OutputTree, RunningOutput
 # this share of the limit, are about what the trees can hold.
 _LOG_SHARE = 12
 
+# Things that are learnt besides outputs, of a model and a tenant each.
+_MOST_BESIDE = 64
+
 # Separates a tenant's digest from what is inside the tenant's namespace.
 _TENANT_MARK = ":"
 
@@ -99,7 +102,7 @@ class OutputMemory:
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
         self._kinds: dict[str, OutputTree] = {}  # keys: fingerprints
-        self._beside: dict[str, Any] = {}  # the same keys
+        self._beside: OrderedDict[str, Any] = OrderedDict()  # the same keys, by use
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # those in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
@@ -162,11 +165,15 @@ class OutputMemory:
 
     def beside(self, fingerprint: str, make: Callable[[], Any]) -> Any:
         """What else is learnt of a model's texts, as `make` makes it: a tenant's own, kept in this
-        process until the outputs are forgotten."""
+        process until the outputs are forgotten. Of many tenants' what was not asked for the longest
+        goes first; none of it counts for `max_bytes`."""
         key = self._prefix + fingerprint
         with self.lock:
             if key not in self._beside:
                 self._beside[key] = make()
+                if len(self._beside) > _MOST_BESIDE:
+                    self._beside.popitem(last=False)
+            self._beside.move_to_end(key)
             return self._beside[key]
 
     def tree(self, fingerprint: str = "") -> SuffixTree | None:

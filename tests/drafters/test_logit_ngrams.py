@@ -11,6 +11,7 @@ from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.drafters import logit_ngrams
 from hf_retrieval_assist.drafters.base import Feedback, Law, Target
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
+from hf_retrieval_assist.memory import output_memory
 from hf_retrieval_assist.structures.logit_ngrams import BLIND, CLASS_SHAPE, GREEDY, RACED
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
@@ -140,6 +141,13 @@ def test_tables_are_a_models_and_a_tenants_and_go_with_the_memory():
     assert [known(place) for place in tenants] == [(20, 1), None, (22, 1)]
     memory.forget()
     assert [known(place) for place in tenants] == [None] * 3
+    for number in range(output_memory._MOST_BESIDE):  # the one in use stays
+        other = memory.namespace(f"tenant {number}")
+        feed(LogitNgramDrafter(other).start(ids(1), target("m")), (1,), (30,), [5])
+        LogitNgramDrafter(tenants[2]).start(ids(1), target("m"))
+    assert len(memory._beside) == output_memory._MOST_BESIDE
+    assert known(memory.namespace("tenant 0")) is None
+    assert known(memory.namespace("tenant 9")) == (30, 1)
     own = LogitNgramDrafter()
     feed(own.start(ids(1), target("m")), (1,), (20,), [5])
     assert known(None, "m", own) == (20, 1)
