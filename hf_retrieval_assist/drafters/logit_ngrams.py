@@ -40,9 +40,9 @@ class LogitNgramDrafter(Drafter):
     """Drafts from what the target thought likely behind its last tokens.
 
     The table is shared by all sessions, so by rows of a batch while they are written, stays warm
-    from call to call, and belongs to one target. It learns from logits alone: without them, as in
-    a simulation, it drafts nothing. Several threads may use it: compiled code reads and writes it
-    while it holds Python's lock.
+    from call to call, and belongs to one target. It learns from logits; a text of which nobody
+    shows any, as in a simulation, teaches it which token came. Several threads may use it: compiled
+    code reads and writes it while it holds Python's lock.
 
     Args:
         memory: whose tenant and end the tables share; None: they are this drafter's own.
@@ -109,13 +109,16 @@ class LogitNgramDrafter(Drafter):
     ) -> None:
         """Texts learn together what one forward showed."""
         shown: list[tuple[NgramSession, Feedback]] = []
-        for session, feedback in zip(sessions, feedbacks, strict=True):
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             if feedback is not None and feedback.top is not None:
                 if len(session.unread):
                     session.read_prompt(len(feedback.token_ids) - 1)
                 shown.append((session, feedback))
+                session.is_shown = True
             else:
                 session.text.forget_last()
+                if not session.is_shown:
+                    session.learn_text(token_ids)
         if shown:
             _learn(*zip(*shown, strict=True))
         for session, token_ids in zip(sessions, tokens, strict=True):
@@ -147,6 +150,7 @@ class NgramSession(BatchSession):
     Attributes:
         text: without what is unread.
         unread: the end of the prompt.
+        is_shown: whether logits of it were shown.
         target: the model, as this text sees it.
     """
 
@@ -158,13 +162,32 @@ class NgramSession(BatchSession):
         target: Target,
     ) -> None:
         self.drafter, self.text, self.target = drafter, text, target
-        self.unread = prompt_ids
+        self.unread, self.is_shown = prompt_ids, False
+        self._last = prompt_ids[:0]
 
     def read_prompt(self, left: int) -> None:
         """Append what is unread of the prompt but for so many of its last tokens."""
         end = len(self.unread) - left
         self.text.extend(self.unread[:end].tolist())
         self.unread = self.unread[end:]
+
+    def learn_text(self, token_ids: Sequence[int]) -> None:
+        """Teach what is unread of the prompt, and the tokens that follow, as if they alone had been
+        likely."""
+        read = np.concatenate([self._last, self.unread, np.array(token_ids, np.int32)])
+        fed, following = read[:-1], read[1:, None]
+        self.read_prompt(max(0, len(self.unread) - 1))
+        chain, self._last = np.arange(len(fed)), read[-1:]
+        logit_ngrams.learn(
+            [self.text],
+            np.array([0, len(fed)]),
+            fed,
+            (chain - 1).astype(np.int32),
+            np.array([len(fed) - 1]),
+            chain,
+            following,
+            np.zeros(following.shape, np.float32),
+        )
 
 
 def _learn(sessions: Sequence[NgramSession], feedbacks: Sequence[Feedback]) -> None:

@@ -69,8 +69,29 @@ def test_rejected_nodes_and_prompts_are_learnt_on_their_own_paths():
         other = drafter.start(ids(*text), target())
         other.read_prompt(0)
         assert first(other) == expected
-    session.commit([6, 7], None)  # without logits: nothing is known of the last one's place
+    session.commit([6, 7], None)  # without logits nothing is known of the last one's place
     assert first(session) == (34, 2)
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 3), (3,), ()])
+def test_without_logits_the_tokens_that_came_are_learnt(prompt):
+    """Until some are shown: what came of a text of theirs says less than they do."""
+    drafter = LogitNgramDrafter()
+    session = drafter.start(ids(*prompt), target())
+    session.commit([4, 5], None)
+    session.commit([6], None)
+    session.commit([4, 9], None)
+    for text, token in (((3, 4), 5), ((3, 4, 5), 6), ((4, 5, 6), 4), ((6, 4), 9), ((5,), 6)):
+        other = drafter.start(ids(*text), target())
+        other.read_prompt(0)
+        known = text if prompt else text[text[0] == 3 :]
+        assert first(other) == (token if len(known) > 1 or text != (4,) else 9, len(known))
+    feed(session, (9,), (30,), [4])
+    session.commit([8], None)
+    session.commit([8], None)
+    other = drafter.start(ids(8), target())
+    other.read_prompt(0)
+    assert first(other) is None
 
 
 def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
@@ -120,7 +141,7 @@ def test_a_text_in_confidence_teaches_itself_alone(changes):
     private.commit([2], None)
     assert first(private) == (9, 1)
     other = drafter.start(ids(2), target())
-    other.commit([2], None)
+    other.read_prompt(0)
     assert first(other) is None
 
 
