@@ -211,4 +211,4 @@ def test_rows_of_a_batch_draft_from_one_another():
     assert beside.forwards < 40
     apart = [requests[0], ([1, 2, 4], output)]
     assert simulate(RolloutAssistant(fallback=None), apart, batch_size=2).forwards == 40
-    assert simulate(RolloutAssistant(), apart).forwards == 40 + 39
+    assert simulate(RolloutAssistant(fallback=None), apart).forwards == 40 + 39
