@@ -46,6 +46,7 @@ class KnownDraws:
     Attributes:
         plain: whether every draw so far was one that plain decoding makes.
         anchors: how often it started anew; what is known holds until then.
+        vocab_size: how many probabilities were drawn from last; 0: none were yet.
     """
 
     def __init__(self, rows: Sequence[RowText]):
@@ -66,7 +67,7 @@ class KnownDraws:
         # What noise is made of, where few numbers are looked at; and room for more of it.
         self._numbers: dict[tuple[int, int], Numbers] = {}
         self._spare: list[Numbers] = []
-        self._vocab_size = 0
+        self.vocab_size = 0
         # Rows whose numbers are drawn together, now and for each size of a vocabulary.
         self._together, self._at_once = 1, dict[int, int]()
         self._on_host = self._device.type == "cpu"
@@ -121,7 +122,7 @@ class KnownDraws:
         where single ones are not known at once. For rows that draws reach."""
         if not self.tells_single:
             return []
-        room = _MOST_BYTES // (2 * 4 * self._vocab_size * len(self._rows))
+        room = _MOST_BYTES // (2 * 4 * self.vocab_size * len(self._rows))
         first = len(row.generated)
         return [
             self._numbers_of(first + level, row.index).words for level in range(min(levels, room))
@@ -215,13 +216,13 @@ class KnownDraws:
         assert self._generator is not None
         state = self._generator.get_state()
         known = self._states.get(self._at)
-        if known is None or vocab_size != self._vocab_size or not _equal(known[0], state):
+        if known is None or vocab_size != self.vocab_size or not _equal(known[0], state):
             self.anchors += 1
             self._states = {self._at: [state]}
             self._noise.clear()
             self._numbers.clear()
-            if vocab_size != self._vocab_size:
-                self._vocab_size, self._together = vocab_size, self._at_once[vocab_size]
+            if vocab_size != self.vocab_size:
+                self.vocab_size, self._together = vocab_size, self._at_once[vocab_size]
                 self._spare.clear()
 
     def _token(self, probs: NDArray[np.float32], row: RowText) -> int:
@@ -244,9 +245,9 @@ class KnownDraws:
         place = position, row
         if place not in self._numbers:
             state = self._before(position, row)
-            numbers = self._spare.pop() if self._spare else Numbers(self._vocab_size)
+            numbers = self._spare.pop() if self._spare else Numbers(self.vocab_size)
             self._follow(position, row, torch.from_numpy(numbers.begin(state.numpy())))
-            while self._numbers and 8 * self._vocab_size * len(self._numbers) > _MOST_BYTES:
+            while self._numbers and 8 * self.vocab_size * len(self._numbers) > _MOST_BYTES:
                 self._numbers.pop(next(iter(self._numbers)))
             self._numbers[place] = numbers
         return self._numbers[place]
@@ -259,7 +260,7 @@ class KnownDraws:
                 last = len(states) - 1
                 if self._on_host and is_fast():
                     rows = min(self._together, len(self._rows) - last * self._together)
-                    after = state_after(states[-1], rows * self._vocab_size)
+                    after = state_after(states[-1], rows * self.vocab_size)
                 else:
                     self._store(place, last, self._draw(states[-1], last))
                     after = self._twin.get_state()
@@ -279,7 +280,7 @@ class KnownDraws:
         which begins in this state."""
         self._twin.set_state(state)
         rows = min(self._together, len(self._rows) - draw * self._together)
-        shape = rows, self._vocab_size
+        shape = rows, self.vocab_size
         if self._on_host:
             return exponential(shape, self._twin)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)

@@ -333,7 +333,9 @@ class RowPreview(Preview):
 
     def ahead(self, vocab_size: int, levels: int) -> list[Any]:
         draws = self.select.draws
-        if self.draws and draws.reaches([self.row], vocab_size):
+        # Logits may be wider; asking for another size than theirs would begin the draws anew.
+        known = self.draws and draws.vocab_size >= vocab_size
+        if known and draws.reaches([self.row], draws.vocab_size):
             return draws.ahead(self.row, levels)
         return []
 

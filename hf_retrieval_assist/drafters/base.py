@@ -71,8 +71,8 @@ class Preview(Protocol):
         """What decides between tokens, as far as it is known."""
 
     def ahead(self, vocab_size: int, levels: int) -> list[Any]:
-        """The random numbers of the text's next draws, of so many at most: uint32 [2 vocab_size]
-        each, see `structures.draws.Numbers`. None where they are not known at once."""
+        """The random numbers of the text's next draws, of so many at most: uint32 [2 vocab_size] or
+        more each, see `structures.draws.Numbers`. None where they are not known at once."""
 
     @property
     def draws(self) -> bool:

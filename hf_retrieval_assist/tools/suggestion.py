@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def sources(self) -> str:
-        """ "text 61%, token recycling 12%": shares of the generated tokens."""
+        """ "text 61%, logit n-grams 12%": shares of the generated tokens."""
         tokens = {name: counts[2] for name, counts in self.record.by_origin().items()}
         total = max(1, sum(tokens.values()))
         shares = sorted(tokens.items(), key=lambda item: -item[1])

@@ -212,6 +212,13 @@ def test_drafts_know_the_draws_that_they_will_be_judged_by(count, vocab_size, do
             top = TopLogits(logits[token][None])
             session.commit([1], Feedback(ids(token), ids(0), ids(-1), top=top))
     torch.manual_seed(5)
+    [token] = select.choose(rows[:1], logits[1][None])  # from now on it is known what is drawn from
+    rows[0].generated.append(token)
+    sessions[0].commit([token], None)
+    assert not previews[0].ahead(vocab_size + 1, 3)
+    for size in (vocab_size, vocab_size - 1):
+        assert len(previews[0].ahead(size, 3)) == (3 if do_sample else 0)
+    assert select.draws.anchors <= 1
     modes, hits, tried = set(), 0, 0
     for step in range(12):
         trees = drafter.propose_rows(sessions, [6] * count)
@@ -253,3 +260,24 @@ def test_samples_of_a_group_are_those_of_plain_decoding(make, private):
             run(model, prompt, seed, max_new_tokens=24, assistant=given, **options), plain
         )
     assert assistant.stats.sources["logit_ngrams"] > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_wider_than_the_vocabulary_keep_the_seed(rows):
+    """Columns that fill an output layer up are never drawn, but have random numbers."""
+    model, prompt = build(), torch.arange(3, 15)[None]
+    wide = torch.nn.Linear(model.config.hidden_size, 4400)
+    torch.nn.init.constant_(wide.bias, -1e4)
+    with torch.no_grad():
+        wide.weight[: model.config.vocab_size] = model.lm_head.weight
+        wide.bias[: model.config.vocab_size] = 0.0
+    model.lm_head = wide
+    options = {"do_sample": True, "temperature": 0.7, "num_return_sequences": rows}
+    for seed in range(3):
+        plain = run(model, prompt, seed, max_new_tokens=24, **options)
+        state = torch.get_rng_state()
+        assistant = SamAssistant(fallback="logit_ngrams", budget=6)
+        found = run(model, prompt, seed, max_new_tokens=24, assistant=assistant, **options)
+        assert torch.equal(found, plain)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert assistant.stats.last.keeps_seed

@@ -40,7 +40,7 @@ def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -
 
 
 def tally(run: Run) -> str:
-    """ "192 tokens in 31 forwards: text 120, token recycling 41, the model 31"."""
+    """ "192 tokens in 31 forwards: text 120, logit n-grams 41, the model 31"."""
     counts = Counter(token.origin for token in run.tokens).most_common()
     sources = ", ".join(f"{origin} {count}" for origin, count in counts)
     return f"{len(run.tokens)} tokens in {run.forwards} forwards: {sources}"
