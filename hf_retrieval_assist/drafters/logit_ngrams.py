@@ -40,9 +40,9 @@ class LogitNgramDrafter(Drafter):
     """Drafts from what the target thought likely behind its last tokens.
 
     The table is shared by all sessions, so by rows of a batch while they are written, stays warm
-    from call to call, and belongs to one target. It learns from logits; a text of which nobody
-    shows any, as in a simulation, teaches it which token came. Several threads may use it: compiled
-    code reads and writes it while it holds Python's lock.
+    from call to call, and belongs to one target. It learns from logits; where nobody ever shows
+    any, as in a simulation, from the tokens that came. Several threads may use it: compiled code
+    reads and writes it while it holds Python's lock.
 
     Args:
         memory: whose tenant and end the tables share; None: they are this drafter's own.
@@ -73,7 +73,7 @@ class LogitNgramDrafter(Drafter):
         if target.expected or target.forms or not target.learn:
             # What a caller expects is told in confidence, and so is what comes of it.
             own = Ngrams(self.max_contexts)
-        return NgramSession(self, NgramText(self._table_of(target), own), prompt_ids, target)
+        return NgramSession(self, self._table_of(target), own, prompt_ids, target)
 
     def propose_rows(self, sessions: Sequence[NgramSession], budgets: Sequence[int]) -> Forest:
         vocab_size = sessions[0].target.vocab_size
@@ -114,10 +114,10 @@ class LogitNgramDrafter(Drafter):
                 if len(session.unread):
                     session.read_prompt(len(feedback.token_ids) - 1)
                 shown.append((session, feedback))
-                session.is_shown = True
+                session.table.is_shown = True
             else:
                 session.text.forget_last()
-                if not session.is_shown:
+                if not session.table.is_shown:
                     session.learn_text(token_ids)
         if shown:
             _learn(*zip(*shown, strict=True))
@@ -150,19 +150,20 @@ class NgramSession(BatchSession):
     Attributes:
         text: without what is unread.
         unread: the end of the prompt.
-        is_shown: whether logits of it were shown.
+        table: that it teaches.
         target: the model, as this text sees it.
     """
 
     def __init__(
         self,
         drafter: LogitNgramDrafter,
-        text: NgramText,
+        shared: Ngrams,
+        own: Ngrams | None,
         prompt_ids: NDArray[np.int32],
         target: Target,
     ) -> None:
-        self.drafter, self.text, self.target = drafter, text, target
-        self.unread, self.is_shown = prompt_ids, False
+        self.drafter, self.target, self.unread = drafter, target, prompt_ids
+        self.text, self.table = NgramText(shared, own), shared if own is None else own
         self._last = prompt_ids[:0]
 
     def read_prompt(self, left: int) -> None:

@@ -43,7 +43,7 @@ LEAST_SAVED = 1000
 # The same in all where they are drawn from the first ones: the thousand logits that may be of them.
 LEAST_SAVED_IN_ALL = 64 << 20
 # Rows of which eight bits are read in less time than all; their candidates take time of their own.
-MOST_SCREENED = 6
+MOST_SCREENED = 8
 
 
 @dataclass
