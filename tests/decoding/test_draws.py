@@ -336,6 +336,10 @@ def test_rounding_that_may_decide_is_left_to_torch():
     assert drawn(falling, top_k=40) == -2
     assert drawn(falling, temperature=0.0) == -2
     assert drawn(np.full(40, np.nan, np.float32)) == -2
+    zeros = np.zeros(1000, np.float32)
+    gains = numbers.reaching(zeros, zeros, 1000)[1]
+    order = gains[:40].argsort().astype(np.int32)  # so that all have one score
+    assert numbers.token_among(order, -gains[order], 10, 1.0, 1.0, 0.0) == -2
     near = falling.copy()
     near[10] = np.nextafter(near[9], np.float32(-9))  # may be equal once it is divided
     assert drawn(near) == -2
