@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import (
     Assistant,
+    CostModels,
     OutputMemory,
     SamAssistant,
     SuffixAssistant,
@@ -342,21 +343,85 @@ def test_notebooks_show_the_last_call_and_the_total():
     assert total == ["all 2 calls", "tree", "26", "10", "2.60", "5.0", "16 of 40", "2.00", "80%"]
 
 
-def call_of(saved_seconds=0.0, **changes):
+def call_of(saved_seconds=0.0, by_drafts=0.0, **changes):
     figures = {"tier": "tree", "calls": 1, "steps": 15, "forwards": 15, "tokens": 48} | changes
     call = CallStats(accepted=figures["tokens"] - figures["steps"] - 1, **figures)
-    call.saved_forwards, call.saved_seconds = 32, saved_seconds
+    call.saved_forwards, call.saved_seconds, call.saved_by_drafts = 32, saved_seconds, by_drafts
     call.seconds["total"] = 2.0
+    call.compared_seconds = 2.0 * (saved_seconds != 0)
     return call
 
 
 def test_a_sentence_says_whether_the_assistant_helped():
-    assert call_of(1.0).summary == (
-        "about 1.50 times as fast as plain steps: 48 tokens in 16 forwards (3.00 a forward, "
-        "32 forwards saved), 24.0 tokens/s, 2.00 s where plain steps take about 3.00 s"
+    assert call_of(3.0, 1.0).summary == (
+        "about 2.50 times as fast as plain generate (1.50 by drafts): 48 tokens in 16 forwards "
+        "(3.00 a forward, 32 forwards saved), 24.0 tokens/s, 2.00 s where plain generate takes "
+        "about 5.00 s"
     )
-    assert call_of(-1.0).summary.startswith("only 0.50 times as fast as plain steps: 48 tokens")
+    slower = call_of(-1.0, -0.5).summary
+    assert slower.startswith(
+        "only 0.50 times as fast as plain generate (0.75 by drafts): 48 tokens"
+    )
+    assert call_of(3.0).summary.startswith("about 2.50 times as fast as plain generate: 48 tokens")
+    # Nobody has timed plain decoding where a graph is replayed.
+    without = "about 1.50 times as fast as steps without drafts: 48 tokens in 16 forwards"
+    assert call_of(0.0, 1.0).summary.startswith(without)
     assert call_of().summary.startswith("48 tokens in 16 forwards (3.00 a forward")
+
+
+def test_what_is_done_once_for_a_model_is_no_part_of_what_is_compared():
+    first = call_of(3.0, 1.0)
+    first.seconds |= {"test": 5.0, "pack": 1.0, "total": 8.0}
+    assert first.summary.startswith("about 2.50 times as fast as plain generate (1.50 by drafts)")
+    assert first.summary.endswith("; 6.00 s went to what is done once for a model")
+    first.add(call_of(3.0, 1.0))
+    assert first.summary.startswith("about 2.50 times as fast as plain generate (1.50 by drafts)")
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 5}])
+def test_plain_steps_are_timed_once_and_leave_no_trace(llama, settings):
+    """A call of a kind that was timed and one that times it write the same, with the same draws."""
+    settings |= {"max_new_tokens": 24}
+    costs = CostModels()
+    texts, states, tests = [], [], []
+    for _ in range(3):
+        torch.manual_seed(5)
+        assistant = SamAssistant(costs=costs)
+        texts.append(run(llama, assistant=assistant, **settings))
+        states.append(torch.get_rng_state())
+        tests.append(assistant.stats.last.seconds["test"])
+    torch.manual_seed(5)
+    assert torch.equal(texts[0], run(llama, **settings))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert all(torch.equal(texts[0], text) for text in texts[1:])
+    assert all(torch.equal(states[0], state) for state in states[1:])
+    (kind,) = costs._plain
+    assert costs._plain[kind] > 0 and kind[1] == settings.get("do_sample", False)
+    call = assistant.stats.last
+    compared = call.seconds["total"] - call.once_seconds
+    assert call.compared_seconds == pytest.approx(compared, rel=1e-9)
+
+
+def test_plain_steps_are_timed_where_nobody_sees_their_forwards(llama):
+    """Neither hooks nor a cache that outlives the call see forwards that nothing is kept of."""
+    for how in ({"return_dict_in_generate": True}, {"max_new_tokens": 8}):
+        costs = CostModels()
+        run(llama, assistant=SamAssistant(costs=costs), **{"max_new_tokens": 24} | how)
+        assert not costs._plain
+    costs, seen = CostModels(), []
+    hook = llama.register_forward_hook(lambda *_: seen.append(1))
+    try:
+        assistant = SamAssistant(fallback=None, costs=costs)
+        run(llama, assistant=assistant, max_new_tokens=24)
+        seen.clear()
+        run(llama, assistant=assistant, max_new_tokens=24)
+    finally:
+        hook.remove()
+    assert not costs._plain
+    assert len(seen) == assistant.stats.last.forwards + 1  # the prompt's
+
+
+def test_requests_and_plain_calls_have_no_verdict():
     requests = CallStats(tier="continuous batching", calls=2, steps=6, forwards=4, tokens=16)
     requests.accepted = 8
     assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
@@ -368,7 +433,7 @@ def test_figures_of_calls_add_up():
     total = CallStats()
     for call in (call_of(1.0), call_of(-0.5), call_of(rests=1)):
         total.add(call)
-    assert (total.saved_seconds, total.plain_seconds, total.saved_forwards) == (0.5, 6.5, 96)
+    assert (total.saved_seconds, total.plain_seconds, total.saved_forwards) == (0.5, 4.5, 96)
     assert total.tokens_per_forward == 3.0
     assert total.summary.endswith("1 of 3 calls rested")
 

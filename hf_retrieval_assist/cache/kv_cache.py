@@ -189,7 +189,20 @@ class SlotCache(DynamicCache):
         for each round over some of the model's layers."""
         if (lazy := self.lender.layer_class_to_replicate) is not None:
             return lazy()
-        return DynamicLayer() if own.window is None else DynamicSlidingWindowLayer(own.window)
+        return _plain_layer(own)
+
+    def copied(self) -> DynamicCache | None:
+        """What plain decoding would hold by the end of a prefill of a cache that was empty; None
+        where layers keep something else than entries per token."""
+        made = [_plain_layer(layer) for layer in self.layers]
+        if self.static_buffers or None in made:
+            return None
+        plain = DynamicCache()
+        plain.layers = made
+        for own, layer in zip(self.layers, made, strict=True):
+            if isinstance(own, SlotLayer) and not own.store.is_empty:
+                layer.update(own.keys, own.values)
+        return plain
 
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike; its layers are packed for
@@ -331,6 +344,15 @@ def _slot_layer(layer: Any, slots: RowSlots) -> Any:
     if type(layer) in HYBRID_LAYERS:
         return HybridSlotLayer(slots, window, layer.number_of_states)
     return layer
+
+
+def _plain_layer(layer: Any) -> Any:
+    """The empty layer of transformers whose place a slot layer takes; None: it keeps more."""
+    if type(layer) in _SHARING:
+        return type(layer)()
+    if type(layer) is not SlotLayer:
+        return None
+    return DynamicLayer() if layer.window is None else DynamicSlidingWindowLayer(layer.window)
 
 
 def has_slots(cache: Any) -> bool:

@@ -24,6 +24,8 @@ from .loop import Generation
 from .observer import Observe, Observer
 from .plainly import decode_at_rest, decode_plainly
 
+_FEWEST_STEPS = 4  # of plain decoding, in calls that tell how much faster they are
+
 
 def decode(
     model: Any,
@@ -92,7 +94,9 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
                 result = decode_plainly(call, counts, observer)
     if isinstance(call.model, torch.nn.Module):
         learn_changes(call.model)
-    counts.seconds["total"] = time.perf_counter() - started
+    counts.seconds["total"] = total = time.perf_counter() - started
+    if counts.saved_seconds:
+        counts.compared_seconds = total - counts.once_seconds
     policy.count(counts)
     return result
 
@@ -117,15 +121,19 @@ def _decode_with_drafts(
 ) -> Any:
     """Decode by the loop; timed from the first token on."""
     started, before = time.perf_counter(), compilations()
+    tested = counts.seconds["test"]
     generation = Generation(call, policy, service, counts, observer)
     result = generation.run()
-    once = counts.seconds["prefill"] + counts.seconds["pack"]
+    once = counts.seconds["prefill"] + counts.once_seconds - tested
     seconds = time.perf_counter() - started - once
     plain_steps, plain_step = generation.tokens - 1, generation.plain_step
     counts.saved_forwards = plain_steps - counts.forwards
-    if plain_step is not None:
+    if plain_steps >= _FEWEST_STEPS:
         spent = sum(counts.seconds[name] for name in PHASES)
-        counts.saved_seconds = plain_steps * plain_step - spent
+        if plain_step is not None:
+            counts.saved_by_drafts = plain_steps * plain_step - spent
+        if (theirs := generation.plain_generate_step) is not None:
+            counts.saved_seconds = plain_steps * theirs - spent
     if 2 * counts.repeated >= counts.forwards:
         # Transformers' loop would compute what is repeated in half of the time, and a call of one
         # token says nothing.

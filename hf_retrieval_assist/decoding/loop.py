@@ -15,11 +15,12 @@ import torch
 
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
+from ..host.callers_hooks import has_callers_hooks
 from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
 from ..policy.account import DraftedStep
 from ..policy.cost_model import CostModel
-from ..policy.cost_store import CallCosts
+from ..policy.cost_store import CallCosts, size_bucket
 from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
 from ..types.row_text import Path, RowText
@@ -30,8 +31,11 @@ from ..verification.verified import Verified
 from .call import Call
 from .forwards import Forwards
 from .observer import Observer
+from .plainly import plain_step
 from .selection import RowPreview
 from .walk import Drawn, Walk
+
+_FEWEST_TIMED = 16  # tokens of a call that takes the time to see what plain decoding takes
 
 
 class Generation:
@@ -70,6 +74,8 @@ class Generation:
         self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = TargetForwards()
         self.sessions: list[AssistantSession] = []
+        # Seconds of a step of plain `generate`; None: none was timed.
+        self.plain_generate_step: float | None = None
         # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 
@@ -183,6 +189,29 @@ class Generation:
         self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
         if self.observer is not None:
             self.observer.begin(paths)
+        if self.running:
+            self._time_plain_step(outputs)
+
+    def _time_plain_step(self, outputs: Any) -> None:
+        """See what plain decoding takes, once for calls of a kind, where it computes no other
+        forwards and nobody would see them."""
+        call, costs = self.call, self.policy.costs
+        draws = bool(call.config.do_sample)
+        key = replace(call.kind, cache_length=size_bucket(call.prompt_length)), draws
+        known = costs.plain_step(*key)
+        if (
+            known is None
+            and call.room >= _FEWEST_TIMED
+            and not (self.ranks.several or call.synced_gpus or call.compiles_plainly)
+            and not self.cache_outlives_call
+            and not has_callers_hooks(call.model)
+            and (kwargs := self.forward.plain_kwargs(outputs)) is not None
+        ):
+            begun = perf_counter()
+            first = torch.tensor([row.last for row in self.rows])
+            known = costs.keep_plain_step(*key, plain_step(call, kwargs, first, outputs))
+            self.counts.count_seconds(test=perf_counter() - begun)
+        self.plain_generate_step = known or None
 
     def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
         """A step with a draft of each of these rows."""

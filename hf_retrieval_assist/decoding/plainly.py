@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Sequence
 from contextlib import closing
+from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 from ..cache.kv_cache import go_back, has_slots
 from ..host import transformers_private
@@ -23,6 +31,8 @@ logger = get_logger(__name__)
 # Texts of a call that drafters learn, and of its time what they may take for further ones.
 _LEARNT, _LEARNING = 16, 1 / 64
 
+_TIMED_STEPS = 2  # behind one that warms up
+
 _MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
@@ -32,6 +42,66 @@ def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> 
     if observer is not None:
         observer.plain(texts)
     return result
+
+
+def plain_step(
+    call: Call, model_kwargs: dict[str, Any], first: torch.Tensor, outputs: Any
+) -> float:
+    """Seconds of a step by which transformers' own loop would go on behind the first token, of
+    which nothing is kept; 0 where it cannot.
+
+    Args:
+        model_kwargs: what the loop would go on with.
+        first: int64 [batch], the first tokens.
+        outputs: of the prompt's forward.
+    """
+    ids = torch.cat([call.input_ids, first[:, None].to(call.input_ids)], dim=1)
+    config = copy.copy(call.config)
+    config.do_sample = config.return_dict_in_generate = False
+    config.is_assistant = True  # the loop then goes on from a cache, instead of a prompt's inputs
+    clock = _Clock([MaxLengthCriteria(ids.shape[1] + 1 + _TIMED_STEPS)])
+    try:
+        transformers_private.sample(
+            call.model,
+            ids,
+            logits_processor=LogitsProcessorList(),
+            stopping_criteria=clock,
+            generation_config=config,
+            **model_kwargs,
+        )
+    except Exception as error:
+        logger.info("%s: no plain step could be timed (%r)", type(call.model).__name__, error)
+        return 0.0
+    return min(end - begin for begin, end in pairwise(clock.times)) + _choosing(call, ids, outputs)
+
+
+def _choosing(call: Call, ids: torch.Tensor, outputs: Any) -> float:
+    """Seconds by which choosing tokens as the call does takes longer than choosing the likeliest,
+    code of the caller's left out."""
+    begun = time.perf_counter()
+    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=ids.device)
+    scores = logits if call.asks_caller else call.processors(ids, logits)
+    if call.config.do_sample:
+        # Others' random numbers stay theirs.
+        generator = torch.Generator(ids.device)
+        torch.multinomial(scores.softmax(-1), 1, generator=generator).tolist()
+    return time.perf_counter() - begun
+
+
+class _Clock(StoppingCriteriaList):
+    """Notes when it is asked.
+
+    Attributes:
+        times: on the clock of `time.perf_counter`.
+    """
+
+    def __init__(self, criteria: Sequence[Any]) -> None:
+        super().__init__(criteria)
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return super().__call__(input_ids, scores, **kwargs)
 
 
 def decode_at_rest(call: Call, policy: DraftingPolicy, counts: CallStats, account: Account) -> Any:

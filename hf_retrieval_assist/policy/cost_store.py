@@ -57,7 +57,21 @@ class CostModels:
 
     def __init__(self) -> None:
         self._models: dict[CostKey, CostModel] = {}
+        self._plain: dict[tuple[CostKey, bool], float] = {}
         self._lock = Lock()
+
+    def plain_step(self, key: CostKey, draws: bool) -> float | None:
+        """Seconds of a step of plain `generate` in calls of a kind, in which tokens are drawn or
+        not; None: none was timed."""
+        return self._plain.get((key, draws))
+
+    def keep_plain_step(self, key: CostKey, draws: bool, seconds: float) -> float:
+        """Keep what a step of plain `generate` took, which is returned."""
+        with self._lock:
+            if len(self._plain) == _MOST_MODELS:
+                del self._plain[next(iter(self._plain))]
+            self._plain[key, draws] = seconds
+        return seconds
 
     def get(self, key: CostKey) -> CostModel:
         """The model of `key`, the same object each time."""

@@ -10,6 +10,7 @@ from ..system.locks import Lock
 from .acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
+_SAID_ONCE = 0.05, 0.1  # share of the time, and seconds, that what is done once is spoken of from
 
 
 @dataclass
@@ -35,15 +36,20 @@ class CallStats:
             over rows.
         expected_rejected: the others of them.
         rests: calls that were decoded plainly because drafts had made calls like them slower.
-        saved_seconds: what plain steps would have taken, at the time of one that was measured
-            while drafting, less what the steps took; negative where drafts were slower.
+        saved_seconds: what the forwards of plain `generate` would have taken, at the time of one
+            that was measured behind a call's prompt, less what the steps took; negative where they
+            were slower, 0 where none was timed.
+        saved_by_drafts: the same beside steps of this package without drafts, whose kernels and
+            recordings plain `generate` does not have.
+        compared_seconds: of `total`, all but `test` and `pack`, in calls that have `saved_seconds`.
         keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Residual
             sampling draws otherwise, as do rows of a batch that get on at their own pace where
             random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
-            the model is served and takes time in its first call, and `prefill`; between them
-            `pack` (rounding weights to eight bits, once for each model). `total` is the whole call.
+            the model is served, times a forward of plain `generate`, and takes time in its first
+            calls, and `prefill`; between them `pack` (rounding weights to eight bits, once for each
+            model). `total` is the whole call.
     """
 
     tier: str = ""
@@ -62,6 +68,8 @@ class CallStats:
     expected_rejected: int = 0
     rests: int = 0
     saved_seconds: float = 0.0
+    saved_by_drafts: float = 0.0
+    compared_seconds: float = 0.0
     keeps_seed: bool = True
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("test", "prefill", *PHASES, "pack", "total"), 0.0)
@@ -80,8 +88,14 @@ class CallStats:
 
     @property
     def plain_seconds(self) -> float:
-        """What plain steps would have taken, with all that is no step as it was: an estimate."""
-        return self.seconds["total"] + self.saved_seconds
+        """What plain `generate` would have taken for the calls in `compared_seconds`, with all that
+        is no step as it was: an estimate."""
+        return self.compared_seconds + self.saved_seconds
+
+    @property
+    def once_seconds(self) -> float:
+        """Of `total`, what is done once for a model."""
+        return self.seconds["test"] + self.seconds["pack"]
 
     @property
     def nodes_per_step(self) -> float:
@@ -143,14 +157,22 @@ class CallStats:
         made += f" ({self.tokens_per_forward:.2f}{per_row} a forward"
         made += f", {self.saved_forwards:,} forwards saved)" if self.saved_forwards else ")"
         rests = f"; {self.rests} of {self.calls} calls rested" if self.rests else ""
-        if not total or not self.saved_seconds:
+        own = total - self.once_seconds
+        if self.once_seconds > max(_SAID_ONCE[0] * total, _SAID_ONCE[1]):
+            rests += f"; {self.once_seconds:.2f} s went to what is done once for a model"
+        drafts = 1 + self.saved_by_drafts / own if own > 0 and self.saved_by_drafts else 0.0
+        if self.compared_seconds:
+            ratio = self.plain_seconds / self.compared_seconds
+            speed = (
+                f"{_times(ratio)} plain generate{f' ({drafts:.2f} by drafts)' if drafts else ''}"
+            )
+            rate += f", {self.compared_seconds:.2f} s where plain generate takes about "
+            rate += f"{self.plain_seconds:.2f} s"
+        elif drafts:
+            speed = f"{_times(drafts)} steps without drafts"
+        else:
             return f"{made}{rate}{rests}"
-        ratio = self.plain_seconds / total
-        speed = f"{ratio:.2f} times as fast as plain steps"
-        return (
-            f"{'about ' if ratio >= 1 else 'only '}{speed}: {made}{rate}, {total:.2f} s where "
-            f"plain steps take about {self.plain_seconds:.2f} s{rests}"
-        )
+        return f"{speed}: {made}{rate}{rests}"
 
     def cells(self) -> tuple[str, ...]:
         """The figures under the columns of `Stats`."""
@@ -179,6 +201,10 @@ class CallStats:
         tier = f" [{', '.join(filter(None, served))}]" if served else ""
         spent = f" (ms: {share})" if any(self.seconds.values()) else ""
         return f"{self.summary}{came}{tier}{spent}"
+
+
+def _times(ratio: float) -> str:
+    return f"{'about' if ratio >= 1 else 'only'} {ratio:.2f} times as fast as"
 
 
 class Stats:
