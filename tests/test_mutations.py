@@ -165,4 +165,4 @@ def test_corpora(tmp_path, kind, count):
             assert skipped.example.startswith(str(path))
         else:
             assert (spared, skipped.bad) == (texts, 0)
-        assert all(text.encode().decode() == text for text in spared)
+        assert all(text.encode().decode() == text for _, text in spared)

@@ -83,6 +83,29 @@ cdef class SuffixArray:
             return 0
         return matcher.occurrences(matcher.match_length)
 
+    def find(self, token_ids, int64_t most) -> list:
+        """Where a token string occurs: (shard, place among its codes), `most` of them at most.
+
+        Raises:
+            ValueError: `token_ids` is empty.
+        """
+        cdef SuffixMatcher matcher = SuffixMatcher(self, max(len(token_ids), 1))
+        cdef const Shard* shard
+        cdef Interval within
+        cdef int64_t rank
+        cdef int32_t s
+        if not len(token_ids):
+            raise ValueError("token_ids: expected at least one")
+        matcher.extend(token_ids)
+        found = []
+        if matcher.match_length < len(token_ids):
+            return found
+        for s in range(self.shard_count):
+            shard, within = &self.shards[s], matcher.row(matcher.match_length)[s]
+            for rank in range(within.low, min(within.high, within.low + most - len(found))):
+                found.append((s, min(<int64_t>shard.suffixes[rank], shard.text.length - 1)))
+        return found
+
 
 cdef class SuffixMatcher:
     """The suffixes of a growing text that occur in a :class:`SuffixArray`, with all their places.

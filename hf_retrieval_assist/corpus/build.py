@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..system.arguments import kind_of, whole_number
 from ..system.versions import of_extra
-from ..types.token_tree import Ids, Int32Array, checked_ids
+from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .format import (
     MAX_BYTES,
     MAX_VOCAB,
@@ -136,7 +136,7 @@ def publish(staging: Path, path: Path, manifest: Manifest) -> None:
 
 
 def build_shards(
-    documents: Iterable[Ids],
+    documents: Iterable[Ids | NamedIds],
     directory: Path,
     options: BuildOptions,
     executor: Executor | None = None,
@@ -145,7 +145,7 @@ def build_shards(
     """Write documents as indexed shards into a directory.
 
     Args:
-        documents: sequences of token ids.
+        documents: sequences of token ids, named or not.
         directory: where; must be the same directory wherever the executor runs.
         options: see :class:`BuildOptions`.
         executor: where shards are sorted; None: threads of this process.
@@ -175,42 +175,69 @@ def build_shards(
     return tuple(shards)
 
 
+class _Piece(NamedTuple):
+    """A document, or a part of one that was cut.
+
+    Attributes:
+        name: the document's, in UTF-8.
+        ids: int32 [n].
+        before: tokens of the document in front of these.
+    """
+
+    name: bytes
+    ids: Int32Array
+    before: int
+
+
 class _TextFile:
-    """The tokens file of a shard that is being filled.
+    """The tokens file of a shard that is being filled, and what its documents are called.
 
     The shard's name comes from what it holds and from its place in the datastore: a datastore that
     is built again is the same, and equal shards of one are two.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
-        self.documents = self.tokens = 0
-        self._path = directory / f"{number}.filling"
-        self._file: Any = self._path.open("wb")
+        self.documents = self.tokens = self.name_bytes = 0
+        parts = "tokens", "documents", "names"
+        self._paths = {part: directory / f"{number}.{part}.filling" for part in parts}
+        self._files: dict[str, Any] = {part: p.open("wb") for part, p in self._paths.items()}
         self._hash = hashlib.sha256(b"%d:" % number)
 
-    def write(self, batch: list[Int32Array], vocab_size: int) -> None:
-        codes = _encode(batch, vocab_size)
-        self._file.write(codes)
-        self._hash.update(codes.data)
-        self.documents += len(batch)
-        self.tokens += sum(map(len, batch))
+    def write(self, batch: list[_Piece], vocab_size: int) -> None:
+        codes = _encode([piece.ids for piece in batch], vocab_size)
+        ends = np.empty((len(batch), 3), np.uint32)
+        for piece, row in zip(batch, ends, strict=True):
+            self.documents += 1
+            self.tokens += len(piece.ids)
+            self.name_bytes += len(piece.name) + 1
+            row[:] = self.documents + self.tokens - 1, self.name_bytes, piece.before
+        names = b"".join(piece.name + b"\n" for piece in batch)
+        parts: dict[str, Any] = {"tokens": codes, "documents": ends, "names": names}
+        for part, written in parts.items():
+            self._files[part].write(written)
+            self._hash.update(written)
 
     def close(self) -> Shard:
         """The shard is full; it gets its name, and is still to be indexed."""
-        sync_file(self._file)
-        self._file.close()
         name = self._hash.hexdigest()[:_NAME_DIGITS]
-        self._path.rename(self._path.with_name(f"{name}.tokens"))
-        return Shard(name, self.documents, self.tokens)
+        for part, path in self._paths.items():
+            sync_file(self._files[part])
+            self._files[part].close()
+            path.rename(path.with_name(f"{name}.{part}"))
+        return Shard(name, self.documents, self.tokens, self.name_bytes)
 
 
 def _write_texts(
-    documents: Iterable[Ids], directory: Path, options: BuildOptions, number: int, bar: tqdm[Any]
+    documents: Iterable[Ids | NamedIds],
+    directory: Path,
+    options: BuildOptions,
+    number: int,
+    bar: tqdm[Any],
 ) -> Iterator[Shard]:
     """Write tokens files, numbered from `number` on, and yield each when it is full or the last."""
     text: _TextFile | None = None
     for batch in _batches(documents, options.shard_codes):
-        tokens = sum(map(len, batch))
+        tokens = sum(len(piece.ids) for piece in batch)
         if text and text.documents + text.tokens + len(batch) + tokens > options.shard_codes:
             yield text.close()
             text, number = None, number + 1
@@ -221,19 +248,25 @@ def _write_texts(
         yield text.close()
 
 
-def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[Int32Array]]:
-    """Documents in groups of a moderate size; one too long for a shard is cut."""
-    batch: list[Int32Array] = []
-    size = 0
+def _batches(documents: Iterable[Ids | NamedIds], shard_codes: int) -> Iterator[list[_Piece]]:
+    """Documents in groups of a moderate size; one too long for a shard is cut. Of one that comes in
+    parts, each goes on where the one before it of its name has ended."""
+    batch: list[_Piece] = []
+    size = before = 0
+    last = b""
     for number, document in enumerate(documents):
-        ids = checked_ids(f"documents: document {number}", document)
+        name, ids = named_ids(f"documents: document {number}", document)
+        own = name.encode(errors="replace")
+        if own != last or not own:
+            last, before = own, 0
         for start in range(0, len(ids), shard_codes - 1):
             piece = ids[start : start + shard_codes - 1]
             if batch and size + len(piece) + 1 > min(_BATCH, shard_codes):
                 yield batch
                 batch, size = [], 0
-            batch.append(piece)
+            batch.append(_Piece(own, piece, before))
             size += len(piece) + 1
+            before += len(piece)
     if batch:
         yield batch
 
@@ -269,7 +302,10 @@ def _index(text: Shard, directory: Path, vocab_size: int) -> Shard:
         with (directory / f"{text.name}.{part}").open("wb") as file:
             file.write(array.data)
             sync_file(file)
-    sums = (hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values()))
+    sums = [hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values())]
+    for part in ("documents", "names"):
+        with (directory / f"{text.name}.{part}").open("rb") as file:
+            sums.append(hashlib.file_digest(file, "sha256").hexdigest())
     return replace(text, bucket_shift=shift, checksums=tuple(sums))
 
 

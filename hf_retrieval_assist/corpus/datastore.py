@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures.suffix_array import SuffixArray
-from ..types.token_tree import Ids
+from ..structures.suffix_array import SuffixArray, SuffixMatcher
+from ..types.passages import BESIDE, FEWEST, LONGEST, Place, Source, place_in
+from ..types.token_tree import Ids, Int32Array, NamedIds
 from .build import BuildOptions, build_shards, publish, staging_directory
 from .format import (
     MANIFEST,
     Manifest,
+    MappedShard,
     Shard,
     code_width,
     decode,
@@ -44,7 +46,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(repr(pieces).encode()).hexdigest()
 
 
-class Datastore:
+class Datastore(Source):
     """An immutable, memory-mapped corpus and its suffix arrays (REST, He et al. 2023, section 3.2).
 
     Read-only, and shared by any number of threads and processes. Opening maps the files and checks
@@ -62,7 +64,8 @@ class Datastore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.manifest, self._shards = _mapped(self.path)
-        self.index = SuffixArray(self._shards, code_width(self.vocab_size), self.vocab_size)
+        indices = [shard.index for shard in self._shards]
+        self.index = SuffixArray(indices, code_width(self.vocab_size), self.vocab_size)
 
     def __repr__(self) -> str:
         return (
@@ -112,7 +115,7 @@ class Datastore:
     @classmethod
     def build(
         cls,
-        documents: Iterable[Ids],
+        documents: Iterable[Ids | NamedIds],
         path: str | os.PathLike[str],
         *,
         vocab_size: int,
@@ -129,8 +132,9 @@ class Datastore:
         what was there. O(tokens log tokens) time.
 
         Args:
-            documents: sequences of token ids, read once. Empty ones are skipped. No draft crosses
-                from one to the next. One with more tokens than fit a shard is cut.
+            documents: sequences of token ids, or `NamedIds`, read once. Empty ones are skipped. No
+                draft crosses from one to the next. One with more tokens than fit a shard is cut;
+                one that follows another of its name goes on with it.
             path: the directory to make.
             vocab_size: ids lie below it; the rows of the model's output layer.
             tokenizer: what made the ids; its fingerprint is kept.
@@ -161,7 +165,7 @@ class Datastore:
 
     def append(
         self,
-        documents: Iterable[Ids],
+        documents: Iterable[Ids | NamedIds],
         *,
         memory: int = 1 << 32,
         workers: int = 1,
@@ -202,15 +206,61 @@ class Datastore:
             raise ValueError(f"{self.path}: expected the datastore that was opened, got another")
         return manifest
 
-    def documents(self) -> Iterator[NDArray[np.uint32]]:
-        """Every document's token ids: uint32 arrays, in the order in which they were added."""
-        width = code_width(self.vocab_size)
-        for codes, *_ in self._shards:
-            code_bytes = codes.reshape(-1, width)
-            start = 0
-            for end in _document_ends(code_bytes):
-                yield decode(code_bytes[start:end]) - np.uint32(1)
-                start = end + 1
+    def documents(self) -> Iterator[NamedIds]:
+        """Every document's name and token ids, uint32 [n], in the order in which they were added;
+        the pieces of one that was cut come one after another."""
+        for shard in self._shards:
+            for number, end in enumerate(shard.ends[:, 0].tolist()):
+                start = 0 if number == 0 else int(shard.ends[number - 1, 0]) + 1
+                yield NamedIds(shard.name(number), self._ids(shard, start, end))
+
+    def _ids(self, shard: MappedShard, start: int, end: int) -> NDArray[np.uint32]:
+        """uint32 [n], the token ids at some places of a shard, inside a document."""
+        codes = shard.index[0].reshape(-1, code_width(self.vocab_size))
+        return decode(codes[start:end]) - np.uint32(1)
+
+    def places(self, text: Int32Array, tokens: Sequence[int]) -> list[Place | None]:
+        """See `Source.places`. Of documents without a name, the number is told."""
+        if not len(tokens):
+            return []
+        first = max(0, tokens[0] - LONGEST)
+        matcher = SuffixMatcher(self.index, LONGEST)
+        lengths = []  # the longest match's that ends with each token from `first` on
+        for token in text[first : tokens[-1] + LONGEST].tolist():
+            matcher.extend([token])
+            lengths.append(matcher.match_length)
+        return [self._place(text, first, lengths, token) for token in tokens]
+
+    def _place(self, text: Int32Array, first: int, lengths: list[int], token: int) -> Place | None:
+        ends = range(token, min(token + LONGEST, first + len(lengths)))
+        spans = [(end - lengths[end - first] + 1, end + 1) for end in ends]
+        round_it = [span for span in spans if span[0] <= token]
+        start, stop = max(round_it, key=lambda span: span[1] - span[0], default=(0, 0))
+        if stop - start < FEWEST:
+            return None
+        found, count = self.index.find(text[start:stop].tolist(), 1), stop - start
+        (number, at), *_ = found
+        shard = self._shards[number]
+        document = int(np.searchsorted(shard.ends[:, 0], at, side="right"))
+        if document == len(shard.ends):  # an altered table, as below
+            return None
+        begin = 0 if document == 0 else int(shard.ends[document - 1, 0]) + 1
+        shown = max(begin, at - BESIDE), min(at + count + BESIDE, int(shard.ends[document, 0]))
+        own = at - shown[0], at - shown[0] + count
+        others = sum(other.documents for other in self.manifest.shards[:number])
+        name = shard.name(document) or f"document {others + document}"
+        ids = self._ids(shard, *shown).astype(np.int32)
+        if not ((ids >= 0) & (ids < self.vocab_size)).all():
+            return None
+        before = shown[0] - begin + int(shard.ends[document, 2])
+        return place_in(
+            NamedIds(name, ids),
+            others + document,
+            own[0] + token - start,
+            own,
+            self.index.count(text[start:stop].tolist()),
+            before,
+        )
 
     def count(self, token_ids: Ids) -> int:
         """How often a token string occurs inside documents. O(len(token_ids) log(tokens)).
@@ -294,7 +344,7 @@ class Datastore:
         return str(commit)
 
 
-def _mapped(path: Path) -> tuple[Manifest, list[tuple[Any, ...]]]:
+def _mapped(path: Path) -> tuple[Manifest, list[MappedShard]]:
     """The manifest at `path` and the files of its shards.
 
     A writer may delete them in between: then there is another manifest by now.
@@ -310,7 +360,7 @@ def _mapped(path: Path) -> tuple[Manifest, list[tuple[Any, ...]]]:
 
 
 def _add(
-    documents: Iterable[Ids],
+    documents: Iterable[Ids | NamedIds],
     staging: Path,
     path: Path,
     base: Manifest,
@@ -323,11 +373,3 @@ def _add(
     if not shards:
         raise ValueError("documents: expected at least one token, got an empty corpus")
     publish(staging, path, replace(base, shards=known + shards))
-
-
-def _document_ends(code_bytes: NDArray[np.uint8]) -> Iterator[int]:
-    """Positions of the zeros that end documents, found a block at a time."""
-    block = 1 << 20
-    for start in range(0, len(code_bytes), block):
-        ends = np.flatnonzero(~code_bytes[start : start + block].any(axis=1))
-        yield from (ends + start).tolist()

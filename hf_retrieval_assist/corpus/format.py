@@ -1,12 +1,15 @@
 """The files of a datastore: its manifest, its shards, and the checks on both.
 
-A datastore is a directory with `manifest.json` and three files per shard, little-endian and without
+A datastore is a directory with `manifest.json` and five files per shard, little-endian and without
 headers, since the manifest says what they hold:
 
 * `<name>.tokens`: the shard's documents as codes (token id + 1, and 0 after each document), each
   big-endian in as few bytes as the vocabulary needs;
 * `<name>.suffixes`: uint32 positions of all ids, in the order of the suffixes starting there;
-* `<name>.starts`: uint32, where in that order the suffixes of each range of first codes begin.
+* `<name>.starts`: uint32, where in that order the suffixes of each range of first codes begin;
+* `<name>.documents`: uint32 [documents, 3], where each document's codes end, and its name, and how
+  many tokens of it stand in documents before it, into which it was cut;
+* `<name>.names`: the documents' names in UTF-8, a line feed behind each.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from numpy.typing import NDArray
 from ..system.files import replacing
 
 MAGIC = "hf-retrieval-assist datastore"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
-PARTS = ("tokens", "suffixes", "starts")
+PARTS = ("tokens", "suffixes", "starts", "documents", "names")
 MAX_VOCAB = 2**26  # more than any tokenizer's; tables of this many entries still fit anywhere
 MAX_BYTES = 2**31 - 1  # a shard's tokens: the sorter counts bytes in 32 bits
 _SHARD_NAME = re.compile(r"[0-9a-f]{16}")
@@ -59,6 +62,7 @@ class Shard:
     Attributes:
         name: 16 hexadecimal digits, the stem of its files.
         documents, tokens: how many it holds.
+        name_bytes: the size of its names.
         bucket_shift: log2 of the codes that share an entry of `starts`.
         checksums: SHA-256 of each file, in the order of `PARTS`; none before it is indexed.
     """
@@ -66,6 +70,7 @@ class Shard:
     name: str
     documents: int
     tokens: int
+    name_bytes: int
     bucket_shift: int = 0
     checksums: tuple[str, ...] = ()
 
@@ -76,7 +81,8 @@ class Shard:
         """Bytes of each file, in the order of `PARTS`."""
         codes = self.documents + self.tokens
         buckets = (vocab_size >> self.bucket_shift) + 1
-        return [codes * code_width(vocab_size), 4 * self.tokens, 4 * (buckets + 1)]
+        index = [codes * code_width(vocab_size), 4 * self.tokens, 4 * (buckets + 1)]
+        return [*index, 12 * self.documents, self.name_bytes]
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,10 @@ def _expect(condition: object, expected: str, got: object) -> None:
         raise ValueError(f"expected {expected}, got {got!r}")
 
 
-_SHARD = {"name": str, "documents": int, "tokens": int, "bucket_shift": int, "checksums": list}
+_SHARD = {
+    **{"name": str, "documents": int, "tokens": int, "name_bytes": int},
+    **{"bucket_shift": int, "checksums": list},
+}
 _MANIFEST = {"vocab_size": int, "tokenizer": (str, type(None)), "shards": list}
 
 
@@ -119,10 +128,12 @@ def _parse_shard(values: Any, vocab_size: int) -> Shard:
     shard = Shard(**fields | {"checksums": tuple(fields["checksums"])})
     _expect(_SHARD_NAME.fullmatch(shard.name), "a shard name of 16 hexadecimal digits", shard.name)
     _expect(0 < shard.documents <= shard.tokens, "1 to `tokens` documents", shard.documents)
+    named = shard.documents <= shard.name_bytes <= MAX_BYTES
+    _expect(named, f"a byte of names for each document, {MAX_BYTES} at most", shard.name_bytes)
     _expect(0 <= shard.bucket_shift <= 30, "a bucket_shift of 0 to 30", shard.bucket_shift)
     # The lengths bound every position, so an index of any larger shard would overflow.
     _expect(shard.sizes(vocab_size)[0] <= MAX_BYTES, f"at most {MAX_BYTES} bytes", shard.tokens)
-    _expect(len(shard.checksums) == len(PARTS), "three checksums", shard.checksums)
+    _expect(len(shard.checksums) == len(PARTS), f"{len(PARTS)} checksums", shard.checksums)
     for checksum in shard.checksums:
         valid = isinstance(checksum, str) and _CHECKSUM.fullmatch(checksum)
         _expect(valid, "SHA-256 digests", checksum)
@@ -193,17 +204,42 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def map_shard(path: Path, shard: Shard, vocab_size: int) -> tuple[Any, ...]:
-    """A shard as a `SuffixArray` takes it: its files mapped read-only (uint8 codes, uint32
-    suffixes, uint32 starts), and its bucket shift.
+@dataclass(frozen=True)
+class MappedShard:
+    """A shard's files, mapped read-only.
+
+    Attributes:
+        index: as a `SuffixArray` takes it: uint8 codes, uint32 suffixes, uint32 starts, and the
+            bucket shift.
+        ends: uint32 [documents, 3], see the module's docstring.
+        names: uint8.
+    """
+
+    index: tuple[Any, ...]
+    ends: NDArray[np.uint32]
+    names: NDArray[np.uint8]
+
+    def name(self, number: int) -> str:
+        """A document's; of altered files, anything."""
+        start = 0 if number == 0 else int(self.ends[number - 1, 1])
+        return (
+            self.names[start : max(start, int(self.ends[number, 1]) - 1)]
+            .tobytes()
+            .decode(errors="replace")
+        )
+
+
+def map_shard(path: Path, shard: Shard, vocab_size: int) -> MappedShard:
+    """Map the files of a shard.
 
     Raises:
         ValueError: a file is missing or has another size than the manifest implies.
     """
-    dtypes = (np.uint8, np.uint32, np.uint32)
+    dtypes = (np.uint8, np.uint32, np.uint32, np.uint32, np.uint8)
     files = zip(shard.files(), shard.sizes(vocab_size), dtypes, strict=True)
     arrays = (np.frombuffer(_map_file(path / name, size), dtype) for name, size, dtype in files)
-    return *arrays, shard.bucket_shift
+    codes, suffixes, starts, ends, names = arrays
+    return MappedShard((codes, suffixes, starts, shard.bucket_shift), ends.reshape(-1, 3), names)
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..system.arguments import encodable
 from ..system.files import read_json_lines
 from ..system.versions import of_extra
-from ..types.token_tree import Ids, checked_ids
+from ..types.token_tree import Ids, NamedIds, checked_ids
 from .build import require_documents
 from .datastore import Datastore
 from .format import MANIFEST
 
-Document: TypeAlias = "str | Mapping[str, Any] | Ids"
+Document: TypeAlias = "str | NamedText | Mapping[str, Any] | Ids | NamedIds"
 Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
 _DATASET = "datasets:"
 _PACKAGES = "datasets pyarrow"  # the extra's
 _SHOWN = 80  # characters of what is no path, or of a row without a text
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
 
-Text = str | ValueError  # a text, or why a row or file has none
+
+class NamedText(NamedTuple):
+    """A text of a corpus.
+
+    Attributes:
+        name: of the file that it is, or the file and number of its row.
+        text: itself.
+    """
+
+    name: str
+    text: str
+
+
+Found = NamedText | ValueError  # a text, or why a row or file has none
 
 
 @dataclass
@@ -46,8 +59,9 @@ def read_texts(
     field: str = "text",
     split: str = "train",
     skipped: Skipped | None = None,
-) -> Iterator[str]:
-    """The texts of all sources, one after another, as a stream.
+) -> Iterator[NamedText]:
+    """The texts of all sources, one after another, as a stream; those of files by their paths, of
+    rows by these and their numbers.
 
     Args:
         sources: files (`.txt`, `.py`, `.md`: one text each, in pieces of about a million
@@ -68,7 +82,7 @@ def read_texts(
     """
     for source in sources:
         for text in _read_source(source, field, split):
-            if isinstance(text, str):
+            if isinstance(text, NamedText):
                 yield text
             elif skipped is None:
                 raise text
@@ -77,7 +91,7 @@ def read_texts(
                 skipped.example = skipped.example or str(text)
 
 
-def _read_source(source: str, field: str, split: str) -> Iterator[Text]:
+def _read_source(source: str, field: str, split: str) -> Iterator[Found]:
     if source.startswith(_DATASET):
         yield from _read_dataset(source.removeprefix(_DATASET), field, split)
         return
@@ -117,22 +131,23 @@ def _ending(path: Path) -> str:
     return ".txt" if not ending and _is_stream(path) else ending
 
 
-def _read_lines(path: Path, field: str) -> Iterator[Text]:
+def _read_lines(path: Path, field: str) -> Iterator[Found]:
     with path.open(encoding="utf-8") as file:
         try:
             # Whole lines; of one that is longer than a piece, its parts.
-            for lines in text_batches(iter(partial(file.readline, _PIECE), "")):
-                yield "".join(lines)
+            lines = (NamedText(str(path), x) for x in iter(partial(file.readline, _PIECE), ""))
+            for batch in text_batches(lines):
+                yield NamedText(str(path), "".join([text for _, text in batch]))
         except UnicodeDecodeError as error:
             yield ValueError(f"{path}: expected UTF-8, got {error}")
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[Text]:
+def _read_jsonl(path: Path, field: str) -> Iterator[Found]:
     for place, row in read_json_lines(path):
         yield row if isinstance(row, ValueError) else _text_of(row, field, place)
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[Text]:
+def _read_parquet(path: Path, field: str) -> Iterator[Found]:
     parquet = of_extra("pyarrow.parquet", "Parquet files need", _PACKAGES)
     if _is_stream(path):
         yield ValueError(f"{path}: expected a file, since Parquet begins at its end, got a pipe")
@@ -150,7 +165,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[Text]:
         yield ValueError(f"{path}: expected a Parquet file, got {error}")
 
 
-def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
+def _read_dataset(name: str, field: str, split: str) -> Iterator[Found]:
     if not name:
         raise ValueError(f"{_DATASET}: expected a Hub id or a folder behind it, got nothing")
     datasets = of_extra("datasets", "data sets need", _PACKAGES)
@@ -164,19 +179,19 @@ def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
         yield _text_of(row, field, f"{name}:{number}")
 
 
-def _text_of(row: Any, field: str, place: str) -> Text:
+def _text_of(row: Any, field: str, place: str) -> Found:
     text = row.get(field) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         kind = f"a row of {[*row]!r:.{_SHOWN}}" if isinstance(row, Mapping) else type(row).__name__
         found = f"{type(text).__name__} in {kind}"
         return ValueError(f"{place}: expected text in field {field!r}, got {found}")
     try:
-        return encodable(f"{place}: field {field!r}", text)
+        return NamedText(place, encodable(f"{place}: field {field!r}", text))
     except ValueError as error:
         return error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[Text]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[Found]]] = {
     ".txt": _read_lines,
     ".py": _read_lines,
     ".md": _read_lines,
@@ -200,19 +215,24 @@ class TextEncoder:
     vocab_size: int
     encode: Callable[[list[str]], list[list[int]]]
 
-    def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
+    def encode_stream(self, texts: Iterable[NamedText]) -> Iterator[NamedIds]:
         """Token ids of each text, tokenised in batches of about a million characters."""
         for batch in text_batches(texts):
-            yield from self.encode(batch)
+            yield from self.encode_batch(batch)
+
+    def encode_batch(self, texts: Sequence[NamedText]) -> list[NamedIds]:
+        """Token ids of each text."""
+        ids = self.encode([text for _, text in texts])
+        return [NamedIds(name, found) for (name, _), found in zip(texts, ids, strict=True)]
 
 
-def text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def text_batches(texts: Iterable[NamedText]) -> Iterator[list[NamedText]]:
     """The texts in batches of about a million characters, to be tokenised at a time."""
-    batch: list[str] = []
+    batch: list[NamedText] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for named in texts:
+        batch.append(named)
+        size += len(named.text)
         if size >= _PIECE:
             yield batch
             batch, size = [], 0
@@ -261,11 +281,12 @@ def _model_vocab_size(source: str) -> int | None:
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
-def tokenised(corpus: Corpus, tokenizer: Any = None) -> Iterable[Ids] | Datastore:
+def tokenised(corpus: Corpus, tokenizer: Any = None) -> Iterable[NamedIds] | Datastore:
     """Documents as token ids, or the datastore that a corpus is.
 
     Args:
-        corpus: documents, each a text, a row with a "text", or token ids; the path of a file or
+        corpus: documents, each a text, a row with a "text" and maybe a "name", or token ids, named
+            or not; the path of a file or
             folder that `read_texts` reads, or "datasets:NAME"; a datastore, or its path.
         tokenizer: for texts; of a datastore's path, the one it has to be of.
 
@@ -297,16 +318,19 @@ def _existing(place: str) -> Path:
     return path
 
 
-def _ids(documents: Iterable[Document], tokenizer: Any) -> Iterator[Ids]:
+def _ids(documents: Iterable[Document], tokenizer: Any) -> Iterator[NamedIds]:
     for number, document in enumerate(documents):
-        name = f"corpus: document {number}"
-        text: Any = document
+        place = f"corpus: document {number}"
+        name, text = "", document
         if isinstance(document, Mapping):
-            text = _text_of(document, "text", name)
-            if isinstance(text, ValueError):
-                raise text
+            found = _text_of(document, "text", place)
+            if isinstance(found, ValueError):
+                raise found
+            name, text = str(document.get("name", "")), found.text
+        elif isinstance(document, (NamedText, NamedIds)):
+            name, text = document
         if isinstance(text, str):
             if tokenizer is None:
                 raise ValueError("tokenizer: expected one, since the corpus is text, got None")
-            text = tokenizer(encodable(name, text), add_special_tokens=False).input_ids
-        yield checked_ids(name, text)
+            text = tokenizer(encodable(place, text), add_special_tokens=False).input_ids
+        yield NamedIds(name, checked_ids(place, text))

@@ -24,7 +24,7 @@ from .loop import Generation
 from .observer import Observe, Observer
 from .plainly import decode_at_rest, decode_plainly
 
-_FEWEST_STEPS = 4  # of plain decoding, in calls that tell how much faster they are
+_FEWEST_STEPS = 4  # plain decoding's, in calls that tell how much faster they are
 
 
 def decode(

@@ -188,7 +188,7 @@ class Generation:
             session.begin(path.tokens, logits, shown)
         self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
         if self.observer is not None:
-            self.observer.begin(paths)
+            self.observer.begin(paths, [session.sources() for session in self.sessions])
         if self.running:
             self._time_plain_step(outputs)
 

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 # Texts of a call that drafters learn, and of its time what they may take for further ones.
 _LEARNT, _LEARNING = 16, 1 / 64
 
-_TIMED_STEPS = 2  # behind one that warms up
+_TIMED_STEPS = 2  # the first one, which warms up, left out
 
 _MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 

@@ -7,7 +7,7 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from ..structures.draft_tree import path_products
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
-from ..types.token_tree import Ids, Int32Array, TokenTree, checked_documents
+from ..types.passages import Documents, OwnText, Source
+from ..types.token_tree import Ids, Int32Array, NamedIds, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 
 # Priors are measured: the share of drafted nodes that the recorded text went on
@@ -83,11 +84,13 @@ class MatchSession(DraftSession):
         length: tokens of that end.
         extend: goes on with tokens of the text.
         draft: at most so many nodes behind the match.
+        source: what the structure holds, by origin.
     """
 
     length: Callable[[], int]
     extend: Callable[[Int32Array], object]
     draft: Callable[[int], TokenTree]
+    source: Mapping[str, Source]
 
     @property
     def match_length(self) -> int:
@@ -99,6 +102,9 @@ class MatchSession(DraftSession):
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         self.extend(np.array(token_ids, np.int32))
+
+    def sources(self) -> Mapping[str, Source]:
+        return self.source
 
 
 class AutomatonDrafter(Drafter):
@@ -134,6 +140,7 @@ class AutomatonDrafter(Drafter):
             lambda: cursor.length,
             partial(automaton.extend, cursor=cursor),
             partial(self._chain, cursor, target.vocab_size),
+            {"text": OwnText(target.expected, len(prompt_ids))},
         )
 
     def _chain(self, cursor: Cursor, vocab_size: int, budget: int) -> TokenTree:
@@ -148,6 +155,18 @@ class AutomatonDrafter(Drafter):
         classes = _CHAIN.of(cursor.length, cursor.earliest == cursor.latest, depths)
         probs = np.cumprod(_CHAIN.priors[classes], dtype=np.float32)
         return TokenTree.chain(tokens, probs, classes)
+
+
+@dataclass(frozen=True)
+class _Indexed(Documents):
+    """The documents of an automaton: their names, where they begin, and how long they are."""
+
+    _automaton: SuffixAutomaton
+    _documents: Sequence[tuple[str, int, int]]
+
+    def documents(self, text: Int32Array) -> Iterable[NamedIds]:
+        tokens = self._automaton.tokens()
+        return [NamedIds(name, tokens[at : at + n]) for name, at, n in self._documents]
 
 
 @dataclass(eq=False)
@@ -172,20 +191,23 @@ class StaticAutomatonDrafter(Drafter):
     origins = ("corpus",)
     evidence = _TREE
 
-    corpus: InitVar[Iterable[Ids]]
+    corpus: InitVar[Iterable[Ids | NamedIds]]
     max_draft: int = 40
     min_match: int = 1
     max_children: int = 8
     min_prob: float = 0.0
 
-    def __post_init__(self, corpus: Iterable[Ids]) -> None:
+    def __post_init__(self, corpus: Iterable[Ids | NamedIds]) -> None:
         require_at_least(1, max_draft=self.max_draft, min_match=self.min_match)
         require_at_least(1, max_children=self.max_children)
         self.automaton = SuffixAutomaton(refresh=0)
-        for ids in checked_documents(corpus):
+        documents = []
+        for name, ids in checked_documents(corpus):
+            documents.append((name, len(self.automaton), len(ids)))
             self.automaton.extend(ids)
             self.automaton.end_document()
         self.automaton.freeze()
+        self._source = {"corpus": _Indexed(self.automaton, documents)}
         self._largest_id = int(self.automaton.tokens().max())
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
@@ -193,7 +215,7 @@ class StaticAutomatonDrafter(Drafter):
         cursor = self.automaton.cursor()
         cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
         draft = partial(self._tree, cursor)
-        return MatchSession(lambda: cursor.length, cursor.advance_all, draft)
+        return MatchSession(lambda: cursor.length, cursor.advance_all, draft, self._source)
 
     def _tree(self, cursor: Cursor, budget: int) -> TokenTree:
         """The most frequent continuations, best first."""

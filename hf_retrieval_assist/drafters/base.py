@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..host.fingerprint import fingerprint
 from ..types.evidence import EvidenceClasses
+from ..types.passages import Source
 from ..types.token_tree import Int32Array, TokenTree
 from ..verification.verified import TopLogits
 
@@ -280,6 +281,11 @@ class DraftSession(ABC):
     def see_cost(self, curve: Callable[[int], Float64Array]) -> None:  # noqa: B027 - most need not
         """Learn t(n), before a draft, to size it by: `curve(n)`, float64 [n], is the seconds of a
         step that feeds 1, …, n tokens."""
+
+    def sources(self) -> Mapping[str, Source]:
+        """Where passages that it drafts from can be looked up, by the drafter's origins; they can
+        be after the session has been closed, too. Asked where a call is recorded."""
+        return {}
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What was drawn below the node that `path` leads to, tokens from the last draft's root.

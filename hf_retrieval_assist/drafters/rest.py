@@ -87,7 +87,8 @@ class RestDrafter(Drafter):
         # No token before these can be part of a match.
         matcher.extend(prompt_ids[-self.max_match :].tolist())
         draft = partial(self._tree, matcher)
-        return MatchSession(lambda: matcher.match_length, matcher.extend, draft)
+        source = {"corpus": self.datastore}
+        return MatchSession(lambda: matcher.match_length, matcher.extend, draft, source)
 
     def _tree(self, matcher: SuffixMatcher, budget: int) -> TokenTree:
         """The most frequent continuations."""

@@ -9,7 +9,7 @@ what each is worth is learnt while drafting (`Mixer`). `scored=True` drafts as t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import as_file, files
@@ -25,8 +25,19 @@ from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Mixer, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
 from ..types.evidence import EvidenceClasses
-from ..types.token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
+from ..types.passages import Documents, OwnText, Source, Sources
+from ..types.token_tree import (
+    Float32Array,
+    Forest,
+    Ids,
+    Int32Array,
+    NamedIds,
+    TokenTree,
+    checked_documents,
+)
 from .base import BatchSession, Drafter, Feedback, Target
+
+_SCORED = "text or memory"  # their origin
 
 # Scored drafts know of no other evidence than the frequency of each token, in tenths.
 _FREQUENCIES = EvidenceClasses((np.arange(10) + 0.5) / 10)
@@ -99,7 +110,7 @@ class SuffixDrafter(Drafter):
         learn: bool = True,
         learn_prompts: bool = False,
         by_prompt: bool = False,
-        corpus: Iterable[Ids] | None = None,
+        corpus: Iterable[Ids | NamedIds] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:
@@ -120,11 +131,13 @@ class SuffixDrafter(Drafter):
         self.learn_prompts = learn_prompts
         self.by_prompt = by_prompt
         self.corpus: SuffixTree | None = None
+        self.names: dict[int, str] = {}  # the corpus's, by sequence
         self._largest_id = -1  # the corpus's
         if corpus is not None:
             self.corpus = indexed = SuffixTree(max_depth)
-            for ids in checked_documents(corpus):
-                indexed.extend(indexed.add_sequence(), ids)
+            for name, ids in checked_documents(corpus):
+                self.names[sequence := indexed.add_sequence()] = name
+                indexed.extend(sequence, ids)
                 self._largest_id = max(self._largest_id, int(ids.max()))
         self.mixer = (mixture or Mixture.trained()).mixer()
         self._mixing = Lock()  # taken after the memory's
@@ -182,12 +195,23 @@ class SuffixDrafter(Drafter):
     @property
     def origins(self) -> tuple[str, ...]:
         if self.scored:
-            return ("text or memory",)
+            return (_SCORED,)
         return ("text", "memory") if self.corpus is None else ("text", "memory", "corpus")
 
     def origins_of(self, classes: Int32Array) -> Int32Array:
         # The classes of mixed probabilities name the origin alone, as −1 and below.
         return np.zeros_like(classes) if self.scored else -1 - classes
+
+
+@dataclass(frozen=True)
+class _Corpus(Documents):
+    """A drafter's corpus."""
+
+    _tree: SuffixTree
+    _names: Mapping[int, str]
+
+    def documents(self, text: Int32Array) -> Iterable[NamedIds]:
+        return (NamedIds(name, self._tree.tokens(i)) for i, name in self._names.items())
 
 
 def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
@@ -214,6 +238,8 @@ class SuffixSession(BatchSession):
     ) -> None:
         self.score = 0.0
         self.drafter = drafter
+        self._expected = target.expected
+        self._prompt_length = len(prompt_ids)
         self._vocab_size = target.vocab_size
         self.kind = target.fingerprint
         if drafter.by_prompt:
@@ -253,6 +279,18 @@ class SuffixSession(BatchSession):
         tree = _frequency_tree(best, self._vocab_size)
         self.score = tree.expected_tokens
         return tree
+
+    def sources(self) -> Mapping[str, Source]:
+        drafter = self.drafter
+        found: dict[str, Source] = {
+            "text": OwnText(self._expected, self._prompt_length),
+            "memory": drafter.memory.source(self.kind, self.output),
+        }
+        if drafter.scored:
+            found = {_SCORED: Sources(*found.values())}
+        if drafter.corpus is not None:
+            found["corpus"] = _Corpus(drafter.corpus, drafter.names)
+        return found
 
     def close(self) -> None:
         if self.output is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -29,6 +29,7 @@ from ..drafters.feedback import RowFeedback, prompt_feedback, shares
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
+from ..types.passages import Source
 from ..types.token_tree import Forest, Int32Array, Int64Array, Limits, TokenTree
 from . import cost_store
 from .acceptance import Calibrator
@@ -432,6 +433,10 @@ class AssistantSession:
         for session in self.restricting:
             tree = session.restrict(tree)
         return tree
+
+    def sources(self) -> list[Mapping[str, Source]]:
+        """Where passages that each drafter drafts from can be looked up, by origin."""
+        return [session.sources() for session in self.sessions]
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What children were drawn from below a path of tokens, for residual verification."""

@@ -94,7 +94,7 @@ class CallStats:
 
     @property
     def once_seconds(self) -> float:
-        """Of `total`, what is done once for a model."""
+        """What is done once for a model, a part of `total`."""
         return self.seconds["test"] + self.seconds["pack"]
 
     @property
@@ -182,7 +182,6 @@ class CallStats:
             f"{self.tokens:,}",
             f"{self.forwards + self.calls:,}",
             f"{self.tokens_per_forward:.2f}",
-            f"{self.nodes_per_step:.1f}",
             f"{self.accepted:,} of {self.drafted:,}",
             f"{total:.2f}",
             f"{forward / total:.0%}" if total else "",
@@ -256,8 +255,8 @@ class Stats:
         for name, found in self.reliability.items():
             if found.trials.sum():
                 lines.append(
-                    f"{name}: expected {found.predicted.sum():.0f} and observed "
-                    f"{found.observed.sum():.0f} acceptances of {found.trials.sum():.0f} nodes"
+                    f"{name}: {found.trials.sum():.0f} nodes judged, "
+                    f"{found.predicted.sum():.0f} hits predicted, {found.observed.sum():.0f} hits"
                 )
         return "\n".join(lines)
 
@@ -267,12 +266,13 @@ class Stats:
         said = "".join(f"<div>{title}: {html.escape(call.summary)}.</div>" for title, call in calls)
         return said + html_table(("", *_COLUMNS), [(title, *call.cells()) for title, call in calls])
 
-    def _calls(self) -> tuple[tuple[str, CallStats], ...]:
-        return ("last call", self.last), (f"all {self.total.calls} calls", self.total)
+    def _calls(self) -> list[tuple[str, CallStats]]:
+        calls = [("last call", self.last)]
+        return calls + [(f"all {self.total.calls} calls", self.total)] * (self.total.calls > 1)
 
 
 _COLUMNS = (
-    *("tier", "tokens", "forwards", "tokens/forward", "nodes/forward", "accepted", "seconds"),
+    *("tier", "tokens", "forwards", "tokens/forward", "nodes accepted of verified", "seconds"),
     "in forwards",
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, le
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +42,36 @@ def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Arra
     return ids.astype(np.int32)
 
 
-def checked_documents(corpus: Iterable[Any]) -> Iterator[Int32Array]:
-    """The ids of each document that has any, int32 [n]; raises what `checked_ids` does, and
-    ValueError behind a corpus without a token."""
+class NamedIds(NamedTuple):
+    """A document of a corpus.
+
+    Attributes:
+        name: by which records tell where a token came from; "" where it has none.
+        token_ids: [n].
+    """
+
+    name: str
+    token_ids: Ids
+
+
+def named_ids(name: str, document: Any) -> tuple[str, Int32Array]:
+    """A document's own name, "" where it has none, and its ids, int32 [n], for an argument of this
+    name; raises what `checked_ids` does."""
+    own = ""
+    if isinstance(document, NamedIds):
+        own, document = document
+    return own, checked_ids(name, document)
+
+
+def checked_documents(corpus: Iterable[Any]) -> Iterator[tuple[str, Int32Array]]:
+    """Each document that has any ids, int32 [n], under its name or its number; raises what
+    `checked_ids` does, and ValueError behind a corpus without a token."""
     empty = True
     for number, document in enumerate(corpus):
-        ids = checked_ids(f"corpus: document {number}", document)
+        name, ids = named_ids(f"corpus: document {number}", document)
         if len(ids):
             empty = False
-            yield ids
+            yield name or f"document {number}", ids
     if empty:
         raise ValueError("corpus: expected at least one token, got none")
 

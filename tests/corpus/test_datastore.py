@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.documents import (
     SMALL,
     VOCAB,
@@ -57,13 +58,65 @@ def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(t
 
 def test_empty_documents_are_skipped_long_ones_cut_and_a_token_takes_at_most_eight_bytes(tmp_path):
     datastore = build([[], list(range(100)), []], tmp_path / "store", memory=SMALL)
-    assert [len(d) for d in datastore.documents()] == [63, 37]
+    assert [len(ids) for _, ids in datastore.documents()] == [63, 37]
     assert datastore.count([5, 6]) == 1
     assert datastore.count([62, 63]) == 0
     documents = np.random.default_rng(0).integers(0, VOCAB, (100, 500))
     datastore = build(documents, tmp_path / "large")
     on_disk = sum(file.stat().st_size for file in datastore.path.iterdir())
     assert on_disk == datastore.bytes_on_disk <= 8 * datastore.token_count
+
+
+def as_ids(documents):
+    """The ids of each name, its documents behind one another."""
+    found = {}
+    for name, ids in documents:
+        found[name] = found.get(name, []) + ids.tolist()
+    return found
+
+
+@pytest.mark.parametrize("memory", [1 << 32, SMALL * 4, SMALL])
+def test_documents_keep_their_names_and_places(tmp_path, memory):
+    """Whatever shards they are cut into, appended to and compacted."""
+    texts = {f"the é/{i}.txt": ids.tolist() for i, ids in enumerate(make_documents(tokens=200))}
+    named = [NamedIds(name, ids) for name, ids in texts.items()]
+    store = build(named[:30], tmp_path / "store", memory=memory)
+    store = store.append(named[30:], memory=memory, progress=False)
+    for datastore in (store, store.compact(progress=False)):
+        assert as_ids(datastore.documents()) == texts
+        rng = np.random.default_rng(2)
+        for ids in [*texts.values()][::3]:
+            start = int(rng.integers(len(ids)))
+            text = np.array([7, *ids[start : start + 30], 7], np.int32)
+            tokens = [*range(1, len(text) - 1)]
+            for token, place in zip(tokens, datastore.places(text, tokens), strict=True):
+                if place is None:
+                    assert len(ids) - start < 2 or memory == SMALL
+                    continue
+                whole = texts[place.name]
+                begin, end = place.start, place.start + len(place.token_ids)
+                assert whole[begin:end] == place.token_ids.tolist()
+                assert whole[place.token] == text[token]
+                assert whole[begin - len(place.before) : begin] == place.before.tolist()
+                assert place.count == datastore.count(place.token_ids.tolist())
+
+
+def test_documents_without_a_name_are_told_by_number(tmp_path):
+    store = build([[1, 2, 3], [4, 5, 6]], tmp_path / "store")
+    (place,) = store.places(np.array([9, 4, 5], np.int32), [2])
+    assert (place.name, place.document, place.token, place.start) == ("document 1", 1, 1, 0)
+    assert (place.token_ids.tolist(), place.after.tolist()) == ([4, 5], [6])
+    assert store.places(np.array([9, 4, 9], np.int32), [1]) == [None]
+    assert store.places(np.array([9], np.int32), []) == []
+
+
+def test_a_document_in_parts_goes_on_where_the_last_one_of_its_name_ended(tmp_path):
+    parts = [NamedIds("a", [1, 2, 3]), NamedIds("a", [4, 5, 6]), NamedIds("b", [4, 5, 7])]
+    store = build(parts, tmp_path / "store")
+    (place,) = store.places(np.array([5, 6], np.int32), [0])
+    assert (place.name, place.token) == ("a", 4)
+    (place,) = store.places(np.array([5, 7], np.int32), [0])
+    assert (place.name, place.token) == ("b", 1)
 
 
 def test_append_and_compact_keep_the_documents(tmp_path):
@@ -77,7 +130,7 @@ def test_append_and_compact_keep_the_documents(tmp_path):
     assert len(third.manifest.shards) == 1
     assert_holds(third, documents)
     assert second.count(documents[0][:1]) == third.count(documents[0][:1])
-    assert len(list(third.path.iterdir())) == 4
+    assert len(list(third.path.iterdir())) == 6
 
 
 def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
@@ -85,7 +138,7 @@ def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     with pytest.raises(FileExistsError):
         build([[1]], tmp_path / "store")
     assert_holds(build([[1]], tmp_path / "store", overwrite=True), [[1]])
-    assert len(list((tmp_path / "store").iterdir())) == 4
+    assert len(list((tmp_path / "store").iterdir())) == 6
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
@@ -189,7 +242,7 @@ def test_interrupted_publication_leaves_the_old_store(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert_holds(Datastore.open(tmp_path / "store"), documents)
     grown = datastore.append([[1]], progress=False)
-    assert len(list(grown.path.iterdir())) == 7
+    assert len(list(grown.path.iterdir())) == 11
 
 
 class Tokenizer:
@@ -251,5 +304,5 @@ def test_push_and_pull_through_the_hub(tmp_path, monkeypatch):
     assert store.push_to_hub("me/corpus") == "https://hub/me/corpus/commit/1"
     pulled = Datastore.from_pretrained("me/corpus", revision="main")
     assert_holds(pulled, make_documents())
-    assert len(list(pulled.path.iterdir())) == 4
+    assert len(list(pulled.path.iterdir())) == 6
     assert_holds(Datastore.from_pretrained(store.path), make_documents())

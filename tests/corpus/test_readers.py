@@ -10,12 +10,19 @@ import pytest
 from hf_retrieval_assist import RestAssistant, SamAssistant
 from hf_retrieval_assist.corpus import readers
 from hf_retrieval_assist.corpus.datastore import Datastore
-from hf_retrieval_assist.corpus.readers import Skipped, load_encoder, read_texts, tokenised
+from hf_retrieval_assist.corpus.readers import (
+    NamedText,
+    Skipped,
+    load_encoder,
+    read_texts,
+    tokenised,
+)
+from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.byte_model import byte_tokenizer, small_model
 
 
 def texts(*sources, **options):
-    return list(read_texts([str(source) for source in sources], **options))
+    return [text for _, text in read_texts([str(source) for source in sources], **options)]
 
 
 @pytest.mark.parametrize("ends", [(), (100,), (63, 64, 65, 300), range(9, 500, 10)])
@@ -165,7 +172,10 @@ def test_texts_are_tokenised_in_bounded_batches(folder, monkeypatch):
         return encoder.encode(batch)
 
     counting = readers.TextEncoder(encoder.tokenizer, 5, encode)
-    assert list(counting.encode_stream(["the cat"] * 5)) == encoder.encode(["the cat"] * 5)
+    texts = [NamedText(str(number), "the cat") for number in range(5)]
+    names, ids = zip(*counting.encode_stream(texts), strict=True)
+    assert [*ids] == encoder.encode(["the cat"] * 5)
+    assert [*map(int, names)] == [*range(5)]
     assert sizes == [2, 2, 1]
 
 
@@ -183,8 +193,8 @@ def test_sentencepiece_models(tmp_path):
     path.write_bytes(model.getvalue())
     encoder = load_encoder(str(path))
     assert encoder.vocab_size == 14
-    (ids,) = encoder.encode_stream(["the cat"])
-    assert encoder.tokenizer.decode(ids) == "the cat"
+    ((name, ids),) = encoder.encode_stream([NamedText("a.txt", "the cat")])
+    assert (name, encoder.tokenizer.decode(ids)) == ("a.txt", "the cat")
     path.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="not a SentencePiece model"):
         load_encoder(str(path))
@@ -206,7 +216,21 @@ def ids(tokenizer):
 
 
 def as_lists(documents):
-    return [[*document] for document in documents]
+    return [[*token_ids] for _, token_ids in documents]
+
+
+def test_documents_have_names(tokenizer, ids, tmp_path):
+    """Those of files, of rows of files, and what callers call them."""
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    assert [name for name, _ in tokenised(tmp_path, tokenizer)] == [
+        str(tmp_path / "a.txt"),
+        f"{rows}:1",
+        f"{rows}:2",
+    ]
+    given = [{"text": TEXTS[0], "name": "one"}, NamedIds("two", ids[1]), TEXTS[0]]
+    assert [name for name, _ in tokenised(given, tokenizer)] == ["one", "two", ""]
 
 
 def test_texts_rows_and_ids_are_documents(tokenizer, ids):

@@ -26,7 +26,7 @@ def brute_count(documents, query):
 
 def assert_holds(datastore, documents):
     found = list(datastore.documents())
-    assert [d.tolist() for d in found] == [list(d) for d in documents]
+    assert [ids.tolist() for _, ids in found] == [list(d) for d in documents]
     assert datastore.token_count == sum(map(len, documents))
     assert datastore.document_count == len(documents)
     datastore.verify()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...corpus.readers import load_encoder, text_batches
+from ...corpus.readers import NamedText, load_encoder, text_batches
 from ...system.versions import of_extra
+from ...types.token_tree import NamedIds
 
 _RETRIES = 10  # a task's whose worker or machine was lost
 _AHEAD = 2  # batches of text on their way for each processor
@@ -52,7 +52,7 @@ class RayExecutor(Executor):
         if self._connected:
             self._ray.shutdown()
 
-    def encode_stream(self, tokenizer: str, texts: Iterable[str]) -> Iterator[NDArray[np.int32]]:
+    def encode_stream(self, tokenizer: str, texts: Iterable[NamedText]) -> Iterator[NamedIds]:
         """Token ids of each text in order, as `TextEncoder.encode_stream` gives them.
 
         Args:
@@ -61,7 +61,7 @@ class RayExecutor(Executor):
         """
         place = str(Path(tokenizer).resolve()) if Path(tokenizer).exists() else tokenizer
         ahead = _AHEAD * int(self._ray.cluster_resources().get("CPU", 1))
-        running: deque[Future[list[NDArray[np.int32]]]] = deque()
+        running: deque[Future[list[NamedIds]]] = deque()
         for batch in text_batches(texts):
             running.append(self.submit(_encode, place, batch))
             if len(running) > ahead:
@@ -74,5 +74,6 @@ class RayExecutor(Executor):
 _encoder = functools.lru_cache(maxsize=1)(load_encoder)
 
 
-def _encode(tokenizer: str, texts: list[str]) -> list[NDArray[np.int32]]:
-    return [np.array(ids, np.int32) for ids in _encoder(tokenizer).encode(texts)]
+def _encode(tokenizer: str, texts: list[NamedText]) -> list[NamedIds]:
+    found = _encoder(tokenizer).encode_batch(texts)
+    return [NamedIds(name, np.array(ids, np.int32)) for name, ids in found]

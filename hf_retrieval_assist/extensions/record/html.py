@@ -1,7 +1,9 @@
 """Records as HTML that needs no script and no network, in light and dark surroundings.
 
-Colours, and trees on hover or click, are style sheets alone, so that notebooks show them wherever
-they show HTML. All text of models and of drafters' names is escaped.
+Colours, and trees on hover or click, are style sheets alone. Where these are taken away, as in
+notebooks that are not trusted, trees stay away with them, because their words are attributes that
+only the style sheet shows; a table that it hides tells the sources of tokens instead. All text of
+models and of drafters' names is escaped.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,18 @@ import numpy as np
 from ...policy.policy import DraftingPolicy
 from ...policy.stats import html_table
 from .palette import colours
+from .passages import Passage
 from .pieces import readable, text_pieces
 from .steps import CallRecord, Step
 
 _MOST_NODES = 48  # a tree's that are shown, besides the accepted ones
-_MOST_TREES = 300  # a row's
+_MOST_STEPS = 300  # a row's that are shown one by one, besides the prefill
 _TOKENS = (1, 2, 4, 8, 16, 32, 64)  # forwards whose cost is shown
+
+_JUDGED = (
+    "A proposed node is judged when the text reaches its parent, whether it was verified or not; "
+    "it is a hit if the text goes on with its token. Nodes proposed anew count anew."
+)
 
 _STYLE = """
 .hfra{font:14px/1.5 system-ui,sans-serif;color:inherit;position:relative;max-width:72em}
@@ -29,9 +38,11 @@ _STYLE = """
 .hfra table{border-collapse:collapse;font-size:13px;margin:.4em 0}
 .hfra th,.hfra td{padding:.1em .8em .1em 0;text-align:right}
 .hfra th:first-child,.hfra td:first-child{text-align:left}
-.hfra .key{border-radius:3px;padding:0 .4em}
+.hfra .key{white-space:nowrap;border-radius:3px;padding:0 .4em}
+.hfra .words{display:none}
+.hfra [data-say]::before{content:attr(data-say)}
 .hfra .row{position:relative;margin:.4em 0 .9em}
-.hfra .text{white-space:pre-wrap;overflow-wrap:anywhere;max-height:26em;overflow-y:auto;
+.hfra .text{margin:0;overflow-wrap:anywhere;max-height:26em;overflow-y:auto;
  font:13px/1.75 ui-monospace,Menlo,Consolas,monospace;border:1px solid #8886;border-radius:4px;
  padding:.6em .8em}
 .hfra .step{cursor:pointer;border-left:2px solid #888a;border-radius:2px}
@@ -50,7 +61,7 @@ _STYLE = """
 .hfra .kids{flex-direction:column;border-left:1px solid #8888;margin-left:2px}
 .hfra .node{white-space:pre;unicode-bidi:isolate;margin:1px 3px;padding:0 4px;border-radius:3px;
  font:12px/1.6 ui-monospace,Menlo,Consolas,monospace}
-.hfra .node small{opacity:.65;padding-left:.5em}
+.hfra [data-prob]::after{content:attr(data-prob);opacity:.65;padding-left:.5em;font-size:smaller}
 .hfra .hit{box-shadow:inset 0 0 0 2px currentColor;font-weight:600}
 .hfra summary{cursor:pointer}
 .hfra{--hfra-bg:var(--jp-layout-color1,var(--vscode-editor-background,
@@ -72,28 +83,31 @@ def page(shown: str) -> str:
 def fragment(record: Any) -> str:
     """A `Record` for a notebook's cell."""
     palette = colours(record.origins)
-    shown = []
+    passages, shown = record.sources(), []
     for number, call in enumerate(record.calls):
-        texts = _Texts(call, palette, record.tokenizer)
+        mine = [passage for passage in passages if passage.call == number]
+        texts = _Texts(call, palette, record.tokenizer, mine)
         rows = "".join(map(texts.row, range(len(call.prompts))))
-        title = f"call {number + 1}: {call.stats}" if len(record) > 1 else "text"
-        opened = " open" if number == len(record) - 1 else ""
-        shown.append(f"<details{opened}><summary>{escape(title)}</summary>{rows}</details>")
+        if len(record) > 1:
+            title = escape(f"call {number + 1}: {call.stats}")
+            opened = " open" if number == len(record) - 1 else ""
+            rows = f"<details{opened}><summary>{title}</summary>{rows}</details>"
+        shown.append(rows)
     origins = _table_of_origins(record.shown_origins(), palette)
     return _styled(f"<div>{escape(str(record.stats))}</div>{origins}{''.join(shown)}")
 
 
 def assistant_html(kind: str, policy: DraftingPolicy) -> str:
-    """An assistant's drafters, what they did so far, and what forwards cost."""
-    heading = ("drafter", "proposes from", "nodes tried", "accepted", "expected")
+    """An assistant's drafters, how their probabilities held, and what forwards cost."""
+    heading = ("drafter", "proposes from", "nodes judged", "hits predicted", "hits")
     rows = []
     reliability = policy.stats.reliability.items()
     for drafter, (name, found) in zip(policy.drafters, reliability, strict=True):
-        figures = (found.trials.sum(), found.observed.sum(), found.predicted.sum())
+        figures = (found.trials.sum(), found.predicted.sum(), found.observed.sum())
         rows.append((name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures)))
     title = f"<b>{kind}</b>, budget {policy.planner.budget}"
     drafters, calls = html_table(heading, rows), policy.stats._repr_html_()
-    return _styled(f"{title}{drafters}{calls}{_costs(policy)}")
+    return _styled(f"{title}{drafters}<div>{_JUDGED}</div>{calls}{_costs(policy)}")
 
 
 def _costs(policy: DraftingPolicy) -> str:
@@ -101,6 +115,8 @@ def _costs(policy: DraftingPolicy) -> str:
     rows = []
     for key, cost in policy.costs.timed().items():
         kind = f"{key.dtype}, {key.batch_size} x {key.cache_length} tokens in the cache"
+        how = "packed" if key.packed else "", key.cost_variant
+        kind = ", ".join(filter(None, (kind, *how)))
         rows.append((kind, *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS)))
     heading = ("ms of a forward over n tokens", *map(str, _TOKENS))
     return html_table(heading, rows) if rows else ""
@@ -130,6 +146,19 @@ def _table_of_origins(origins: Sequence[Sequence[str]], palette: Mapping[str, st
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
+def _words(step: Step, pieces: Sequence[str]) -> tuple[str, ...]:
+    """What a step brought, for a table."""
+    credited = zip(step.credits[: len(pieces)], pieces, strict=True)
+    runs = groupby(credited, key=lambda token: token[0])
+    told = [(origin, "".join(piece for _, piece in run)) for origin, run in runs]
+    brought = ", ".join(f"{origin} “{_on_one_line(text)}”" for origin, text in told)
+    return str(step.forward or "prefill"), str(len(step.tree)), str(len(step.accepted)), brought
+
+
+def _on_one_line(text: str) -> str:
+    return readable(text).replace("\n", "↵")
+
+
 @dataclass
 class _Texts:
     """The texts of a call's rows, with the tree of each step."""
@@ -137,35 +166,62 @@ class _Texts:
     _call: CallRecord
     _palette: Mapping[str, str]
     _tokenizer: Any
+    _passages: Sequence[Passage]
 
     def row(self, row: int) -> str:
         """A row's text with the tree of each step, which shows in the panel below."""
         call = self._call
         pieces = text_pieces(self._tokenizer, call.generated(row), call.prompts[row])
-        shown = []
+        titles: list[list[str]] = [[] for _ in pieces]
+        for passage in self._passages:
+            for token in range(passage.start, passage.stop) if passage.row == row else ():
+                titles[token].append(str(passage))
+        shown, told = [], []
         # The step that brought most is open until the reader chooses one.
         most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
         for number, step in enumerate(call.of_row(row)):
-            mine = pieces[step.position : step.position + len(step.token_ids)]
+            span = slice(step.position, step.position + len(step.token_ids))
+            mine, where = pieces[span], ["\n".join(found) for found in titles[span]]
             if mine:
-                panel = self._panel(step) if number <= _MOST_TREES else ""
-                tokens = "".join(map(self._token, mine, step.credits))
+                panel = ""
+                if number <= _MOST_STEPS:
+                    panel = self._panel(step)
+                    told.append((*_words(step, mine), self._places(row, span)))
+                tokens = "".join(map(self._token, mine, step.credits, where))
                 chosen = " first" if step is most else ""
                 shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
         title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
         hint = (
-            "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
+            "Every mark between tokens is a forward: hover over its tokens, or click, for its tree; "
+            "rest on a token for the places where it stands."
         )
-        if len(shown) > _MOST_TREES + 1:
-            hint += f" The first {_MOST_TREES} have one."
+        title_of_table = "the sources of its tokens"
+        if len(shown) > len(told):
+            hint += f" The first {_MOST_STEPS} have one."
+            title_of_table += f", the first {_MOST_STEPS} forwards"
+        heading = ("forward", "nodes verified", "accepted", "tokens, by source", "where they stand")
         return (
-            f'<div class="row">{title}<div>{hint}</div><div class="text">{"".join(shown)}</div>'
+            f'<div class="row">{title}<div data-say="{hint}"></div>'
+            f'<pre class="text" style="white-space:pre-wrap">{"".join(shown)}</pre>'
             '<div class="hint"></div></div>'
+            f'<details class="words"><summary>{title_of_table}</summary>'
+            f"{html_table(heading, told)}</details>"
         )
 
-    def _token(self, piece: str, origin: str) -> str:
-        text = escape(readable(piece)).replace("\n", '<i class="eol">↵</i>\n')
-        return f'<span class="tok"{_tint(self._palette.get(origin))}>{text}</span>'
+    def _places(self, row: int, span: slice) -> str:
+        """Where some tokens of a row stand, in words."""
+        found = dict.fromkeys(
+            f"{passage.name}, token {passage.place:,}"
+            for passage in self._passages
+            if passage.row == row and passage.start < span.stop and span.start < passage.stop
+        )
+        return "; ".join(found)
+
+    def _token(self, piece: str, origin: str, title: str = "") -> str:
+        """A generated token's text; the title shows where the reader points at it."""
+        text = escape(readable(piece)).replace("\n", '<i class="eol" data-say="↵"></i>\n')
+        said = f' title="{escape(title)}"' if title else ""
+        return f'<span class="tok"{_tint(self._palette.get(origin))}{said}>{text}</span>'
 
     def _panel(self, step: Step) -> str:
         proposed = sum(map(len, step.drafts))
@@ -175,7 +231,7 @@ class _Texts:
             f"{title}: {proposed} nodes proposed, {len(step.tree)} verified, "
             f"{len(step.accepted)} accepted, {len(step.token_ids)} tokens; {times}"
         )
-        return f'<span class="panel">{escape(facts)}{self._tree(step)}</span>'
+        return f'<span class="panel" data-say="{escape(facts)}">{self._tree(step)}</span>'
 
     def _tree(self, step: Step) -> str:
         """The tree from left to right, nodes without a choice between them joined in one box."""
@@ -191,7 +247,7 @@ class _Texts:
         root = int((before if step.position else self._call.prompts[step.row])[-1])
         boxes = "".join(self._subtree(step, node, root, children) for node in children.get(-1, []))
         hidden = len(tree) - len(shown)
-        more = f"<span>and {hidden} less probable nodes</span>" if hidden else ""
+        more = f'<span data-say="and {hidden} less probable nodes"></span>' if hidden else ""
         return f'<span class="kids">{boxes}{more}</span>'
 
     def _subtree(self, step: Step, node: int, before: int, children: dict[int, list[int]]) -> str:
@@ -204,14 +260,14 @@ class _Texts:
             run.append(below[0])
         tokens = step.tree.token_ids[run]
         text = "".join(text_pieces(self._tokenizer, tokens, np.array([before], np.int32)))
-        text = escape(readable(text).replace("\n", "↵"))
+        text = escape(_on_one_line(text))
         prob = f"{step.tree.probs[run[-1]]:.2f}"
         hit = " hit" if node in accepted else ""
         named_by = ", ".join(f"{n.origin} {n.prob:.2f}" for n in step.witnesses[run[-1]])
         inner = "".join(self._subtree(step, child, int(tokens[-1]), children) for child in below)
         box = (
             f'<span class="node{hit}"{_tint(self._palette.get(step.credit(node)))} '
-            f'title="{escape(named_by)}">{text}<small>{prob}</small></span>'
+            f'title="{escape(named_by)}" data-say="{text}" data-prob="{prob}"></span>'
         )
         kids = f'<span class="kids">{inner}</span>' if inner else ""
         return f'<span class="sub">{box}{kids}</span>'

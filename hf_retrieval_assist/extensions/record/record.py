@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from ...drafters.base import Drafter
 from ...policy.stats import CallStats
+from ...types.passages import Place
 from ...types.token_tree import Int32Array
 from . import html
+from .passages import Passage
 from .pieces import text_pieces
 from .steps import MODEL, CallRecord, Step
 
@@ -77,26 +82,73 @@ class Record:
     def by_origin(self) -> dict[str, tuple[int, int, int]]:
         """Source -> (nodes it proposed, those of them verified, generated tokens credited to it).
 
-        Proposed and verified nodes count for every source that names them, tokens for one.
+        Proposed nodes count for every source that names them, in each step anew; verified nodes and
+        tokens for the one that they are credited to.
         """
         proposed: Counter[str] = Counter()
         verified: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for step in self.steps:
             proposed += step.proposed
-            for named in step.witnesses:
-                verified.update({witness.origin for witness in named})
+            verified.update(map(step.credit, range(len(step.tree))))
         for call in self.calls:
             tokens += call.tokens_by_origin()
         return {name: (proposed[name], verified[name], tokens[name]) for name in self.origins}
 
+    def sources(self) -> list[Passage]:
+        """Where drafted tokens stand: which document of a corpus, which earlier output, expected
+        text or part of the own text, word for word.
+
+        Each token is looked up in all sources of the drafters that named it, as these are now, by
+        the longest passage round it, of two tokens at least and 129 at most. Tokens in a row with
+        the same place are one passage. What was forgotten since is not found.
+        """
+        found = []
+        for number, call in enumerate(self.calls):
+            for row in range(len(call.prompts)):
+                found += self._passages(number, row)
+        return found
+
+    def _passages(self, number: int, row: int) -> list[Passage]:
+        """Those of one row: tokens whose places are one distance apart from theirs are a run."""
+        open_runs: dict[tuple[str, int, int], tuple[int, Place]] = {}
+        runs = []
+        for token, places in enumerate([*self.calls[number].places(row), {}]):
+            here = {(name, x.document, x.token - token): x for name, x in places.items()}
+            for run in open_runs.keys() - here.keys():
+                first, longest = open_runs.pop(run)
+                runs.append((first, token, *run, longest))
+            for run, place in here.items():
+                first, longest = open_runs.get(run, (token, place))
+                open_runs[run] = first, max(longest, place, key=lambda x: len(x.token_ids))
+        return [self._passage(number, row, *run) for run in sorted(runs, key=lambda run: run[:3])]
+
+    def _passage(
+        self,
+        call: int,
+        row: int,
+        start: int,
+        stop: int,
+        origin: str,
+        document: int,
+        apart: int,
+        longest: Place,
+    ) -> Passage:
+        parts = longest.before, longest.token_ids, longest.after
+        pieces = iter([] if self.tokenizer is None else self.pieces(np.concatenate(parts)))
+        before, text, after = ("".join(islice(pieces, len(part))) for part in parts)
+        found = origin, longest.name, document, apart + start, text, before, after, longest.count
+        return Passage(call, row, start, stop, *found)
+
     def shown_origins(self) -> list[tuple[str, ...]]:
-        """Names and figures of the sources that brought a token, and of the model."""
+        """Names and figures of the sources of verified nodes, and of the model."""
         *found, (_, (_, _, chosen)) = self.by_origin().items()
-        drafted = [(name, *map("{:,}".format, counts)) for name, counts in found if counts[2]]
+        drafted = [(name, *map("{:,}".format, counts)) for name, counts in found if any(counts[1:])]
         return [*drafted, (MODEL, "", "", f"{chosen:,}")]
 
-    def pieces(self, token_ids: Sequence[int] | Int32Array, context: Int32Array) -> list[str]:
+    def pieces(
+        self, token_ids: Sequence[int] | Int32Array, context: Sequence[int] | Int32Array = ()
+    ) -> list[str]:
         """The text that each token adds behind a context, ids where there is no tokenizer."""
         return text_pieces(self.tokenizer, token_ids, context)
 

@@ -12,6 +12,7 @@ import numpy as np
 from ...drafters.base import Drafter
 from ...policy.stats import PHASES, CallStats
 from ...system.lazy import cached_property
+from ...types.passages import Place, Source
 from ...types.row_text import Path
 from ...types.token_tree import Int32Array, TokenTree
 
@@ -25,10 +26,12 @@ class Witness:
     Attributes:
         origin: the source; see `Drafter.origins`.
         prob: its own estimate that the node is accepted.
+        drafter: the number of the drafter whose source it is.
     """
 
     origin: str
     prob: float
+    drafter: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +66,12 @@ class Step:
     def witnesses(self) -> list[list[Witness]]:
         """The sources that named each verified node, the most confident first."""
         found: list[list[Witness]] = [[] for _ in range(len(self.tree))]
-        for drafter, draft in zip(self.drafters, self.drafts, strict=True):
+        for number, (drafter, draft) in enumerate(zip(self.drafters, self.drafts, strict=True)):
             names = [drafter.origins[i] for i in drafter.origins_of(draft.classes)]
             for node, place in enumerate(same_paths(self.tree, draft)):
                 if place >= 0:
-                    found[node].append(Witness(names[place], float(draft.probs[place])))
+                    prob = float(draft.probs[place])
+                    found[node].append(Witness(names[place], prob, number))
         # The sort is stable: of equals the earlier drafter, as in the merged tree.
         return [sorted(named, key=lambda witness: -witness.prob) for named in found]
 
@@ -141,13 +145,17 @@ class CallRecord:
     steps: list[Step] = field(default_factory=list)
     _end: int | None = None
     _forward: int = 0
+    _sources: Sequence[Sequence[Mapping[str, Source]]] = ()
 
     def __post_init__(self) -> None:
         self._lengths = [0] * len(self.prompts)
         self._seen = dict.fromkeys(self.stats.seconds, 0.0)
 
-    def begin(self, paths: Sequence[Path]) -> None:
+    def begin(
+        self, paths: Sequence[Path], sources: Sequence[Sequence[Mapping[str, Source]]]
+    ) -> None:
         """The prefill brought the first tokens of each row."""
+        self._sources = sources
         rows = range(len(paths))
         self.step(rows, dict.fromkeys(rows, ()), [TokenTree.empty()] * len(rows), paths)
 
@@ -193,6 +201,26 @@ class CallRecord:
     def credits(self, row: int) -> list[str]:
         """The source of each of the row's generated tokens."""
         return [name for step in self.of_row(row) for name in step.credits][: self._end]
+
+    def places(self, row: int) -> list[dict[str, Place]]:
+        """Where each of the row's generated tokens stands, in all sources of the drafters that
+        named it, by source, as these are now; nothing of tokens that only a model has named."""
+        generated, prompt = self.generated(row), self.prompts[row]
+        named: list[set[int]] = []
+        for step in self.of_row(row):
+            accepted = step.accepted[: len(step.token_ids)].tolist()
+            named += ({witness.drafter for witness in step.witnesses[node]} for node in accepted)
+            named += [set() for _ in range(len(step.token_ids) - len(accepted))]
+        text = np.concatenate([prompt, generated])
+        found: list[dict[str, Place]] = [{} for _ in generated]
+        for drafter, sources in enumerate(self._sources[row] if self._sources else ()):
+            tokens = [i for i in range(len(found)) if drafter in named[i]]
+            for origin, source in sources.items():
+                places = source.places(text, [len(prompt) + i for i in tokens])
+                for i, place in zip(tokens, places, strict=True):
+                    if place is not None:
+                        found[i][origin] = place
+        return found
 
     def tokens_by_origin(self) -> Counter[str]:
         """Generated tokens of all rows by the source that they are credited to."""

@@ -12,7 +12,7 @@ from typer import Argument, BadParameter, Option
 from ...corpus.datastore import Datastore
 from ...corpus.readers import Skipped, load_encoder, read_texts
 from ...system.arguments import byte_count
-from ...types.token_tree import Ids
+from ...types.token_tree import NamedIds
 
 _STORE = Argument(..., help="the datastore's directory")
 _MEMORY = Option(
@@ -62,7 +62,7 @@ def build(
     skipped = Skipped() if skip_bad else None
     texts = read_texts(sources, field, split, skipped)
     options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
-    documents: Iterable[Ids] = encoder.encode_stream(texts)
+    documents: Iterable[NamedIds] = encoder.encode_stream(texts)
     if ray is not None:
         from ...extensions.ray.cluster import RayExecutor
 

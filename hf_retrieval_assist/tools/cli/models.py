@@ -31,7 +31,7 @@ def _usable_device(text: str) -> str:
 
 
 DTYPE = Option("auto", parser=_known_dtype, metavar="DTYPE", help="auto, float32, bfloat16, ...")
-_DEVICE = Option(None, parser=_usable_device, metavar="DEVICE", help="default: a GPU, or the CPU")
+DEVICE = Option(None, parser=_usable_device, metavar="DEVICE", help="default: a GPU, or the CPU")
 
 
 def suggest(
@@ -40,7 +40,7 @@ def suggest(
         ..., help='a text file, its prompts separated by blank lines, or JSON lines with "prompt"'
     ),
     dtype: str = DTYPE,
-    device: str | None = _DEVICE,
+    device: str | None = DEVICE,
     max_new_tokens: int = Option(64, min=1, help="tokens of each output"),
     repeats: int = Option(3, min=1, help="of every call"),
 ) -> None:
@@ -51,7 +51,7 @@ def suggest(
 
     from .. import suggestion
 
-    tokenizer, target = loaded(AutoTokenizer, model), _model(model, device, dtype)
+    tokenizer, target = loaded(AutoTokenizer, model), model_on(device, model, dtype)
     counts: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     print(suggestion.suggest(target, texts, tokenizer=tokenizer, **counts))
 
@@ -60,7 +60,7 @@ def _prompts(path: Path) -> list[str]:
     """Those under "prompt" of JSON lines; any other file's texts, which blank lines separate;
     ValueError where there is none."""
     if path.suffix == ".jsonl":
-        prompts = [*read_texts([str(path)], "prompt")]
+        prompts = [text for _, text in read_texts([str(path)], "prompt")]
     else:
         texts = path.read_text(encoding="utf-8").split("\n\n")
         prompts = [text.strip() for text in texts if text.strip()]
@@ -75,7 +75,7 @@ def demo(
         help="gemma3 (a base model) or smollm2 (tuned for chat), from the package index; or the "
         "path or hub id of another one",
     ),
-    device: str | None = _DEVICE,
+    device: str | None = DEVICE,
     prompt: str | None = Option(None, help="to answer or to go on from; default: four tasks"),
     max_new_tokens: int = Option(128, min=1, help="tokens after --prompt"),
 ) -> None:
@@ -90,7 +90,7 @@ def demo(
     if model in demo_model.MODELS:
         print(f"{demo_model.MODELS[model].title}; prepared once, then kept.", flush=True)
         model = str(demo_model.converted_model(model))
-    target, tokenizer = _model(model, device), loaded(AutoTokenizer, model)
+    target, tokenizer = model_on(device, model), loaded(AutoTokenizer, model)
     tasks = TASKS if prompt is None else (Task("your prompt", prompt, max_new_tokens),)
     costs = CostModels()
     print("Warming up.\n", flush=True)
@@ -98,8 +98,9 @@ def demo(
     show(target, tokenizer, costs, tasks)
 
 
-def _model(path: str, device: str | None, dtype: str = "auto") -> Any:
-    """A causal language model in evaluation mode; without a device on the first GPU, or the CPU."""
+def model_on(device: str | None, path: str, dtype: str = "auto") -> Any:
+    """A causal language model in evaluation mode; without a device on the first GPU, or the CPU.
+    What it raises is what `loaded` does."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,10 @@
 """Records of calls: who proposed what, what became of it, and how it is shown."""
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -12,8 +15,10 @@ from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenT
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
+from hf_retrieval_assist.extensions.record import html
 from hf_retrieval_assist.extensions.record.pieces import readable, text_pieces
 from hf_retrieval_assist.extensions.record.steps import MODEL
+from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.byte_model import small_model
 from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from tests.support.oracle_drafter import OracleDrafter
@@ -225,11 +230,11 @@ class Evil:
 def test_a_page_shows_each_token_and_the_verified_trees(recorded):
     """And escapes what models write."""
     text, record, _ = recorded
-    html = record._repr_html_()
-    Page(html)
-    assert html.count('class="tok"') == len(text)
-    assert html.count('class="panel"') == len(record.calls[0].steps)
-    assert html.count('class="node hit"') > 0
+    shown = record._repr_html_()
+    Page(shown)
+    assert shown.count('class="tok"') == len(text)
+    assert shown.count('class="panel"') == len(record.calls[0].steps)
+    assert shown.count('class="node hit"') > 0
     record.tokenizer = Evil()
     try:
         page = Page(record.to_html())
@@ -240,6 +245,29 @@ def test_a_page_shows_each_token_and_the_verified_trees(recorded):
     assert "<script>alert(" in shown
     assert "&amp;" in shown
     assert not {"\x1b", "\u202e"} & {*shown}
+
+
+def test_a_page_reads_as_text_without_its_style_sheet_and_attributes(recorded, monkeypatch):
+    """Then the text is in one piece, no tree is seen, and sources are told in words."""
+    _, record, _ = recorded
+    (call,) = record.calls
+    shown = "".join(Page(record._repr_html_()).text)
+    text = "".join(record.pieces(call.generated(0), call.prompts[0]))
+    parts = [str(record.stats), "nodes proposed", "corpus", text, "the sources of its tokens"]
+    places = [shown.index(part) for part in (*parts, "prefill00the model “")]
+    assert places == sorted(places)
+    for step in call.steps[1:]:
+        told = f"{step.forward}{len(step.tree)}{len(step.accepted)}"
+        credited = zip(step.credits, step.token_ids, strict=True)
+        for name, tokens in groupby(credited, itemgetter(0)):
+            told += f"{name} “{''.join(f'{token} ' for _, token in tokens)}”, "
+        assert told.removesuffix(", ") in shown[places[-1] :]
+    assert shown.count("nodes proposed") == 1  # panels tell it, too
+    monkeypatch.setattr(html, "_MOST_STEPS", 1)
+    short = record._repr_html_()
+    assert short.count('class="panel"') == 2
+    assert "The first 1 have one." in short
+    assert "the sources of its tokens, the first 1 forwards" in short
 
 
 def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
@@ -254,6 +282,12 @@ def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         assert f"<th>{tokens}</th>" in shown
         assert f"<td>{1e3 * cost.seconds(tokens):.2f}</td>" in shown
+    costs = CostModels()
+    for packed, variant in ((False, ""), (True, "repeated")):
+        costs.get(replace(key, packed=packed, cost_variant=variant)).observe(1, 0.1)
+    shown = SamAssistant(costs=costs)._repr_html_()
+    assert "tokens in the cache</td>" in shown
+    assert "tokens in the cache, packed, repeated</td>" in shown
 
 
 def test_pieces_join_to_the_text():
