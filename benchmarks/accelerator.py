@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CompileConfig
 
 from hf_retrieval_assist import Assistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
@@ -34,7 +33,7 @@ from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
 from .forced import forcing
-from .methods import Method, run_method
+from .methods import Method, compiled, run_method
 from .replay import SHAPES, build, copy_bandwidth, dense_ids, settle_model
 from .report import Report, Table
 from .timing import orders
@@ -227,10 +226,7 @@ class Bench:
 
     def _compiled(self) -> dict[str, Any]:
         mode = "reduce-overhead" if self.backend == "inductor" else None
-        config = CompileConfig(backend=self.backend, mode=mode)
-        # transformers leaves compiling on a CPU to those who ask for it by this name.
-        config._compile_all_devices = True
-        return {"cache_implementation": "static", "compile_config": config}
+        return compiled(self.backend, mode).options()
 
     def _calls(self, table: Table, setting: Setting) -> None:
         timed = self._timed(setting, self._methods(setting.batch), self.new_tokens)

@@ -1,39 +1,24 @@
-"""llama.cpp on the same CPU with the same weights, beside transformers with and without us.
+"""llama.cpp on the same CPU with a demo model's weights, for the benchmarks that run beside it.
 
-    npm install --prefix NODE --ignore-scripts node-llama-cpp
-    python -m benchmarks.llama_engine --gguf FOLDER --node NODE --output benchmarks/results
-
-Whole calls, greedy, prompts that nothing was tuned on, in alternating order, each with the same
-number of new tokens: plain decoding, the kernels, a `SamAssistant` that is new in every call, with
-drafts and without any, and llama.cpp with each kind of weights, which are written to `--gguf` where
-they are missing. It runs as node-llama-cpp brings it, in a process of its own. Texts may differ
-between precisions.
+It runs as node-llama-cpp brings it, in a process of its own, or as llama-cpp-python binds it.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_retrieval_assist import SamAssistant, reroute
-from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.tools.demo_model import MODELS, demo_model, packed_weights
+from hf_retrieval_assist.tools.demo_model import demo_model, packed_weights
 
-from .inputs import UNTUNED, Prompt, first_of_each, load_real, read_prompts
-from .methods import Method, Run, assisted, run_method
-from .model import COLUMNS, KERNELS, PLAIN, Turns, summary, take_turns
-from .report import Report, Table
-from .timing import lock_memory
+from .methods import Run
 
 # ggml's numbers for what keys and values are kept in.
 CACHE_TYPES = {"float32": 0, "bfloat16": 30}
@@ -53,10 +38,12 @@ class NodeLlama:
 
     Attributes:
         description: the library's release, and the model.
+        nbytes: of the GGUF, which a forward reads but for the vocabulary's texts.
     """
 
     def __init__(self, folder: Path, path: Path, threads: int):
         command = ["node", str(SCRIPT), str(path.resolve()), str(threads), str(SLOTS)]
+        self.nbytes = path.stat().st_size
         self._process = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -71,11 +58,11 @@ class NodeLlama:
         return answer
 
     def generate(self, prompt: list[int], new_tokens: int) -> Run:
-        """Greedy `model.generate`, which no end of text ends."""
+        """Greedy `model.generate`, which no end of text ends; the prefill is up to the first."""
         print(json.dumps([prompt, new_tokens]), file=self._process.stdin, flush=True)
         answer = self._answer()
-        new = torch.tensor([answer["ids"]])
-        return Run(new.numel(), new.numel(), answer["seconds"], new, None, {})
+        new, split = torch.tensor([answer["ids"]]), {"prefill": answer["first"]}
+        return Run(new.numel(), new.numel(), answer["seconds"], new, None, split)
 
 
 class LlamaCpp:
@@ -151,86 +138,20 @@ def write_gguf(path: Path, kind: str, model: str) -> None:
         os.replace(written, path)
 
 
-def calls_of(
-    engines: Mapping[str, NodeLlama], model: Any, tokenizer: Any, new_tokens: int
-) -> dict[str, Callable[[Prompt], Run]]:
-    """A run of each method of ours and of each engine, by what its weights are kept in."""
-    # Texts of several precisions would end at several places.
-    model.generation_config.eos_token_id = None
-    drafting = partial(SamAssistant, costs=CostModels())
-    ours = [
-        Method(PLAIN, dict),
-        Method(KERNELS, dict, scope=reroute),
-        assisted("without drafts", partial(drafting, budget=0)),
-        assisted("SamAssistant", drafting),
-    ]
+def engines(
+    folder: Path, model: str, kinds: Sequence[str], settings: dict[str, Any]
+) -> dict[str, NodeLlama]:
+    """llama.cpp with each kind of a demo model's weights, which are written where they are missing;
+    what it says of itself goes to a report's settings.
 
-    def call(method: Method, prompt: Prompt) -> Run:
-        options = {"do_sample": False, "max_new_tokens": new_tokens}
-        return run_method(method, model, prompt.inputs(tokenizer), **options)
-
-    def theirs(engine: NodeLlama, prompt: Prompt) -> Run:
-        ids = prompt.inputs(tokenizer)["input_ids"][0].tolist()
-        return engine.generate(ids, new_tokens)
-
-    calls: dict[str, Callable[[Prompt], Run]] = {m.name: partial(call, m) for m in ours}
-    return calls | {llama_name(kind): partial(theirs, one) for kind, one in engines.items()}
-
-
-def llama_name(kind: str) -> str:
-    return f"llama.cpp, {kind}"
-
-
-def fill(table: Table, place: Mapping[str, str], done: Sequence[Turns], kinds: list[str]) -> None:
-    """A row of each method: its figures, and its tokens a second over each of llama.cpp's."""
-    found = {name: summary(done, name) for name in done[0].runs}
-    for figures in found.values():
-        over = {kind: figures["rate"] / found[llama_name(kind)]["rate"] for kind in kinds}
-        table.add(**place, **figures, **over)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gguf", type=Path, required=True, help="folder of weights for llama.cpp")
-    parser.add_argument("--node", type=Path, required=True, help="folder of node-llama-cpp")
-    parser.add_argument("--kinds", nargs="+", choices=FILE_TYPES, default=["bfloat16", "Q8_0"])
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=["smollm2", "gemma3"])
-    parser.add_argument("--dtype", choices=CACHE_TYPES, default="bfloat16", help="of ours")
-    parser.add_argument("--prompts", type=Path, default=UNTUNED, help="folder of them")
-    parser.add_argument("--count", type=int, default=2, help="prompts of each category")
-    parser.add_argument("--tokens", type=int, default=48, help="to generate per prompt")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="that compute (default: PyTorch's)")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads or torch.get_num_threads())
-    names = ("dtype", "tokens", "count", "repeats")
-    report = Report(f"llama-{arguments.dtype}", {name: getattr(arguments, name) for name in names})
-    lock_memory(report)
-    columns = COLUMNS | {kind: f"x {llama_name(kind)}" for kind in arguments.kinds}
-    table = report.table("Beside llama.cpp", columns)
-    prompts = first_of_each(read_prompts(arguments.prompts), arguments.count)
-    for name in arguments.model:
-        model, tokenizer = load_real(getattr(torch, arguments.dtype), name)
-        engines = {}
-        for kind in arguments.kinds:
-            path = arguments.gguf / f"{name}-{kind}.gguf"
-            if not path.is_file():
-                write_gguf(path, kind, name)
-            engines[kind] = NodeLlama(arguments.node, path, torch.get_num_threads())
-            report.settings[f"{name}, {kind}"] = engines[kind].description
-        calls = calls_of(engines, model, tokenizer, arguments.tokens)
-        take_turns(prompts[:1], calls, 2, print)
-        rows, done = list(table.rows), list[Turns]()
-        # Written after every prompt, so that a run which is cut off leaves those before.
-        for prompt in prompts:
-            done += take_turns([prompt], calls, arguments.repeats, print)
-            table.rows = list(rows)
-            fill(table, {"model": name, "dtype": arguments.dtype}, done, arguments.kinds)
-            report.save(arguments.output)
-    print(f"{report}\n\nwritten to {report.save(arguments.output)}")
-
-
-if __name__ == "__main__":
-    main()
+    Args:
+        folder: of node-llama-cpp and the weights.
+    """
+    found = {}
+    for kind in kinds:
+        path = folder / f"{model}-{kind}.gguf"
+        if not path.is_file():
+            write_gguf(path, kind, model)
+        found[kind] = NodeLlama(folder, path, torch.get_num_threads())
+        settings[f"llama.cpp, {model}, {kind}"] = found[kind].description
+    return found

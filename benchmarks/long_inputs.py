@@ -6,23 +6,41 @@ A prompt holds files of a repository as they were before a commit, those that it
 the commit's subject; the output, which nothing has seen, is the commit's diff, as coding agents
 write them. A perfect verifier stands in for the model, so that tokens are counts; what a step costs
 the host is timed.
+
+    python -m benchmarks long-inputs --long-clock --repository . --output benchmarks/results
+
+times both demo models in bfloat16 instead, made to write such diffs, without the forward over the
+prompt, which takes all methods as long; what prompt lookup gains in that one counts for it. Drafts
+of the model itself do not agree with what it would not have written.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
 
-from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, simulate
+import torch
+
+from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, reroute, simulate
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
+from hf_retrieval_assist.policy.cost_store import CostModels
+from hf_retrieval_assist.tools.demo_model import MODELS
 
+from . import methods
 from .baselines import prompt_lookup
 from .edits import encoded
+from .forced import choosing, forcing
 from .inputs import load, model_name
+from .methods import Method, Run, assisted, run_method, tokens_per_forward
+from .model import KERNELS, settle, take_turns, titled
 from .report import Report
+from .timing import lock_memory
 
 SHORTEST, LONGEST = 150, 1500  # tokens of a diff
 COLUMNS = {
@@ -41,6 +59,23 @@ METHODS: dict[str, Callable[[int], Assistant]] = {
     "SamAssistant": lambda nodes: SamAssistant(fallback=None, budget=nodes),
     "SuffixAssistant": lambda nodes: SuffixAssistant(fallback=None, budget=nodes),
 }
+
+CLOCK = {
+    "model": "model",
+    "length": "tokens of the text",
+    "method": "decoded by",
+    "prompt": "its prompt's forward, s",
+    "rate": "tokens/s behind it",
+    "kernels": "x kernels",
+    "worst": "worst text, x kernels",
+    "per_forward": "tokens/forward",
+    "same": "recorded texts",
+}
+CLOCKED = (4096, 8192, 16_384)
+FEW = 8192  # tokens, over which one text has to do
+WARMING = 512  # tokens
+
+Request = tuple[list[int], list[int]]
 
 
 def git(repository: Path, *arguments: str) -> str:
@@ -67,7 +102,7 @@ def changes(repository: Path) -> Iterator[tuple[str, str, list[str], list[str]]]
 
 def texts(
     repository: Path, encode: Callable[[str], list[int]], length: int, count: int
-) -> Iterator[tuple[list[int], list[int]]]:
+) -> Iterator[Request]:
     """Prompts of so many tokens, and outputs."""
     for subject, diff, before, others in changes(repository):
         output = encode(diff)
@@ -85,15 +120,93 @@ def texts(
             return
 
 
+def clocked_methods() -> list[Method]:
+    lookup, drafting = methods.prompt_lookup(), partial(SamAssistant, costs=CostModels())
+    return [
+        Method(KERNELS, dict, scope=reroute),
+        Method("prompt lookup in reroute", lookup.options, 1, reroute),
+        assisted("no drafts", partial(drafting, budget=0)),
+        assisted("SamAssistant", drafting),
+    ]
+
+
+def write(model: Any, new_tokens: int, method: Method, request: Request) -> Run:
+    """One call that writes the beginning of a request's output; its seconds, tokens and forwards
+    are those behind the forward over the prompt."""
+    prompt, output = torch.tensor([request[0]]), request[1][:new_tokens]
+    text = torch.cat([prompt, torch.tensor([[*output, 0]])], dim=1)
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    options = {"max_new_tokens": len(output), "do_sample": False, "pad_token_id": 0}
+    is_ours = "assistant" in method.options()
+    with choosing(output) if is_ours else forcing(model, text):
+        run = run_method(method, model, inputs, not is_ours, eos_token_id=None, **options)
+    run.seconds -= run.split["prefill"]
+    run.tokens, run.forwards = run.tokens - 1, run.forwards - 1
+    return run
+
+
+def run_clock(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    """The demo models' own forwards, by the clock."""
+    models, lengths = list(MODELS), CLOCKED
+    count, new_tokens = arguments.long_clock_texts, arguments.long_new_tokens
+    if arguments.quick:
+        models, lengths, count, new_tokens = models[:1], arguments.long_lengths[:1], 1, 16
+    report = Report("long_clock", {"texts": count, "new_tokens": new_tokens})
+    if not arguments.quick:
+        lock_memory(report)
+    report.settings |= settle(arguments, progress)
+    table = report.table("Long inputs by the clock", CLOCK)
+    arguments.dtype = "bfloat16"
+    for arguments.model in models:
+        model, tokenizer = load(arguments)
+        encode = partial(encoded, tokenizer)
+        calls = {m.name: partial(write, model, new_tokens, m) for m in clocked_methods()}
+        for length in lengths:
+            if length > model.config.max_position_embeddings:
+                continue
+            show = partial(titled, f"{arguments.model}, {length} tokens", progress)
+            many = count if length <= FEW else 1
+            requests = list(texts(arguments.repository, encode, length - new_tokens, many))
+            if length == lengths[0]:  # kernels, costs and copies that are known
+                take_turns(
+                    [(ids[-WARMING:], output) for ids, output in requests[:1]], calls, 2, show
+                )
+            turns = take_turns(requests, calls, 1, show)
+            for method in calls:
+                runs = [turn.runs[method][0] for turn in turns]
+                written = zip(runs, requests, strict=True)
+                same = [r.ids[0].tolist() == output[:new_tokens] for r, (_, output) in written]
+                table.add(
+                    model=arguments.model,
+                    length=length,
+                    method=method,
+                    prompt=median(run.split["prefill"] for run in runs),
+                    rate=sum(run.tokens for run in runs) / sum(run.seconds for run in runs),
+                    kernels=geometric_mean(turn.ratio(method, KERNELS) for turn in turns),
+                    worst=min(turn.ratio(method, KERNELS) for turn in turns),
+                    per_forward=tokens_per_forward(runs),
+                    same=f"{sum(same)} of {len(same)}",
+                )
+            report.save(arguments.output)
+        del model, calls
+        gc.collect()
+    return report
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repository", type=Path, default=Path(), help="with its history")
     lengths = [1024, 4096, 8192, 16_384, 32_768]
     parser.add_argument("--long-lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--long-texts", type=int, default=12, help="of each length")
     parser.add_argument("--long-nodes", type=int, default=32, help="verified at most")
+    parser.add_argument("--long-clock", action="store_true", help="time both demo models")
+    parser.add_argument("--long-clock-texts", type=int, default=2, help="of each length to 8,192")
+    parser.add_argument("--long-new-tokens", type=int, default=128, help="that are timed")
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    if arguments.long_clock:
+        return run_clock(arguments, progress)
     progress("loading the tokenizer")
     _, tokenizer = load(arguments)
     lengths, count, nodes = arguments.long_lengths, arguments.long_texts, arguments.long_nodes

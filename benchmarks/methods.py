@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from hf_retrieval_assist import Assistant
 
@@ -38,6 +39,15 @@ def prompt_lookup(tokens: int = LOOKUP_TOKENS) -> Method:
     return Method("prompt lookup", lambda: {"prompt_lookup_num_tokens": tokens}, 1)
 
 
+def compiled(backend: str = "inductor", mode: str | None = None, **options: Any) -> Method:
+    """Plain decoding with a static cache, compiled as transformers compiles it."""
+    config = CompileConfig(backend=backend, mode=mode)
+    # transformers leaves compiling on a CPU to those who ask for it by this name.
+    config._compile_all_devices = True
+    options |= {"cache_implementation": "static", "compile_config": config}
+    return Method("static cache, compiled", lambda: dict(options))
+
+
 def baselines() -> list[Method]:
     """What transformers brings along."""
     return [Method("plain", dict), prompt_lookup()]
@@ -63,7 +73,8 @@ class Run:
         seconds: wall clock of the call.
         ids: [batch, new tokens].
         nodes: drafted tokens that were verified; None for transformers' own methods.
-        split: seconds of each phase of the steps; empty for transformers' own methods.
+        split: seconds of each phase of the steps; of transformers' own methods "prefill" and
+            "forward" where they were clocked, else empty.
     """
 
     tokens: int
@@ -75,31 +86,44 @@ class Run:
 
 
 @contextmanager
-def counted_forwards(model: torch.nn.Module) -> Iterator[list[None]]:
-    """Scope of a list that grows by one with every forward of a model."""
-    forwards: list[None] = []
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+def timed_forwards(model: torch.nn.Module) -> Iterator[list[float]]:
+    """Scope of a list to which every forward of a model appends its seconds."""
+    began: list[float] = []
+    seconds: list[float] = []
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: began.append(time.perf_counter())),
+        model.register_forward_hook(lambda *_: seconds.append(time.perf_counter() - began[-1])),
+    ]
     try:
-        yield forwards
+        yield seconds
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
-def run_method(method: Method, model: Any, inputs: dict[str, Any], **options: Any) -> Run:
-    """Call `generate` once."""
+def run_method(
+    method: Method, model: Any, inputs: dict[str, Any], clocked: bool = False, **options: Any
+) -> Run:
+    """Call `generate` once.
+
+    Args:
+        clocked: whether to time the forwards of transformers' own methods, by hooks.
+    """
     own = method.options()
     assistant = own.get("assistant")
     # Plain decoding runs a forward for each token, and what it compiles would see a hook.
     # Assistants count their forwards, and test a model with hooks anew.
-    unknown = bool(own.keys() & {"prompt_lookup_num_tokens", "assistant_model"})
-    with counted_forwards(model) if unknown else nullcontext([]) as counted, method.scope():
+    hooked = clocked or bool(own.keys() & {"prompt_lookup_num_tokens", "assistant_model"})
+    with timed_forwards(model) if hooked else nullcontext([]) as timed, method.scope():
         wait(model.device)
         started = time.perf_counter()
         ids = model.generate(**inputs, **options, **own)
         wait(model.device)
         seconds = time.perf_counter() - started
     new = ids[:, inputs["input_ids"].shape[1] :].cpu()
-    forwards, nodes, split = len(counted) or new.shape[1], None, {}
+    forwards, nodes, split = len(timed) or new.shape[1], None, {}
+    if clocked:
+        split = {"prefill": timed[0], "forward": sum(timed[1:])}
     if assistant is not None:
         stats = assistant.stats.last
         forwards, nodes, split = 1 + stats.forwards, stats.drafted, dict(stats.seconds)

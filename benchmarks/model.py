@@ -122,6 +122,21 @@ def take_turns(
     return turns
 
 
+def answer(
+    model: Any,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    seed: int,
+    method: Method,
+    prompt: Prompt,
+    clocked: bool = False,
+) -> Run:
+    """One call for one prompt, with the random numbers of every other call."""
+    set_seed(seed)
+    inputs = {name: x.to(model.device) for name, x in prompt.inputs(tokenizer).items()}
+    return run_method(method, model, inputs, clocked, **options)
+
+
 class Compared:
     """Every method on one model, decoding in one way.
 
@@ -138,8 +153,7 @@ class Compared:
         options: dict[str, Any],
         seed: int,
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._before, self._options, self._seed = before, options, seed
+        self._before = before
         self._costs = CostModels()
         self._known = SamAssistant(costs=self._costs)
         lookup = prompt_lookup()
@@ -154,13 +168,8 @@ class Compared:
             assisted("+ drafts", partial(SamAssistant, costs=self._costs)),
             assisted("+ drafts, a dozen before", lambda: self._known),
         ]
-        self.calls = {method.name: partial(self._call, method) for method in methods}
-
-    def _call(self, method: Method, prompt: Prompt) -> Run:
-        set_seed(self._seed)
-        inputs = prompt.inputs(self._tokenizer)
-        inputs = {name: x.to(self._model.device) for name, x in inputs.items()}
-        return run_method(method, self._model, inputs, **self._options)
+        call = partial(answer, model, tokenizer, options, seed)
+        self.calls = {method.name: partial(call, method) for method in methods}
 
     def begin(self) -> None:
         """Let a new assistant answer the prompts before."""
@@ -201,7 +210,7 @@ def by_kind(turns: Sequence[Turns], method: str, other: str) -> Iterator[tuple[s
 
 def fill(report: Report, place: Mapping[str, str], turns: Sequence[Turns]) -> None:
     """The rows of one way of decoding."""
-    whole, kinds = report.tables
+    whole, kinds = report.tables[:2]
     for method in turns[0].runs:
         whole.add(**place, **summary(turns, method))
         ratios = zip(by_kind(turns, method, PLAIN), by_kind(turns, method, KERNELS), strict=True)
@@ -227,6 +236,16 @@ def await_quiet(patience: float, progress: Callable[[str], None]) -> None:
         time.sleep(5)
 
 
+def settle(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A quiet machine, on which kernels are chosen anew, if times are to count; what a report says
+    of it."""
+    busy = arguments.anyway or arguments.quick
+    if not busy:
+        await_quiet(PATIENCE, progress)
+        forget_choices()
+    return {"load": os.getloadavg()[0], "busy": "maybe" if busy else "no"}
+
+
 def forget_choices() -> None:
     """Kernels that were found to be the fastest, maybe while the machine was busy."""
     for kind in ("linear", "attention"):
@@ -234,7 +253,7 @@ def forget_choices() -> None:
             file.unlink(missing_ok=True)
 
 
-def _titled(title: str, progress: Callable[[str], None], text: str) -> None:
+def titled(title: str, progress: Callable[[str], None], text: str) -> None:
     progress(f"{title}, {text}")
 
 
@@ -249,11 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    busy = arguments.anyway or arguments.quick
-    if not busy:
-        await_quiet(PATIENCE, progress)
-        forget_choices()
-    load_before = os.getloadavg()[0]
+    machine = settle(arguments, progress)
     progress("loading the model")
     model, tokenizer = load(arguments)
     model.to(arguments.model_device)
@@ -270,8 +285,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
         "repeats": repeats,
         "seed": arguments.seed,
         "before": len(before),
-        "load": load_before,
-        "busy": "maybe" if busy else "no",
+        **machine,
     }
     report = Report(f"model-{place['model']}-{place['dtype']}", settings)
     if not arguments.quick:
@@ -281,7 +295,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     for name in decodings:
         options = DECODINGS[name] | {"max_new_tokens": tokens}
         compared = Compared(model, tokenizer, before, options, arguments.seed)
-        show = partial(_titled, name, progress)
+        show = partial(titled, name, progress)
         take_turns(before[:1], compared.calls, 1, show)  # kernels and costs are measured
         turns = take_turns(prompts, compared.calls, repeats, show, compared.begin)
         fill(report, place | {"decoding": name}, turns)

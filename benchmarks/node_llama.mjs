@@ -13,11 +13,13 @@ const description = `${llama.llamaCppRelease.release}, ${model.typeDescription}`
 console.log(JSON.stringify({description}));
 for await (const line of createInterface({input: process.stdin})) {
   const [prompt, newTokens] = JSON.parse(line), ids = [], began = performance.now();
+  let first;
   await sequence.clearHistory();
   for await (const token of sequence.evaluate(prompt, {temperature: 0, yieldEogToken: true})) {
+    first ??= (performance.now() - began) / 1000;
     ids.push(token);
     if (ids.length === newTokens) break;
   }
-  console.log(JSON.stringify({ids, seconds: (performance.now() - began) / 1000}));
+  console.log(JSON.stringify({ids, first, seconds: (performance.now() - began) / 1000}));
 }
 process.exit(0);

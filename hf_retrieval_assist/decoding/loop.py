@@ -36,6 +36,7 @@ from .selection import RowPreview
 from .walk import Drawn, Walk
 
 _FEWEST_TIMED = 16  # tokens of a call that takes the time to see what plain decoding takes
+_ALIKE = 512  # tokens of prompts behind which that is about the same
 
 
 class Generation:
@@ -196,8 +197,8 @@ class Generation:
         """See what plain decoding takes, once for calls of a kind, where it computes no other
         forwards and nobody would see them."""
         call, costs = self.call, self.policy.costs
-        draws = bool(call.config.do_sample)
-        key = replace(call.kind, cache_length=size_bucket(call.prompt_length)), draws
+        length = max(call.prompt_length, _ALIKE)
+        key = replace(call.kind, cache_length=size_bucket(length)), bool(call.config.do_sample)
         known = costs.plain_step(*key)
         if (
             known is None

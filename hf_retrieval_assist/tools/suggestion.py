@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from ..assistants import Assistant
 from ..extensions.record.html import table
@@ -105,7 +106,7 @@ _COLUMNS = (
 )
 
 
-@dataclass
+@dataclass(repr=False)
 class Suggestion:
     """What :func:`suggest` measured; a table when printed or shown in a notebook.
 
@@ -160,7 +161,7 @@ class Suggestion:
             said += f" These repeats do not tell it from {names}."
         return said
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [_COLUMNS, *(trial.cells() for trial in (*self.baselines, *self.trials))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -190,6 +191,7 @@ def suggest(
     candidates: Mapping[str, Callable[[], Assistant]] | None = None,
     max_new_tokens: int = 64,
     repeats: int = 3,
+    progress: bool = True,
     **options: Any,
 ) -> Suggestion:
     """Measure assistants against plain `generate` and prompt lookup.
@@ -208,6 +210,7 @@ def suggest(
             one that you would rather use stands first.
         max_new_tokens: of each call.
         repeats: of every call; more of them on a busy machine.
+        progress: show a progress bar.
         **options: further arguments of `generate`; without any, decoding is greedy.
 
     Raises:
@@ -235,14 +238,18 @@ def suggest(
     baselines += [Trial(name, make, Record(tokenizer), plain) for name, make in others.items()]
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
-    for turn in range(1 + repeats):
-        _turn(generate, inputs, every, turn)
+    calls = (1 + repeats) * len(inputs) * len(every)
+    with tqdm(total=calls, unit="call", desc="measuring", disable=not progress) as bar:
+        for turn in range(1 + repeats):
+            _turn(generate, inputs, every, turn, bar)
     for trial in every:
         del trial.rounds[0]  # it warmed up
     return Suggestion(baselines, trials)
 
 
-def _turn(generate: Any, inputs: Sequence[Inputs], every: Sequence[Trial], turn: int) -> None:
+def _turn(
+    generate: Any, inputs: Sequence[Inputs], every: Sequence[Trial], turn: int, bar: tqdm[Any]
+) -> None:
     """One repeat, from assistants that have learnt nothing; the first one is recorded."""
     assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
     for trial in every:
@@ -256,6 +263,7 @@ def _turn(generate: Any, inputs: Sequence[Inputs], every: Sequence[Trial], turn:
                 seconds, texts[trial.name] = _call(generate, prompt, trial.name, assistant)
             trial.rounds[-1].append(seconds)
             trial.record.calls += record.calls
+            bar.update()
         for trial in every:
             if not torch.equal(texts[trial.name], texts[PLAIN]):
                 trial.different.add(number)

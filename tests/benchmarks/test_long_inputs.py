@@ -1,11 +1,15 @@
 """The benchmark of long inputs, on a repository of three commits."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
+import torch
 
 from benchmarks import long_inputs
+from benchmarks.forced import choosing
 from benchmarks.long_inputs import git, texts
+from hf_retrieval_assist import SamAssistant
 
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
@@ -46,3 +50,41 @@ def test_methods_are_counted_beside_prompt_lookup(repository, monkeypatch):
     assert [row["method"] for row in table.rows] == [*long_inputs.METHODS]
     assert {row["texts"] for row in table.rows} == {1}
     assert all(row["per_forward"] > 1.5 and row["host_us"] > 0 for row in table.rows)
+
+
+def test_recorded_diffs_are_written_by_the_models_own_forwards(repository, tmp_path, monkeypatch):
+    model, tokenizer = small_model()
+    monkeypatch.setattr(long_inputs, "load", lambda arguments: (model, tokenizer))
+    served = []
+    run_method = long_inputs.run_method
+    monkeypatch.setattr(
+        long_inputs,
+        "run_method",
+        lambda method, *given, **options: (
+            served.append(type(given[0])) or run_method(method, *given, **options)
+        ),
+    )
+    options = ("--long-clock", "--repository", repository, "--long-lengths", 900)
+    report = long_inputs.run(quick(*options, "--output", tmp_path), silent)
+    (table,) = report.tables
+    found = {row["method"]: row for row in table.rows}
+    assert [*found] == [method.name for method in long_inputs.clocked_methods()]
+    assert {row["same"] for row in found.values()} == {"1 of 1"}
+    assert all(row["rate"] > 0 and row["prompt"] > 0 for row in found.values())
+    assert found["kernels"]["per_forward"] == found["no drafts"]["per_forward"] == 1
+    # Forwards of a class of the benchmark's own would not be repeated.
+    assert served.count(type(model)) == len(served) // 2
+
+
+def test_tokens_are_chosen_for_assisted_calls_alone():
+    model, _ = small_model()
+    prompt = torch.arange(3, 43)[None]
+    output = [*range(20, 60)] * 2
+    assistant = SamAssistant()
+    options = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for forced in (True, False):
+        with choosing(output) if forced else nullcontext():
+            text = model.generate(prompt, assistant=assistant, **options)
+        assert (text[0, 40:].tolist() == output) is forced
+    assert assistant.stats.total.accepted > 20
+    assert assistant.stats.total.repeated > 0

@@ -3,16 +3,14 @@
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import llama_engine, model, tables, timing
 from benchmarks.__main__ import parse
-from benchmarks.inputs import Prompt, first_of_each, read_prompts
+from benchmarks.inputs import Prompt
 from benchmarks.methods import Run
-from benchmarks.report import Report
 from hf_retrieval_assist.tools.demo_model import load_demo_model
 from tests.support.rounding import near
 
@@ -145,7 +143,8 @@ for line in sys.stdin:
     prompt, new_tokens = json.loads(line)
     if not prompt:
         sys.exit(3)
-    print(json.dumps({{"ids": [len(prompt)] * new_tokens, "seconds": 0.5}}), flush=True)
+    answer = {{"ids": [len(prompt)] * new_tokens, "first": 0.2, "seconds": 0.5}}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -154,40 +153,15 @@ def test_llama_cpp_runs_beside_in_a_process_of_its_own(tmp_path, monkeypatch):
     node.write_text(NODE.format(python=sys.executable))
     node.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "file").write_bytes(bytes(7))
     engine = llama_engine.NodeLlama(tmp_path, tmp_path / "file", 3)
+    assert engine.nbytes == 7
     assert engine.description == f"{tmp_path / 'file'} 3 {llama_engine.SLOTS}"
     run = engine.generate([5, 6], 4)
     assert run.ids.tolist() == [[2] * 4]
-    assert (run.tokens, run.forwards, run.seconds) == (4, 4, 0.5)
+    assert (run.tokens, run.forwards, run.seconds, run.split) == (4, 4, 0.5, {"prefill": 0.2})
     with pytest.raises(RuntimeError, match="expected an answer, it ended with 3"):
         engine.generate([], 4)
-
-
-def test_llama_cpp_takes_turns_with_ours():
-    """An engine writes what the model writes, and texts do not end."""
-    loaded, tokenizer = small_model()
-    options = {"max_new_tokens": 6, "do_sample": False}
-
-    def generate(ids, new_tokens):
-        ids = torch.tensor([ids])
-        text = loaded.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        new = text[:, ids.shape[1] :]
-        return Run(new.numel(), 6, 1.0, new, None, {})
-
-    prompt = first_of_each(read_prompts(), 1)[0]
-    first = generate(prompt.inputs(tokenizer)["input_ids"][0].tolist(), 6).ids[0, 0]
-    loaded.generation_config.eos_token_id = int(first)
-    engines = {kind: SimpleNamespace(generate=generate) for kind in ("bfloat16", "Q8_0")}
-    calls = llama_engine.calls_of(engines, loaded, tokenizer, 6)
-    turns = model.take_turns([prompt], calls, 1, silent)
-    table = Report("llama", {}).table("", model.COLUMNS | dict.fromkeys(engines, ""))
-    llama_engine.fill(table, {"model": "small"}, turns, list(engines))
-    found = {row["method"]: row for row in table.rows}
-    theirs = [f"llama.cpp, {kind}" for kind in engines]
-    assert [*found] == ["plain", "kernels", "without drafts", "SamAssistant", *theirs]
-    assert {row["same"] for row in found.values()} == {"1 of 1"}
-    assert found["llama.cpp, Q8_0"]["rate"] == 6
-    assert all(row["Q8_0"] == near(row["rate"] / 6) for row in found.values())
 
 
 @pytest.mark.demo

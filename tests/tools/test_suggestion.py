@@ -13,7 +13,7 @@ from tests.support.rounding import near
 from tests.support.watching import calls_of
 
 
-def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch):
+def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch, capsys):
     model = build(LlamaForCausalLM)
     calls = calls_of(monkeypatch, module, "_call")
     candidates = {"sam": SamAssistant, "suffix": lambda: SuffixAssistant(fallback=None)}
@@ -33,9 +33,10 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
     assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
     assert found.best.name in str(found)
     assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
+    assert "| 36/36 [" in capsys.readouterr().err
 
 
-def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(monkeypatch):
+def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(monkeypatch, capsys):
     def refuse(generate, inputs, name, assistant):
         if name == LOOKUP:
             raise ValueError("not this model")
@@ -45,11 +46,12 @@ def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(m
     monkeypatch.setattr(module, "_call", refuse)
     candidates = {"mine": lambda: SamAssistant(budget=8)}
     options = {"candidates": candidates, "max_new_tokens": 12, "repeats": 1, "do_sample": True}
-    found = suggest(model, ["one two one two"], tokenizer=tokenizer, **options)
+    found = suggest(model, ["one two one two"], tokenizer=tokenizer, progress=False, **options)
     assert [trial.name for trial in found.trials] == ["mine"]
     assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
     assert found.best.identical == 1
     assert "text" in found.best.record.origins
+    assert "measuring" not in capsys.readouterr().err
 
 
 def suggestion_of(kernels=None, **ratios):

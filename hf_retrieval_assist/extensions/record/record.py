@@ -152,7 +152,7 @@ class Record:
         """The text that each token adds behind a context, ids where there is no tokenizer."""
         return text_pieces(self.tokenizer, token_ids, context)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [("source", "proposed", "verified", "tokens"), *self.shown_origins()]
         return "\n".join([str(self.stats), *("{:<18}{:>10}{:>10}{:>10}".format(*r) for r in rows)])
 
