@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .simulation import simulate as simulate
     from .tools.suggestion import suggest as suggest
     from .types.evidence import EvidenceClasses as EvidenceClasses
+    from .types.token_tree import NamedIds as NamedIds
     from .types.token_tree import TokenTree as TokenTree
 
 require_compiled()
@@ -59,7 +60,7 @@ _NAMES = {
     "policy.cost_store": "CostModels",
     "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
     "simulation": "SimulationReport simulate",
-    "types.token_tree": "TokenTree",
+    "types.token_tree": "NamedIds TokenTree",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
