@@ -210,7 +210,7 @@ class Generation:
         ):
             begun = perf_counter()
             first = torch.tensor([row.last for row in self.rows])
-            known = costs.keep_plain_step(*key, plain_step(call, kwargs, first, outputs))
+            known = costs.keep_plain_step(*key, plain_step(call, kwargs, first))
             self.counts.count_seconds(test=perf_counter() - begun)
         self.plain_generate_step = known or None
 

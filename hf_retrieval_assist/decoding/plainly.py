@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import (
     DynamicCache,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -31,7 +33,7 @@ logger = get_logger(__name__)
 # Texts of a call that drafters learn, and of its time what they may take for further ones.
 _LEARNT, _LEARNING = 16, 1 / 64
 
-_TIMED_STEPS = 2  # the first one, which warms up, left out
+_TIMED_STEPS = 3  # the first one, which warms up, left out
 
 _MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
@@ -44,18 +46,18 @@ def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> 
     return result
 
 
-def plain_step(
-    call: Call, model_kwargs: dict[str, Any], first: torch.Tensor, outputs: Any
-) -> float:
+def plain_step(call: Call, model_kwargs: dict[str, Any], first: torch.Tensor) -> float:
     """Seconds of a step by which transformers' own loop would go on behind the first token, of
-    which nothing is kept; 0 where it cannot.
+    which nothing is kept; 0 where it cannot. Code of the caller's that chooses is left out.
 
     Args:
         model_kwargs: what the loop would go on with.
         first: int64 [batch], the first tokens.
-        outputs: of the prompt's forward.
     """
     ids = torch.cat([call.input_ids, first[:, None].to(call.input_ids)], dim=1)
+    processors = LogitsProcessorList([] if call.asks_caller else call.processors)
+    if call.config.do_sample:
+        processors.append(_Drawing(ids.device))
     config = copy.copy(call.config)
     config.do_sample = config.return_dict_in_generate = False
     config.is_assistant = True  # the loop then goes on from a cache, instead of a prompt's inputs
@@ -64,7 +66,7 @@ def plain_step(
         transformers_private.sample(
             call.model,
             ids,
-            logits_processor=LogitsProcessorList(),
+            logits_processor=processors,
             stopping_criteria=clock,
             generation_config=config,
             **model_kwargs,
@@ -72,20 +74,18 @@ def plain_step(
     except Exception as error:
         logger.info("%s: no plain step could be timed (%r)", type(call.model).__name__, error)
         return 0.0
-    return min(end - begin for begin, end in pairwise(clock.times)) + _choosing(call, ids, outputs)
+    return median(end - begin for begin, end in pairwise(clock.times))
 
 
-def _choosing(call: Call, ids: torch.Tensor, outputs: Any) -> float:
-    """Seconds by which choosing tokens as the call does takes longer than choosing the likeliest,
-    code of the caller's left out."""
-    begun = time.perf_counter()
-    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=ids.device)
-    scores = logits if call.asks_caller else call.processors(ids, logits)
-    if call.config.do_sample:
-        # Others' random numbers stay theirs.
-        generator = torch.Generator(ids.device)
-        torch.multinomial(scores.softmax(-1), 1, generator=generator).tolist()
-    return time.perf_counter() - begun
+class _Drawing(LogitsProcessor):
+    """Takes the time of a draw, by random numbers of its own, and leaves scores as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.Generator(device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        torch.multinomial(scores.softmax(-1), 1, generator=self._numbers)
+        return scores
 
 
 class _Clock(StoppingCriteriaList):
