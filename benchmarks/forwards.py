@@ -3,7 +3,7 @@
     python -m benchmarks forwards --context 0 --gguf float32=FILE Q8_0=FILE
 
 Drafts are worth as much as this curve is flat. All in one process, in turn. llama.cpp needs
-`llama_cpp` (llama-cpp-python) and the same weights, which `python -m benchmarks.llama_engine`
+`llama_cpp` (llama-cpp-python) and the same weights, which `python -m benchmarks beside --llama`
 makes files of.
 """
 

@@ -147,7 +147,7 @@ def write(model: Any, new_tokens: int, method: Method, request: Request) -> Run:
 
 def run_clock(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     """The demo models' own forwards, by the clock."""
-    models, lengths = list(MODELS), CLOCKED
+    models, lengths = list(MODELS), arguments.long_clock_lengths
     count, new_tokens = arguments.long_clock_texts, arguments.long_new_tokens
     if arguments.quick:
         models, lengths, count, new_tokens = models[:1], arguments.long_lengths[:1], 1, 16
@@ -200,6 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-texts", type=int, default=12, help="of each length")
     parser.add_argument("--long-nodes", type=int, default=32, help="verified at most")
     parser.add_argument("--long-clock", action="store_true", help="time both demo models")
+    parser.add_argument("--long-clock-lengths", type=int, nargs="+", default=CLOCKED)
     parser.add_argument("--long-clock-texts", type=int, default=2, help="of each length to 8,192")
     parser.add_argument("--long-new-tokens", type=int, default=128, help="that are timed")
 

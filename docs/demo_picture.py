@@ -17,12 +17,14 @@ from hf_retrieval_assist.extensions.record.pieces import readable
 from hf_retrieval_assist.tools.demo.comparison import TASKS, WARM_UP, Run, Task, compare, verdict
 from hf_retrieval_assist.tools.demo_model import load_demo_model
 
+# One panel above the other, so that the text is legible on a telephone.
 _COLUMNS = 54  # characters of a line of text
-_LINES = 17
+_LINES = 8
 _ADVANCE, _LEADING = 7.25, 18  # pixels of a character and of a line, at a font size of 12
 _MARGIN = 14
-_PANEL = _COLUMNS * _ADVANCE + 2 * _MARGIN
-_TOP = 64
+_WIDTH = _COLUMNS * _ADVANCE + 2 * _MARGIN
+_HEADER = 30  # of a panel: its name and speed
+_PANEL = _HEADER + _LINES * _LEADING + 16
 _REST = 4.0  # seconds of the finished picture before both runs start
 _TICK = 0.25  # seconds between figures of speed
 _HIDDEN = ' opacity="0"'  # where nothing is animated
@@ -43,36 +45,36 @@ def animation(task: Task, plain: Run, assisted: Run) -> str:
     """The SVG document."""
     slower = max(plain.seconds, assisted.seconds)
     duration = _REST + slower
-    width, height = 2 * _PANEL + _MARGIN, _TOP + _LINES * _LEADING + 78
-    panels = _panel("plain generate", plain, 0, duration)
-    panels += _panel("assistant=SamAssistant()", assisted, _PANEL + _MARGIN, duration)
+    panels = _panel("plain generate", plain, 36, duration)
+    panels += _panel("assistant=SamAssistant()", assisted, 36 + _PANEL, duration)
+    below = 36 + 2 * _PANEL
+    forwards = f"{assisted.forwards} forwards instead of {plain.forwards}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="12">'
-        f'<rect width="100%" height="100%" rx="8" fill="#16181d"/>'
-        f'<text x="{_MARGIN}" y="24" fill="#e6e6e6" font-size="14">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:.0f} {below + 84}" '
+        f'width="500" font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" '
+        f'font-size="12"><rect width="100%" height="100%" rx="8" fill="#16181d"/>'
+        f'<text x="{_MARGIN}" y="26" fill="#e6e6e6" font-size="14">'
         f"{escape(task.title)}, {len(assisted.tokens)} tokens</text>"
-        f"{panels}{_legend(assisted, height - 40)}"
-        f'<text x="{_MARGIN}" y="{height - 14:.0f}" fill="#7ee787" font-size="14">'
-        f"{_appear(slower, duration)}{escape(verdict(plain, assisted))}: "
-        f"{assisted.forwards} forwards instead of {plain.forwards}</text></svg>\n"
+        f"{panels}{_legend(assisted, below + 18)}"
+        f'<g fill="#7ee787" font-size="14">{_appear(slower, duration)}'
+        f'<text x="{_MARGIN}" y="{below + 48}">{escape(verdict(plain, assisted))}</text>'
+        f'<text x="{_MARGIN}" y="{below + 68}">{forwards}</text></g></svg>\n'
     )
 
 
-def _panel(name: str, run: Run, left: float, duration: float) -> str:
+def _panel(name: str, run: Run, top: int, duration: float) -> str:
     height = _LINES * _LEADING + 8
-    clip = f"clip{left:.0f}"
     pieces = list(_layout(run))
     body = "".join(_drawn(piece, duration) for piece in pieces)
     return (
-        f'<g transform="translate({left:.0f} 0)">'
-        f'<text x="{_MARGIN}" y="{_TOP - 14}" fill="#9aa4b2">{name}</text>'
+        f'<g transform="translate(0 {top})">'
+        f'<text x="{_MARGIN}" y="{_HEADER - 14}" fill="#9aa4b2">{name}</text>'
         f"{_speeds(run, duration)}"
-        f'<rect x="4" y="{_TOP - 6}" width="{_PANEL - 8:.0f}" height="{height}" rx="5" '
+        f'<rect x="4" y="{_HEADER - 6}" width="{_WIDTH - 8:.0f}" height="{height}" rx="5" '
         f'fill="none" stroke="#3b4252"/>'
-        f'<clipPath id="{clip}"><rect x="4" y="{_TOP - 4}" width="{_PANEL:.0f}" '
-        f'height="{height - 4}"/></clipPath>'
-        f'<g clip-path="url(#{clip})"><g transform="translate(0 {_offset(pieces[-1])})">'
+        f'<clipPath id="clip{top}"><rect x="4" y="{_HEADER - 1}" width="{_WIDTH:.0f}" '
+        f'height="{height - 6}"/></clipPath>'
+        f'<g clip-path="url(#clip{top})"><g transform="translate(0 {_offset(pieces[-1])})">'
         f"{_scroll(pieces, duration)}{body}</g></g></g>"
     )
 
@@ -95,7 +97,7 @@ def _layout(run: Run) -> Iterator[_Piece]:
 
 
 def _drawn(piece: _Piece, duration: float) -> str:
-    x, y = _MARGIN + piece.column * _ADVANCE, _TOP + 12 + piece.line * _LEADING
+    x, y = _MARGIN + piece.column * _ADVANCE, _HEADER + 12 + piece.line * _LEADING
     width = len(piece.text) * _ADVANCE
     box = ""
     if piece.colour is not None:
@@ -155,7 +157,7 @@ def _speeds(run: Run, duration: float) -> str:
     shown.append((run.seconds, run.rate))
     ends = [start for start, _ in shown[1:]] + [None]
     return "".join(
-        f'<text x="{_PANEL - _MARGIN:.0f}" y="{_TOP - 14}" fill="#e6e6e6" text-anchor="end"'
+        f'<text x="{_WIDTH - _MARGIN:.0f}" y="{_HEADER - 14}" fill="#e6e6e6" text-anchor="end"'
         f"{'' if until is None else _HIDDEN}>{_appear(start, duration, until)}"
         f"{rate:.1f} tokens/s</text>"
         for (start, rate), until in zip(shown, ends, strict=True)

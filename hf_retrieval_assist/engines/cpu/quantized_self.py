@@ -74,9 +74,11 @@ class _Price:
 
     Attributes:
         seconds: of it; infinite while none was timed.
+        refusals: drafts that were not made because of it, of all assistants.
     """
 
     seconds = math.inf
+    refusals = 0
 
     def observe(self, seconds: float) -> None:
         if seconds < self.seconds:
@@ -153,7 +155,6 @@ class QuantizedSelf(Drafter):
             raise ValueError(f"bits: expected 4 or 8, got {bits}")
         require_at_least(1, max_levels=max_levels)
         self.bits, self.max_levels, self.optional = bits, max_levels, optional
-        self.refusals = 0
         # What calls draft with; None: nothing, as there is no memory for it.
         self._calls: weakref.WeakKeyDictionary[TargetForwards, _OfCall | None] = (
             weakref.WeakKeyDictionary()
@@ -402,7 +403,7 @@ class _Chains:
     ) -> None:
         self.chains = [_Chain(one, budget) for one, budget in zip(sessions, budgets, strict=True)]
         self.certainties: list[float] = []
-        self._own, self._drafter, self._given = own, sessions[0].drafter, given
+        self._own, self._given = own, given
         self._known = sessions[0].target.fingerprint, given.weights.bits, len(sessions)
         self._rows: dict[int, _Chain] = {chain.session.target.row: chain for chain in self.chains}
         self._levels, self._spent = 0, 0.0
@@ -410,7 +411,8 @@ class _Chains:
         curve = sessions[0].curve
         # Seconds of a step by the tokens that it feeds, and of a level.
         self._seconds = None if curve is None else curve(1 + most).tolist()
-        self._level_seconds = self._price(given.single is not None).seconds
+        self._known_price = self._price(given.single is not None)
+        self._level_seconds = self._known_price.seconds
         if given.weights.output is not None:
             for session in sessions:
                 given.weights.output.add(session.unread)
@@ -477,12 +479,12 @@ class _Chains:
         if not (live := self._live):
             return False
         first, timed = not self._levels, self._level_seconds < math.inf
-        drafter = self._drafter
+        price = self._known_price
         if timed and self._pays([*live.values()], _MARGIN if first else 1.0):
             return True
         if first and timed:
-            drafter.refusals += 1
-        return first and (not timed or drafter.refusals % _TRIAL_PERIOD == 0)
+            price.refusals += 1
+        return first and (not timed or price.refusals % _TRIAL_PERIOD == 0)
 
     def _pays(self, live: Sequence[_Chain], margin: float) -> bool:
         """Whether any number of further levels brings so many times the tokens per second."""

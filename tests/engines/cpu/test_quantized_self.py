@@ -468,8 +468,24 @@ def test_a_draft_grows_while_a_level_pays_which_is_tried_now_and_then(
         (math.inf, [1, 1, 1, 1]),
     ):
         depths.clear()
+        price.refusals = 0
         run(llama, assistant=assistant(), max_new_tokens=NEW)
         assert 4 <= max(depths) <= 8 if found is None else depths[: len(found)] == found
+
+
+def test_assistants_of_one_call_each_try_a_dear_level_now_and_then_too(
+    llama, price, depths, monkeypatch
+):
+    """What the machine took while it was busy does not last for the process."""
+    monkeypatch.setattr(module, "_TRIAL_PERIOD", 24)
+    price.seconds, price.refusals = 1.0, 0
+    for call in range(1, 5):
+        run(llama, assistant=assistant(), max_new_tokens=12)
+        if price.refusals >= 24:
+            break
+        assert not any(depths)
+    assert call > 1
+    assert sum(depths) >= 1
 
 
 def test_a_shorter_time_of_a_level_is_believed_sooner_than_a_longer_one():
