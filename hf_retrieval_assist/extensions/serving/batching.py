@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import queue
-import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -58,7 +57,8 @@ class Drafts(Protocol):
     ) -> list[list[int]]: ...
     def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None: ...
     def close_others(self, requests: Sequence[DraftedRequest]) -> None: ...
-    def time(self, tokens: int, seconds: float) -> None: ...
+    def begin_step(self) -> None: ...
+    def end_step(self, grown: Sequence[DraftedRequest], fed: int | None) -> None: ...
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None: ...
 
 
@@ -362,7 +362,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
     def prepare_next_batch(self) -> bool:
         scheduler = self.scheduler
         scheduler.proposes = True
-        self._started = time.perf_counter()
+        scheduler.drafts.begin_step()
         for state in [*scheduler.active_requests.values()]:
             state.draft = ()
             if state.position_offset >= scheduler.most_tokens:
@@ -474,10 +474,10 @@ class DraftingProcessor(ContinuousBatchProcessor):
             place += fed
         fed = sum(future.query_length for future in io.requests_in_batch)
         super().update_batch()
-        drafts.follow([future.state for future in generating], self.model_runner.scores)
+        grown = [future.state for future in generating]
+        drafts.follow(grown, self.model_runner.scores)
         del self.model_runner.scores
-        if fed == places:
-            drafts.time(places, time.perf_counter() - self._started)
+        drafts.end_step(grown, places if fed == places else None)
 
     def _undo(self, future: Any, rejected: int, kept: int) -> None:
         """Undo the feeding of the last tokens of a request; `kept` stay."""

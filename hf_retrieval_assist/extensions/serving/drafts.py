@@ -8,6 +8,8 @@ nothing.
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +24,7 @@ from ...drafters.base import Target
 from ...drafters.feedback import RowFeedback
 from ...host import transformers_private
 from ...policy.account import DraftedStep
-from ...policy.cost_model import CostView
+from ...policy.cost_model import CostModel, CostView
 from ...policy.cost_store import CostKey, size_bucket
 from ...policy.policy import Ask, AssistantSession, Outcome
 from ...policy.stats import CallStats
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from .batching import DraftedRequest
 
 logger = get_logger(__name__)
+
+_FEWEST_TOKENS = 5  # a request's that tells how much faster drafts made it
 
 
 class RequestDrafts:
@@ -60,7 +64,8 @@ class RequestDrafts:
         self._texts: set[_Text] = set()
         self._told: set[type[Exception]] = set()
         self._step: DraftedStep | None = None
-        self._forwards = 0  # those behind a prefill that `stats` has not counted yet
+        self._begun = self._drafting = 0.0  # when the step did, and its seconds of drafting
+        self._uncounted: dict[str, float] = defaultdict(float)  # seconds by phase
         self._engine = engine_of(model.device)
         self._rerouted = self._policy.reroute and self._engine.has_kernels
         if self._rerouted:
@@ -119,13 +124,13 @@ class RequestDrafts:
     def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None:
         """The texts of these requests have grown; `logits` [places, vocab_size] are processed."""
         grown: list[tuple[DraftedRequest, list[int]]] = []
-        going_on = False
         for state in fed:
             text = self._text(state)
             begun, new = text.counts.tokens > 0, text.new(state)
-            going_on |= begun
             if begun:
                 text.counts.count_steps(1, len(state.draft), state.kept - 1)
+                text.counts.forwards += 1
+                text.counts.saved_forwards += state.kept - 1
             if not new or text.session is None:
                 continue
             if begun:
@@ -134,7 +139,6 @@ class RequestDrafts:
             shown = logits[state.place : state.place + 1] if self._policy.needs_logits else None
             with self._at_the_cost_of(text):
                 text.session.begin(new, shown)
-        self._forwards += going_on
         with self._at_the_cost_of(*(state.text for state, _ in grown)):
             outcomes = [self._outcome(state, new, logits) for state, new in grown]
             drafted = sum(len(outcome.tree or ()) for outcome in outcomes)
@@ -169,14 +173,39 @@ class RequestDrafts:
         for text in self._texts - kept:
             with self._at_the_cost_of():
                 text.close()
-            text.counts.forwards, self._forwards = self._forwards, 0
+                text.compare(self._policy.costs.get(self._key))
             self._policy.count(text.counts)
         self._texts &= kept
 
-    def time(self, tokens: int, seconds: float) -> None:
-        """A step that fed nothing but these tokens of decoding requests took so long."""
-        with self._at_the_cost_of():
-            self._policy.costs.get(self._key).observe(tokens, seconds)
+    def begin_step(self) -> None:
+        """The time of a step begins."""
+        self._begun, self._drafting = time.perf_counter(), 0.0
+
+    def end_step(self, grown: Sequence[DraftedRequest], fed: int | None) -> None:
+        """Share the time of a step among the requests that have grown by it; what steps took that
+        brought no token is shared with the next one's.
+
+        Args:
+            grown: the requests.
+            fed: tokens of theirs that were all it fed; None: it fed prompts as well.
+        """
+        seconds, drafting = time.perf_counter() - self._begun, self._drafting
+        if fed is not None:
+            with self._at_the_cost_of():
+                self._policy.costs.get(self._key).observe(fed, seconds - drafting)
+        spent = self._uncounted
+        spent["prefill" if fed is None else "forward"] += seconds - drafting
+        spent["draft"] += drafting
+        spent["total"] += seconds
+        if not grown:
+            return
+        rows, self._uncounted = len(grown), defaultdict(float)
+        for state in grown:
+            text = state.text
+            text.counts.count_seconds(**{phase: took / rows for phase, took in spent.items()})
+            if fed is not None:
+                text.plain_steps[rows] += state.kept / rows
+                text.compared_seconds += seconds / rows
 
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
         """A step failed with drafts of these requests; with none, by the kernels."""
@@ -186,7 +215,8 @@ class RequestDrafts:
 
     @contextmanager
     def _at_the_cost_of(self, *texts: _Text) -> Iterator[None]:
-        """A scope in which a fault ends the drafts of these texts."""
+        """A scope of drafting, in which a fault ends the drafts of these texts."""
+        begun = time.perf_counter()
         try:
             yield
         except Exception as error:
@@ -196,6 +226,8 @@ class RequestDrafts:
             for text in texts:
                 with suppress(Exception):
                     text.close()
+        finally:
+            self._drafting += time.perf_counter() - begun
 
     def _text(self, state: DraftedRequest) -> _Text:
         if state.text is None:
@@ -215,13 +247,19 @@ class _Text:
         known: tokens that have been looked at.
         session: what drafts for it; None: nothing does.
         chain: that was drafted for a step; None: nothing was to be.
-        counts: of its steps.
+        counts: of its steps. It counts every forward that it had a part in, and of what a step
+            took as much as the other requests that got tokens by it.
+        plain_steps: by how many requests were fed together, its share of the steps without drafts
+            that its tokens would have taken.
+        compared_seconds: its share of the time of the steps that these stand against.
     """
 
     known: int
     session: AssistantSession | None = None
     chain: TokenTree | None = None
     counts: CallStats = field(default_factory=partial(CallStats, "continuous batching", calls=1))
+    plain_steps: dict[int, float] = field(default_factory=partial(defaultdict, float))
+    compared_seconds: float = 0.0
 
     def new(self, state: DraftedRequest) -> list[int]:
         """The tokens that it has got since it was last looked at."""
@@ -229,6 +267,12 @@ class _Text:
         self.known += len(new)
         self.counts.tokens += len(new)
         return new
+
+    def compare(self, cost: CostModel) -> None:
+        """Count what drafts saved it, at the times of steps that `cost` knows."""
+        if self.counts.tokens >= _FEWEST_TOKENS:
+            plain = (steps * cost.seconds(rows) for rows, steps in self.plain_steps.items())
+            self.counts.saved_by_drafts = sum(plain) - self.compared_seconds
 
     def close(self) -> None:
         """Nothing drafts for it from now on."""

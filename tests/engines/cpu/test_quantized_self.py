@@ -479,12 +479,12 @@ def test_assistants_of_one_call_each_try_a_dear_level_now_and_then_too(
     """What the machine took while it was busy does not last for the process."""
     monkeypatch.setattr(module, "_TRIAL_PERIOD", 24)
     price.seconds, price.refusals = 1.0, 0
-    for call in range(1, 5):
-        run(llama, assistant=assistant(), max_new_tokens=12)
-        if price.refusals >= 24:
-            break
+    calls = 0
+    while price.refusals < 24:
         assert not any(depths)
-    assert call > 1
+        run(llama, assistant=assistant(), max_new_tokens=12)
+        calls += 1
+    assert 1 < calls < 5
     assert sum(depths) >= 1
 
 

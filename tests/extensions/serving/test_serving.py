@@ -431,8 +431,7 @@ def test_figures_are_what_was_counted(folder, batching):
     sources = {key[1]: value for key, value in found.items() if key[0] == "source_tokens_total"}
     assert sources == assistant.stats.sources
     assert max(sources.values()) <= total.accepted <= sum(sources.values())
-    if not batching:
-        assert found["seconds_total", "forward"] == total.seconds["forward"] > 0
+    assert found["seconds_total", "forward"] == total.seconds["forward"] > 0
 
 
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "64"]

@@ -1,0 +1,162 @@
+"""The command `hf-retrieval-assist doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from typer import Argument
+
+from ... import __version__
+from ...host import private_names
+from ...plugins import paths
+from ...system.files import read_kept, user_cache_directory
+from ...system.memory import free_memory
+from ...verification.service import choose_service
+from ...verification.tiers import Tier
+from .models import DEVICE, DTYPE, model_on
+
+_PACKAGE = Path(__file__).parents[2]
+_SOURCES = _PACKAGE.parent / "cython_ext"
+_SUFFIX = EXTENSION_SUFFIXES[0]
+
+# What the package builds on, and what a model or a call may bring that it meets.
+_BUILT_ON = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece")
+_MET = (
+    *("accelerate", "bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance"),
+    *("lm-eval", "openai", "optimum-quanto", "outlines", "peft", "prometheus-client", "pyarrow"),
+    *("pydivsufsort", "ray", "redis", "torchao", "triton", "trl", "uvicorn", "vllm", "xgrammar"),
+)
+
+Facts = Iterator[tuple[str, Any]]
+
+
+def doctor(
+    model: str | None = Argument(None, help="path or hub id of a model, which is then tested"),
+    dtype: str = DTYPE,
+    device: str | None = DEVICE,
+) -> None:
+    """Print what a bug report needs: versions, the machine, how a model is served.
+
+    Prompts, texts and access tokens are not in it. A user's name is, where a path has it.
+    """
+    print("No prompts, texts or access tokens are below; look at the paths before you publish it.")
+    parts = {
+        "versions": _versions(),
+        "machine": _machine(),
+        "compiled modules": _compiled_modules(),
+        "paths": _paths(),
+        "private names of transformers": _private_names(),
+    }
+    if model is not None:
+        parts["model"] = _service(model, dtype, device)
+    for title, facts in parts.items():
+        print(f"\n{title}")
+        for name, value in facts:
+            print(f"  {name:<30} {value}")
+
+
+def _versions() -> Facts:
+    yield "hf_retrieval_assist", __version__
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
+    for package in (*_BUILT_ON, *_MET):
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            if package in _BUILT_ON:
+                yield package, "none"
+
+
+def _machine() -> Facts:
+    yield "platform", platform.platform()
+    yield "CPU", _cpu_name()
+    yield "PyTorch's code", torch.backends.cpu.get_cpu_capability()
+    yield "kernels", _instruction_sets()
+    yield "threads", f"{torch.get_num_threads()}, of {os.cpu_count()} CPUs"
+    yield "free memory", f"{free_memory() / 2**30:.1f} GiB" if free_memory() else "not known"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        about = f"{found.name}, {found.total_memory / 2**30:.1f} GiB, {found.major}.{found.minor}"
+        yield f"cuda:{index}", f"{about}, CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        yield "CUDA", "no device"
+
+
+def _cpu_name() -> str:
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        told = ""
+    names = re.findall(r"(?m)^model name\s*: (.*)$", told)
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _instruction_sets() -> str:
+    """Those that the kernels for few rows are compiled for and that this CPU has."""
+    if "cpu" not in paths("engines"):
+        return "none in this installation"
+    from ...engines.cpu import skinny
+
+    return f"{', '.join(skinny.PATHS)}; the last is used" if skinny.PATHS else "none for this CPU"
+
+
+def _compiled_modules() -> Facts:
+    """Their names by their state; that of sources is known in a source tree alone."""
+    built = {path.name.partition(".")[0]: path for path in _PACKAGE.rglob(f"*{_SUFFIX}")}
+    sources = {path.stem: path for path in _SOURCES.glob("*/*.pyx")}
+    states = defaultdict(list)
+    for name in sorted({*built, *sources}):
+        states[_state(built.get(name), sources.get(name))].append(name)
+    for state, names in states.items():
+        yield state, " ".join(names)
+
+
+def _state(module: Path | None, source: Path | None) -> str:
+    if module is None:
+        return "not compiled"
+    folder = ".".join(module.parent.relative_to(_PACKAGE.parent).parts)
+    try:
+        import_module(f"{folder}.{module.name.partition('.')[0]}")
+    except ImportError as error:
+        return f"broken: {error}"
+    parts = source.parent.iterdir() if source else ()
+    made = module.stat().st_mtime
+    return "older than source" if any(x.stat().st_mtime > made for x in parts) else "imported"
+
+
+def _paths() -> Facts:
+    yield "package", _PACKAGE
+    folder = user_cache_directory()
+    yield "cache", folder or "none; nothing is kept"
+    for file in sorted(folder.glob("*_tuning.json")) if folder else ():
+        chosen = read_kept(file, "what was fastest", lambda kept: Counter(kept["choices"].values()))
+        counts = ", ".join(f"{count} of {name}" for name, count in (chosen or {}).items())
+        yield file.name, f"choices: {counts or 'none'}"
+
+
+def _private_names() -> Facts:
+    for title, names in private_names.GROUPS.items():
+        lacking = private_names.absent(names)
+        yield title.lower(), "; ".join(lacking) or f"all {len(names)} there"
+    yield "calls are served", private_names.why_plain() or "yes"
+
+
+def _service(path: str, dtype: str, device: str | None) -> Facts:
+    """How greedy decoding and sampling of one text are served; arguments may demand plain."""
+    model = model_on(device, path, dtype)
+    yield "class", type(model).__name__
+    yield "dtype", str(model.dtype).removeprefix("torch.")
+    yield "device", model.device
+    service = choose_service(model, {})
+    yield "tier", f"{service.tier.value} ({service.reason})"
+    if service.tier is Tier.TREE:
+        yield "attention by", service.attention_by

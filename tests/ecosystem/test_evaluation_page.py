@@ -1,0 +1,60 @@
+"""The page on lm-eval: its files, its Python and its command run as a reader runs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_retrieval_assist.tools import demo_model
+
+from .small_world import small_world
+
+pytest.importorskip("lm_eval")
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "evaluation.md"
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """The page's blocks by language, its files in the working directory, and a tiny model."""
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = {}
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        blocks.setdefault(language, []).append(text)
+    monkeypatch.chdir(tmp_path)
+    Path("capitals.jsonl").write_text(*blocks["json"], encoding="utf-8")
+    Path("capitals.yaml").write_text(*blocks["yaml"], encoding="utf-8")
+    world = small_world(ALPHABET, max_position_embeddings=1024)
+    return blocks, *world
+
+
+def test_from_python(written, monkeypatch):
+    blocks, model, tokenizer = written
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda: (model, tokenizer))
+    names = {}
+    exec(compile(blocks["py"][0], PAGE.name, "exec"), names)
+    assert names["found"]["results"]["capitals"]["exact_match,answer"] == 0
+    total = names["assistant"].stats.total
+    assert (total.calls, total.tier) == (2, "tree")
+    assert total.tokens >= 4
+
+
+def test_from_the_command_line(written):
+    blocks, model, tokenizer = written
+    for part in (model, tokenizer):
+        part.save_pretrained("model")
+    Path("assisted_lm_eval.py").write_text(blocks["py"][1], encoding="utf-8")
+    commands = [block for block in blocks["console"] if "assisted_lm_eval.py" in block]
+    (command,) = (block.removeprefix("$ ") for block in commands)
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"MODEL": "model", "PATH": here, "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        command, shell=True, env=environment, check=True, capture_output=True, text=True
+    )
+    assert re.search(r"\|capitals\|.*\|answer\|.*exact_match", found.stdout.replace(" ", ""))
+    assert "all 2 calls: " in found.stdout
+    assert " tree " in found.stdout

@@ -1,0 +1,114 @@
+"""`hf-retrieval-assist doctor`: what a bug report needs, and nothing that it must not have."""
+
+import json
+import os
+import platform
+import re
+import tomllib
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+import hf_retrieval_assist
+from hf_retrieval_assist.host import private_names
+from hf_retrieval_assist.tools.cli import doctor, main
+from tests.support.byte_model import small_model
+
+OURS = ("demo", "dev", "docs")  # extras
+
+
+def parts_of(printed):
+    """The parts of a report: title -> name -> value."""
+    parts = {}
+    for part in printed.split("\n\n")[1:]:
+        title, *lines = part.splitlines()
+        assert all(line.startswith("  ") for line in lines)
+        parts[title] = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
+    return parts
+
+
+def examine(capsys, *arguments):
+    assert main(["doctor", *map(str, arguments)]) == 0
+    return parts_of(capsys.readouterr().out)
+
+
+def test_a_report_has_each_part(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "user_cache_directory", lambda: tmp_path)
+    choices = {"choices": {"one": "kernel", "another": "kernel", "third": "pytorch"}}
+    (tmp_path / "linear_tuning.json").write_text(json.dumps(choices))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("No prompts, texts or access tokens")
+    assert "hf_secret" not in printed
+    assert platform.node() not in re.findall(r"[\w.-]+", printed)
+    parts = parts_of(printed)
+    versions = parts["versions"]
+    assert versions["hf_retrieval_assist"] == hf_retrieval_assist.__version__
+    assert versions["torch"] == torch.__version__
+    assert "transformers" in versions
+    assert "typer" not in versions
+    assert parts["machine"]["threads"].startswith(f"{torch.get_num_threads()}, of")
+    assert {"platform", "CPU", "kernels", "free memory"} <= {*parts["machine"]}
+    assert ("CUDA" in parts["machine"]) != torch.cuda.is_available()
+    assert "draft_tree" in " ".join(parts["compiled modules"].values()).split()
+    assert parts["paths"]["cache"] == str(tmp_path)
+    assert parts["paths"]["linear_tuning.json"] == "choices: 2 of kernel, 1 of pytorch"
+    assert parts["private names of transformers"]["calls are served"] == "yes"
+    assert "model" not in parts
+
+
+def test_a_model_shows_how_it_is_served(capsys, tmp_path):
+    small_model()[0].save_pretrained(tmp_path)
+    shown = examine(capsys, tmp_path, "--dtype", "bfloat16", "--device", "cpu")["model"]
+    assert shown["class"] == "Gemma3ForCausalLM"
+    assert (shown["dtype"], shown["device"]) == ("bfloat16", "cpu")
+    assert shown["tier"] == "tree (a mask per layer type)"
+    assert shown["attention by"] == "mask"
+
+
+def test_a_model_that_is_decoded_plainly_shows_why(capsys, tmp_path):
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    shown = examine(capsys, tmp_path, "--device", "cpu")["model"]
+    assert shown["tier"] == "plain (its forward takes no cache)"
+    assert "attention by" not in shown
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_rest_of_the_report(capsys, tmp_path):
+    assert main(["doctor", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "\nprivate names of transformers\n" in printed.out
+    assert printed.err.startswith("hf-retrieval-assist: error: ")
+    assert printed.err.count("\n") == 1
+    assert main(["doctor", str(tmp_path), "--dtype", "int8"]) == 2
+
+
+def test_names_that_are_gone_are_shown(capsys, monkeypatch):
+    gone = private_names.PrivateName("transformers:GenerationMixin", "_nothing()", "a test")
+    monkeypatch.setitem(private_names.GROUPS, "Needed by tests", [gone])
+    shown = examine(capsys)["private names of transformers"]["needed by tests"]
+    assert shown == "GenerationMixin._nothing() is gone; used for a test"
+
+
+def test_modules_that_need_compiling_are_shown(capsys, tmp_path, monkeypatch):
+    """A source that is newer than its module, and one that was never compiled."""
+    for name in ("draft_tree", "unheard_of"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.pyx").touch()
+        os.utime(tmp_path / name / f"{name}.pyx", (1 << 33, 1 << 33))
+    monkeypatch.setattr(doctor, "_SOURCES", tmp_path)
+    shown = examine(capsys)["compiled modules"]
+    assert shown["older than source"] == "draft_tree"
+    assert shown["not compiled"] == "unheard_of"
+    assert "suffix_tree" in shown["imported"]
+
+
+def test_packages_of_extras_are_looked_for():
+    """Those that users install; not what documents and tests the package."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = {k: v for k, v in project["optional-dependencies"].items() if k not in OURS}
+    names = {Requirement(line).name for lines in extras.values() for line in lines}
+    assert not names - {"hf-retrieval-assist", *doctor._MET}
