@@ -25,7 +25,8 @@ class CallStats:
             transformers', or "triton".
         calls: calls summed up here.
         steps: forwards after the prefill, per row that was running.
-        forwards: the same, rows of one forward counted once.
+        forwards: the same, rows of one forward counted once; requests of continuous batching count
+            theirs each.
         repeated: of these, repeated from a recording.
         recordings: that were made; what earlier calls have made is used again.
         saved_forwards: that plain decoding would have needed besides.
@@ -49,7 +50,8 @@ class CallStats:
             tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
             the model is served, times a forward of plain `generate`, and takes time in its first
             calls, and `prefill`; between them `pack` (rounding weights to eight bits, once for each
-            model). `total` is the whole call.
+            model). `total` is the whole call, or a request's share of the steps of continuous
+            batching.
     """
 
     tier: str = ""

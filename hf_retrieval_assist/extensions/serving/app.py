@@ -145,7 +145,7 @@ class _Figures(Collector):
 _COUNTED = {
     "requests": ("calls", "Requests that have ended."),
     "tokens": ("tokens", "Generated tokens."),
-    "forwards": ("forwards", "Forwards behind the prefills."),
+    "forwards": ("forwards", "Forwards behind the prefills, of each request."),
     "drafted_tokens": ("drafted", "Drafted tokens that were verified."),
     "accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
 }
