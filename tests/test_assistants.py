@@ -17,6 +17,7 @@ from hf_retrieval_assist import (
     TokenTree,
     simulate,
 )
+from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.host.fingerprint import fingerprint
@@ -383,21 +384,20 @@ def test_plain_steps_are_timed_once_and_leave_no_trace(llama, settings):
     """A call of a kind that was timed and one that times it write the same, with the same draws."""
     settings |= {"max_new_tokens": 24}
     costs = CostModels()
-    texts, states, tests = [], [], []
+    texts, states = [], []
     for _ in range(3):
         torch.manual_seed(5)
         assistant = SamAssistant(costs=costs)
         texts.append(run(llama, assistant=assistant, **settings))
         states.append(torch.get_rng_state())
-        tests.append(assistant.stats.last.seconds["test"])
     torch.manual_seed(5)
     assert torch.equal(texts[0], run(llama, **settings))
     assert torch.equal(states[0], torch.get_rng_state())
     assert all(torch.equal(texts[0], text) for text in texts[1:])
     assert all(torch.equal(states[0], state) for state in states[1:])
-    (kind,) = costs._plain
-    assert costs._plain[kind] > 0
-    assert kind[1] == settings.get("do_sample", False)
+    (((_, draws), plain),) = costs._plain.items()
+    assert draws == settings.get("do_sample", False)
+    assert plain.seconds > 0
     call = assistant.stats.last
     compared = call.seconds["total"] - call.once_seconds
     assert call.compared_seconds == pytest.approx(compared, rel=1e-9)
@@ -408,7 +408,7 @@ def test_plain_steps_are_timed_where_nobody_sees_their_forwards(llama):
     for how in ({"return_dict_in_generate": True}, {"max_new_tokens": 8}):
         costs = CostModels()
         run(llama, assistant=SamAssistant(costs=costs), **{"max_new_tokens": 24} | how)
-        assert not costs._plain
+        assert [plain.seconds for plain in costs._plain.values()] == [None]
     costs, seen = CostModels(), []
     hook = llama.register_forward_hook(lambda *_: seen.append(1))
     try:
@@ -418,8 +418,24 @@ def test_plain_steps_are_timed_where_nobody_sees_their_forwards(llama):
         run(llama, assistant=assistant, max_new_tokens=24)
     finally:
         hook.remove()
-    assert not costs._plain
+    assert [plain.seconds for plain in costs._plain.values()] == [None]
     assert len(seen) == assistant.stats.last.forwards + 1  # the prompt's
+
+
+def test_no_memory_for_a_second_cache_costs_a_call_nothing(llama, monkeypatch):
+    """Nor is it tried again."""
+    asked = []
+
+    def fails(cache):
+        asked.append(cache)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(SlotCache, "copied", fails)
+    assistant = SamAssistant(costs=CostModels())
+    for _ in range(2):
+        assert torch.equal(run(llama), run(llama, assistant=assistant))
+    assert len(asked) == 1
+    assert assistant.stats.total.compared_seconds == 0
 
 
 def test_requests_and_plain_calls_have_no_verdict():

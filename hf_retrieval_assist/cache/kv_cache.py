@@ -195,7 +195,7 @@ class SlotCache(DynamicCache):
         """What plain decoding would hold by the end of a prefill of a cache that was empty; None
         where layers keep something else than entries per token."""
         made = [_plain_layer(layer) for layer in self.layers]
-        if self.static_buffers or None in made:
+        if None in made:
             return None
         plain = DynamicCache()
         plain.layers = made

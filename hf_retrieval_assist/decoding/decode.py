@@ -14,7 +14,7 @@ from ..host.ranks import Ranks
 from ..host.transformers_private import compilations
 from ..policy.account import Account
 from ..policy.policy import DraftingPolicy
-from ..policy.stats import PHASES, CallStats
+from ..policy.stats import FEWEST_STEPS, PHASES, CallStats
 from ..verification.engine import engine_of
 from ..verification.service import learn_changes
 from ..verification.tiers import Service, Tier
@@ -23,8 +23,6 @@ from .forwards import UnservableError
 from .loop import Generation
 from .observer import Observe, Observer
 from .plainly import decode_at_rest, decode_plainly
-
-_FEWEST_STEPS = 4  # plain decoding's, in calls that tell how much faster they are
 
 
 def decode(
@@ -128,12 +126,13 @@ def _decode_with_drafts(
     seconds = time.perf_counter() - started - once
     plain_steps, plain_step = generation.tokens - 1, generation.plain_step
     counts.saved_forwards = plain_steps - counts.forwards
-    if plain_steps >= _FEWEST_STEPS:
+    if plain_steps >= FEWEST_STEPS:
         spent = sum(counts.seconds[name] for name in PHASES)
         if plain_step is not None:
             counts.saved_by_drafts = plain_steps * plain_step - spent
-        if (theirs := generation.plain_generate_step) is not None:
+        if (theirs := generation.plain.seconds) is not None:
             counts.saved_seconds = plain_steps * theirs - spent
+    generation.plain.count(seconds)
     if 2 * counts.repeated >= counts.forwards:
         # Transformers' loop would compute what is repeated in half of the time, and a call of one
         # token says nothing.

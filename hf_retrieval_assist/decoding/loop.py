@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -75,8 +76,9 @@ class Generation:
         self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = TargetForwards()
         self.sessions: list[AssistantSession] = []
-        # Seconds of a step of plain `generate`; None: none was timed.
-        self.plain_generate_step: float | None = None
+        length = size_bucket(max(call.prompt_length, _ALIKE))
+        kind = replace(call.kind, cache_length=length)
+        self.plain = policy.costs.plain_step(kind, bool(call.config.do_sample))
         # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 
@@ -194,25 +196,23 @@ class Generation:
             self._time_plain_step(outputs)
 
     def _time_plain_step(self, outputs: Any) -> None:
-        """See what plain decoding takes, once for calls of a kind, where it computes no other
-        forwards and nobody would see them."""
-        call, costs = self.call, self.policy.costs
-        length = max(call.prompt_length, _ALIKE)
-        key = replace(call.kind, cache_length=size_bucket(length)), bool(call.config.do_sample)
-        known = costs.plain_step(*key)
+        """See now and then what plain decoding takes, where it computes no other forwards and
+        nobody would see them."""
+        call = self.call
         if (
-            known is None
+            self.plain.is_due
             and call.room >= _FEWEST_TIMED
+            and call.input_ids.device.type == "cpu"
             and not (self.ranks.several or call.synced_gpus or call.compiles_plainly)
             and not self.cache_outlives_call
             and not has_callers_hooks(call.model)
-            and (kwargs := self.forward.plain_kwargs(outputs)) is not None
         ):
             begun = perf_counter()
             first = torch.tensor([row.last for row in self.rows])
-            known = costs.keep_plain_step(*key, plain_step(call, kwargs, first))
-            self.counts.count_seconds(test=perf_counter() - begun)
-        self.plain_generate_step = known or None
+            seconds = plain_step(call, partial(self.forward.plain_kwargs, outputs), first)
+            spent = perf_counter() - begun
+            self.plain.observe(seconds, spent)
+            self.counts.count_seconds(test=spent)
 
     def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
         """A step with a draft of each of these rows."""

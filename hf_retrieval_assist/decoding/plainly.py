@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import pairwise
 from statistics import median
@@ -46,12 +46,14 @@ def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> 
     return result
 
 
-def plain_step(call: Call, model_kwargs: dict[str, Any], first: torch.Tensor) -> float:
+def plain_step(
+    call: Call, make_kwargs: Callable[[], dict[str, Any] | None], first: torch.Tensor
+) -> float | None:
     """Seconds of a step by which transformers' own loop would go on behind the first token, of
-    which nothing is kept; 0 where it cannot. Code of the caller's that chooses is left out.
+    which nothing is kept; None where it cannot. Code of the caller's that chooses is left out.
 
     Args:
-        model_kwargs: what the loop would go on with.
+        make_kwargs: makes what the loop would go on with; None: that cannot be made.
         first: int64 [batch], the first tokens.
     """
     ids = torch.cat([call.input_ids, first[:, None].to(call.input_ids)], dim=1)
@@ -63,6 +65,8 @@ def plain_step(call: Call, model_kwargs: dict[str, Any], first: torch.Tensor) ->
     config.is_assistant = True  # the loop then goes on from a cache, instead of a prompt's inputs
     clock = _Clock([MaxLengthCriteria(ids.shape[1] + 1 + _TIMED_STEPS)])
     try:
+        if (model_kwargs := make_kwargs()) is None:
+            return None
         transformers_private.sample(
             call.model,
             ids,
@@ -71,9 +75,9 @@ def plain_step(call: Call, model_kwargs: dict[str, Any], first: torch.Tensor) ->
             generation_config=config,
             **model_kwargs,
         )
-    except Exception as error:
+    except Exception as error:  # there may be no memory for a second cache
         logger.info("%s: no plain step could be timed (%r)", type(call.model).__name__, error)
-        return 0.0
+        return None
     return median(end - begin for begin, end in pairwise(clock.times))
 
 

@@ -283,8 +283,8 @@ class DraftSession(ABC):
         step that feeds 1, …, n tokens."""
 
     def sources(self) -> Mapping[str, Source]:
-        """Where passages that it drafts from can be looked up, by the drafter's origins; they can
-        be after the session has been closed, too. Asked where a call is recorded."""
+        """Where passages that it drafts from can be looked up, by what they are; they can be after
+        the session has been closed, too. Asked where a call is recorded."""
         return {}
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:

@@ -25,7 +25,7 @@ from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Mixer, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
 from ..types.evidence import EvidenceClasses
-from ..types.passages import Documents, OwnText, Source, Sources
+from ..types.passages import Documents, OwnText, Source
 from ..types.token_tree import (
     Float32Array,
     Forest,
@@ -36,8 +36,6 @@ from ..types.token_tree import (
     checked_documents,
 )
 from .base import BatchSession, Drafter, Feedback, Target
-
-_SCORED = "text or memory"  # their origin
 
 # Scored drafts know of no other evidence than the frequency of each token, in tenths.
 _FREQUENCIES = EvidenceClasses((np.arange(10) + 0.5) / 10)
@@ -195,7 +193,7 @@ class SuffixDrafter(Drafter):
     @property
     def origins(self) -> tuple[str, ...]:
         if self.scored:
-            return (_SCORED,)
+            return ("text or memory",)
         return ("text", "memory") if self.corpus is None else ("text", "memory", "corpus")
 
     def origins_of(self, classes: Int32Array) -> Int32Array:
@@ -286,8 +284,6 @@ class SuffixSession(BatchSession):
             "text": OwnText(self._expected, self._prompt_length),
             "memory": drafter.memory.source(self.kind, self.output),
         }
-        if drafter.scored:
-            found = {_SCORED: Sources(*found.values())}
         if drafter.corpus is not None:
             found["corpus"] = _Corpus(drafter.corpus, drafter.names)
         return found

@@ -10,6 +10,7 @@ from ..system.locks import Lock
 from .acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
+FEWEST_STEPS = 4  # plain decoding's, in calls that tell how much faster they are
 _SAID_ONCE = 0.05, 0.1  # share of the time, and seconds, that what is done once is spoken of from
 
 

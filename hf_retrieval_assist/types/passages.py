@@ -51,23 +51,8 @@ class Source(ABC):
     @abstractmethod
     def places(self, text: Int32Array, tokens: Sequence[int]) -> list[Place | None]:
         """Where tokens of a text stand in this source, ascending indices into int32 [length]: the
-        longest passage round each, of `FEWEST` to 2 x `LONGEST` tokens; None where there is none.
+        longest passage round each, of `FEWEST` to 2 x `LONGEST` + 1 tokens; None: there is none.
         """
-
-
-class Sources(Source):
-    """Several sources, of which nobody knows which one was meant."""
-
-    def __init__(self, *sources: Source) -> None:
-        self._sources = sources
-
-    def places(self, text: Int32Array, tokens: Sequence[int]) -> list[Place | None]:
-        found = zip(*(source.places(text, tokens) for source in self._sources), strict=True)
-        return [max(filter(None, each), key=_length, default=None) for each in found]
-
-
-def _length(place: Place) -> int:
-    return len(place.token_ids)
 
 
 class Documents(Source):

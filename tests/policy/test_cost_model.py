@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.policy.cost_model import KNOTS, MAX_TOKENS, CostModel, CostView
-from hf_retrieval_assist.policy.cost_store import CallCosts, CostKey, CostModels
+from hf_retrieval_assist.policy.cost_store import CallCosts, CostKey, CostModels, PlainStep
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.fixed_costs import CURVES
@@ -183,3 +183,21 @@ def test_a_step_is_priced_by_what_it_is_now():
     assert costs.at(100, "", packed=3) is not first
     assert costs.at(100, "", (4, 8)).curve(3)[0] == first.curve(4)[3]
     assert costs.at(100, "") is first
+
+
+def test_a_plain_step_is_timed_again_for_a_share_of_the_time_and_busy_moments_do_not_last():
+    plain, found = PlainStep(), []
+    assert plain.is_due
+    assert plain.seconds is None
+    for seconds in (0.5, 0.04, 0.05, 0.06, 0.3):
+        plain.observe(seconds, spent=4 * seconds)
+        found.append(plain.seconds)
+        plain.count(199 * seconds)
+        assert not plain.is_due
+        plain.count(1.01 * seconds)
+        assert plain.is_due
+    # Alone; the shorter of two; then the middle one of the last three.
+    assert found == [0.5, 0.04, 0.05, 0.05, 0.06]
+    plain.observe(None, spent=1.0)
+    plain.count(1e9)
+    assert not plain.is_due

@@ -71,7 +71,7 @@ _CPU_FACTS = (
 )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The CPU's model as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -87,7 +87,7 @@ def _cpu_name() -> str:
 def _environment() -> dict[str, str]:
     """What a choice depends on besides its key."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "paths": " ".join(skinny.PATHS),
         "kernels": sha256(Path(skinny.__file__).read_bytes()).hexdigest(),
         "torch": torch.__version__,

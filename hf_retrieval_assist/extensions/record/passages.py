@@ -13,7 +13,7 @@ class Passage:
         call: number of the call in the record.
         row: of the batch.
         start, stop: of the row's generated tokens, those that the source named.
-        origin: the source; see `Record.origins`.
+        origin: what the source is: "text", "memory" or "corpus".
         name: of the document: a corpus has names of its own; others are "prompt", "this answer",
             "expected text 1" and "earlier output 1", counted from the oldest that is remembered.
         document: its number in the source, from 0 on.

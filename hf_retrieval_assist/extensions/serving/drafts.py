@@ -27,7 +27,7 @@ from ...policy.account import DraftedStep
 from ...policy.cost_model import CostModel, CostView
 from ...policy.cost_store import CostKey, size_bucket
 from ...policy.policy import Ask, AssistantSession, Outcome
-from ...policy.stats import CallStats
+from ...policy.stats import FEWEST_STEPS, CallStats
 from ...system.log import get_logger
 from ...types.token_tree import Limits, TokenTree
 from ...verification.engine import engine_of
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from .batching import DraftedRequest
 
 logger = get_logger(__name__)
-
-_FEWEST_TOKENS = 5  # a request's that tells how much faster drafts made it
 
 
 class RequestDrafts:
@@ -270,7 +268,7 @@ class _Text:
 
     def compare(self, cost: CostModel) -> None:
         """Count what drafts saved it, at the times of steps that `cost` knows."""
-        if self.counts.tokens >= _FEWEST_TOKENS:
+        if self.counts.tokens > FEWEST_STEPS:
             plain = (steps * cost.seconds(rows) for rows, steps in self.plain_steps.items())
             self.counts.saved_by_drafts = sum(plain) - self.compared_seconds
 

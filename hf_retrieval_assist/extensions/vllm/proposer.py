@@ -223,6 +223,8 @@ class Row:
         self.length += len(tokens)
         if self.counts.tokens:
             self.counts.count_steps(1, self.drafted, len(tokens) - 1)
+            self.counts.forwards += 1
+            self.counts.saved_forwards += len(tokens) - 1
         self.counts.tokens += len(tokens)
         self.drafted = 0
         first, ids = len(self._held), self._held + tokens.tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib import import_module
@@ -78,9 +77,8 @@ def _versions() -> Facts:
 
 def _machine() -> Facts:
     yield "platform", platform.platform()
-    yield "CPU", _cpu_name()
     yield "PyTorch's code", torch.backends.cpu.get_cpu_capability()
-    yield "kernels", _instruction_sets()
+    yield from _cpu()
     yield "threads", f"{torch.get_num_threads()}, of {os.cpu_count()} CPUs"
     yield "free memory", f"{free_memory() / 2**30:.1f} GiB" if free_memory() else "not known"
     for index in range(torch.cuda.device_count()):
@@ -91,22 +89,18 @@ def _machine() -> Facts:
         yield "CUDA", "no device"
 
 
-def _cpu_name() -> str:
-    try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        told = ""
-    names = re.findall(r"(?m)^model name\s*: (.*)$", told)
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _instruction_sets() -> str:
-    """Those that the kernels for few rows are compiled for and that this CPU has."""
+def _cpu() -> Facts:
+    """Its model, and what the kernels for few rows are compiled for that it has."""
     if "cpu" not in paths("engines"):
-        return "none in this installation"
+        yield "CPU", platform.processor() or platform.machine()
+        yield "kernels", "none in this installation"
+        return
     from ...engines.cpu import skinny
+    from ...engines.cpu.tuning import cpu_name
 
-    return f"{', '.join(skinny.PATHS)}; the last is used" if skinny.PATHS else "none for this CPU"
+    served = f"{', '.join(skinny.PATHS)}; the last is used" if skinny.PATHS else "none for this CPU"
+    yield "CPU", cpu_name()
+    yield "kernels", served
 
 
 def _compiled_modules() -> Facts:
