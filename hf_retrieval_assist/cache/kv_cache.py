@@ -193,9 +193,9 @@ class SlotCache(DynamicCache):
 
     def copied(self) -> DynamicCache | None:
         """What plain decoding would hold by the end of a prefill of a cache that was empty; None
-        where layers keep something else than entries per token."""
+        where layers keep something else than entries per token, or have dropped some."""
         made = [_plain_layer(layer) for layer in self.layers]
-        if None in made:
+        if None in made or any(layer.store.dropped for layer in self.slot_layers):
             return None
         plain = DynamicCache()
         plain.layers = made

@@ -23,6 +23,7 @@ from .forwards import UnservableError
 from .loop import Generation
 from .observer import Observe, Observer
 from .plainly import decode_at_rest, decode_plainly
+from .prompt_parts import feed_parts
 
 
 def decode(
@@ -75,6 +76,7 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     observer = observe(call.prompts, counts)
+    started += feed_parts(call, service.cache_name, policy.reroute, counts)
     if service.tier is Tier.PLAIN:
         counts.reason = service.reason
         with left_out(call.model) if service.lacked_hooks else nullcontext():
@@ -119,10 +121,10 @@ def _decode_with_drafts(
 ) -> Any:
     """Decode by the loop; timed from the first token on."""
     started, before = time.perf_counter(), compilations()
-    tested = counts.seconds["test"]
+    counted = counts.seconds["test"] + counts.seconds["prefill"]
     generation = Generation(call, policy, service, counts, observer)
     result = generation.run()
-    once = counts.seconds["prefill"] + counts.once_seconds - tested
+    once = counts.seconds["prefill"] + counts.once_seconds - counted
     seconds = time.perf_counter() - started - once
     plain_steps, plain_step = generation.tokens - 1, generation.plain_step
     counts.saved_forwards = plain_steps - counts.forwards

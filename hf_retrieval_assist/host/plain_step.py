@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, cache_utils
 
 from ..structures.lookups import Lookups
-from .hook_state import LIBRARIES, written_in
+from .hook_state import LIBRARIES, PACKAGE, written_in
 from .lookups import lookups_in, names_in
 from .transformers_private import loop, loop_of
 
@@ -180,9 +180,10 @@ CHOOSERS = Rules((), frozenset())
 
 
 def is_known_streamer(streamer: Any) -> bool:
-    """Whether a streamer is one of transformers' own, with methods as transformers wrote them."""
+    """Whether a streamer is one of transformers' or of this package, as either wrote it."""
     methods = (getattr(streamer, name, None) for name in ("put", "end", "on_finalized_text"))
-    return all(written_in(method) == "transformers" for method in methods if method is not None)
+    known = ("transformers", PACKAGE)
+    return all(written_in(method) in known for method in methods if method is not None)
 
 
 def has_own_loop(model: Any) -> bool:

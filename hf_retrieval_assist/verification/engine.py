@@ -132,7 +132,7 @@ class Engine:
         name, forgets = service.cache_name, service.forgets(batch)
         given: Any = model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
-        if is_callers(given):
+        if is_callers(given) or (type(own) is DynamicCache and own.get_seq_length()):
             cache = SlotCache.wrapping(own, config, capacity, forgets)
         else:
             if type(own) not in (DynamicCache, StaticCache):

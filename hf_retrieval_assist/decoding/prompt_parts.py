@@ -1,0 +1,102 @@
+"""Prompts that are fed in parts, between which whoever generates can look about.
+
+A server's long prompt must not keep others waiting, nor go on when nobody waits for its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from ..cache.kv_cache import stands_for
+from ..host import transformers_private as private
+from ..host.callers_hooks import has_callers_hooks
+from ..policy.stats import CallStats
+from ..verification.service import PER_TOKEN
+from .call import Call
+
+
+class _Parts(NamedTuple):
+    tokens: int
+    between: Callable[[], None]
+
+
+_parts: ContextVar[_Parts | None] = ContextVar("how prompts are fed", default=None)
+
+
+@contextmanager
+def prompts_in_parts(tokens: int, between: Callable[[], None]) -> Iterator[None]:
+    """A scope whose calls of `generate` feed a prompt by so many tokens at once.
+
+    A prompt is fed whole in a batch, where the call brings more than its ids, where its cache is
+    not the usual one, and beside hooks of the caller's.
+
+    Args:
+        tokens: of a part.
+        between: called before each part but the last one. It may generate with the same model and
+            assistant; what it raises ends the call.
+    """
+    token = _parts.set(_Parts(tokens, between))
+    try:
+        yield
+    finally:
+        _parts.reset(token)
+
+
+def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -> float:
+    """Feed all parts of a prompt but the last one, where it has any.
+
+    Args:
+        rerouted: whether kernels serve the call.
+        counts: the call's figures.
+
+    Returns:
+        Seconds that others took in between.
+    """
+    parts, length = _parts.get(), call.input_ids.shape[1]
+    if parts is None or length <= parts.tokens:
+        return 0.0
+    kwargs, others = call.model_kwargs, 0.0
+    if not _is_usual(call, kwargs.get(cache_name)):
+        return 0.0
+    token = _parts.set(None)
+    try:
+        for end in range(parts.tokens, length, parts.tokens):
+            ids = call.input_ids[:, end - parts.tokens : end]
+            begun = perf_counter()
+            parts.between()
+            left = perf_counter()
+            inputs = {name: kwargs.get(name) for name in PER_TOKEN}
+            own = {name: x[..., :end] for name, x in inputs.items() if x is not None}
+            with call.engine.scope(rerouted):
+                private.prefill(call.model, ids, call.config, kwargs | own)
+            counts.count_seconds(prefill=perf_counter() - left)
+            others += left - begun
+    finally:
+        _parts.reset(token)
+    return others
+
+
+def _is_usual(call: Call, cache: Any) -> bool:
+    """Whether a call is one of a single text whose cache parts can be fed into."""
+    kwargs = call.model_kwargs
+    return (
+        call.batch_size == 1
+        and type(cache) is DynamicCache
+        and not private.is_callers(cache)
+        and not cache.get_seq_length()
+        and stands_for(cache, call.model, 1)
+        and call.config.prefill_chunk_size is None
+        and not has_callers_hooks(call.model)
+        and all(
+            name in PER_TOKEN and value.shape[-1] == call.input_ids.shape[1]
+            for name, value in kwargs.items()
+            if isinstance(value, torch.Tensor)
+        )
+    )
