@@ -117,6 +117,7 @@ PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {
     "_handle",  # where xgrammar keeps the vocabulary that it would otherwise list anew
     "_replace",  # Python's named tuples have it
+    "_exit",  # ends a process whose threads nothing can interrupt
     "_at_fork_reinit",  # Python's own modules make locks anew in a forked child by it
 }
 

@@ -19,9 +19,13 @@ from .byte_model import byte_tokenizer
 from .memories import wait_until
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{% if tools %}<|im_start|>tools{% for t in tools %} {{ t.function.name }}{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for m in messages %}"
+    "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
     "{{ raise_exception('a role that nobody has') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments|tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LIST = "".join(f"{i}. item {i % 3} of the list\n" for i in range(6))
@@ -55,7 +59,10 @@ def learned(path):
     texts = []
     for asked, answer in ANSWERS.items():
         messages = [{"role": "user", "content": asked}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tools = [TOOL] if answer is CALL else None
+        prompt = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
         texts.append(tokenizer(f"{prompt}{answer}<|im_end|>").input_ids)
     width = max(map(len, texts))
     ids = torch.tensor([text + [tokenizer.eos_token_id] * (width - len(text)) for text in texts])
@@ -70,12 +77,13 @@ def learned(path):
     return str(path)
 
 
-def get(url, body=None):
+def get(url, body=None, method=None, **headers):
     """The status and the text of an answer; `body`: what is posted."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **headers}
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+        with urllib.request.urlopen(request) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -109,7 +117,7 @@ class Served:
     def stream(self, asked, **options):
         """The text, and the last chunk."""
         chunks = list(self.ask(asked, stream=True, **options))
-        return "".join(c.choices[0].delta.content or "" for c in chunks), chunks
+        return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
 
     def metrics(self):
         families = text_string_to_metric_families(get(f"{self.url}/metrics")[1])
@@ -119,11 +127,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder, assistant=None, *, batching=False, **limits):
+def serving(folder, assistant=None, *, batching=False, limits=None, tenants=None, **blocks):
     """What serves the model of a folder, one request after another or side by side."""
     assistant = assistant or SamAssistant(memory=OutputMemory(), budget=8)
-    limits = {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256} | limits
-    config = {"continuous_batching": batching, "cb_config": ContinuousBatchingConfig(**limits)}
-    app = build_app(folder, assistant, **config, device="cpu", dtype="float32")
+    blocks = {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256} | blocks
+    config = {"continuous_batching": batching, "cb_config": ContinuousBatchingConfig(**blocks)}
+    config |= {"limits": limits, "tenants": tenants, "device": "cpu", "dtype": "float32"}
+    app = build_app(folder, assistant, **config)
     with listening(app) as url:
-        yield Served(url, assistant, folder)
+        wait_until(lambda: get(f"{url}/ready")[0] == 200)
+        served = Served(url, assistant, folder)
+        served.service = app.state.service
+        yield served

@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import inspect
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
 from transformers import __version__
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
 
 from ...assistants import Assistant
-from ...attachment import attach, attached_to
-from ...host.positions import position_limit
+from ...attachment import attach
+from ...policy.stats import Stats
+from ...system.log import get_logger
 
 try:
-    from .handlers import handlers_of, told
-    from .managers import State, parsed
+    from .fields import ChatFields, CompletionFields, ResponseFields
+    from .refusals import FAILED, RefusedError, of_faults
+    from .service import Limits, Service
+    from .tenants import Tenants
 except ImportError as error:
     raise ImportError(
         "the server: expected transformers 5.20 or a later release that has what it extends, got "
         f"{__version__} ({error})"
     ) from error
 
+logger = get_logger(__name__)
+
 _PREFIX = "hf_retrieval_assist"
+# What a refusal is called that no field is at fault of.
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def build_app(
     model: str,
     assistant: Assistant,
     *,
+    limits: Limits | None = None,
+    tenants: Tenants | None = None,
     continuous_batching: bool = False,
     cb_config: Any = None,
     enable_cors: bool = False,
@@ -44,9 +55,13 @@ def build_app(
 ) -> FastAPI:
     """The server's application, with its model loaded.
 
+    Its `state.service` is the :class:`~.service.Service` that answers.
+
     Args:
         model: path or hub id; the only one that is served.
         assistant: drafts for every request.
+        limits: what requests may take; None: :class:`~.service.Limits`' defaults.
+        tenants: whose requests are answered, each with an assistant of its own; None: everybody's.
         continuous_batching: whether requests are decoded side by side.
         cb_config: transformers' `ContinuousBatchingConfig`; None: its defaults.
         enable_cors: whether pages of other origins may ask.
@@ -54,29 +69,37 @@ def build_app(
             quantization, trust_remote_code.
 
     Raises:
-        OSError, ValueError: the model cannot be loaded.
+        OSError, ValueError: the model cannot be loaded, or tenants are asked for where requests
+            are decoded side by side.
     """
-    state = State(continuous_batching=continuous_batching, cb_config=cb_config)
-    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # 5.23 and later
-        loading["continuous_batching"] = continuous_batching
-    models = _Models(assistant, state, force_model=model, **loading)
-    handlers = handlers_of(models, state)
-    app = build_server(models, generation_state=state, enable_cors=enable_cors, **handlers)
-    app.router.routes[:] = [r for r in app.routes if getattr(r, "path", None) != "/load_model"]
+    service = _loaded(model, assistant, limits, tenants, continuous_batching, cb_config, loading)
+    figures = _Figures(assistant.stats)
     registry = CollectorRegistry()
-    registry.register(_Figures(assistant))
+    registry.register(figures)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse({"detail": told(error.errors())}, 422)
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        warming = asyncio.ensure_future(warm_up())
+        yield
+        warming.cancel()
+        await asyncio.to_thread(service.close)
 
-    @app.post("/load_model")
-    async def load_model(body: dict[str, Any]) -> StreamingResponse:
-        if body.get("model") != model:
-            raise HTTPException(422, f"model: expected {model!r}")
-        return StreamingResponse(
-            models.load_model_streaming(models.name), media_type="text/event-stream"
+    async def warm_up() -> None:
+        try:
+            await service.warm_up()
+            figures.begin()
+        except RefusedError as error:
+            logger.error("the model could not be tested (%s)", error)
+
+    app = FastAPI(title="hf-retrieval-assist", lifespan=lifespan)
+    app.state.service = service
+    if enable_cors:
+        all_ = ["*"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=all_, allow_methods=all_, allow_headers=all_
         )
+    _refuse(app)
+    _answer(app, service)
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -85,67 +108,153 @@ def build_app(
     return app
 
 
-class _Models(ModelManager):
-    """Loads one model, with an assistant at it.
+def _loaded(
+    model: str,
+    assistant: Assistant,
+    limits: Limits | None,
+    tenants: Tenants | None,
+    continuous_batching: bool,
+    cb_config: Any,
+    loading: dict[str, Any],
+) -> Service:
+    if continuous_batching and tenants is not None:
+        raise ValueError("tenants: expected none beside continuous batching, which has one account")
+    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # 5.23 and later
+        loading["continuous_batching"] = continuous_batching
+    # A model that is forced is loaded at once, and is not unloaded when it is idle.
+    manager = ModelManager(force_model=model, **loading)
+    name = manager.process_model_name(model)
+    found, processor = manager.load_model_and_processor(name)
+    attach(found, assistant)
+    batching = None
+    modality = manager.get_model_modality(found, processor)
+    if continuous_batching:
+        from transformers import ContinuousBatchingConfig
 
-    Attributes:
-        name: of the model.
-        positions: the most tokens of a text that it has positions for.
-    """
+        batching = ContinuousBatchingConfig() if cb_config is None else cb_config
+    wanted = Limits() if limits is None else limits
+    return Service(found, processor, model, modality, assistant, wanted, batching, tenants)
 
-    name = ""
-    positions: int
 
-    def __init__(self, assistant: Assistant, state: State, **options: Any):
-        self.assistant, self._state = assistant, state
-        super().__init__(**options)
+def _answer(app: FastAPI, service: Service) -> None:
+    """The routes that answer."""
 
-    def load_model_and_processor(self, name: str, *args: Any, **options: Any) -> tuple[Any, Any]:
-        if name != (self.name or name):
-            raise HTTPException(400, f"model: expected {self.force_model!r}, got {name!r}")
-        model, processor = super().load_model_and_processor(name, *args, **options)
-        if attached_to(model) is None:
-            self.name, self.positions = name, position_limit(model)
-            attach(model, self.assistant)
-            tokenizer = getattr(processor, "tokenizer", processor)
-            tokenizer.parse_response = functools.partial(parsed, tokenizer)
-        return model, processor
+    @app.post("/v1/chat/completions")
+    async def chat_completions(fields: ChatFields, request: Request) -> Response:
+        return await service.answer(fields, request)
 
-    def shutdown(self) -> None:
-        """Forget the model, and what decodes requests side by side with it."""
-        self._state.shutdown()
-        super().shutdown()
+    @app.post("/v1/completions")
+    async def completions(fields: CompletionFields, request: Request) -> Response:
+        return await service.answer(fields, request)
 
-    def served(self) -> tuple[Any, Any]:
-        """The model and its processor."""
-        return self.load_model_and_processor(self.name)
+    @app.post("/v1/responses")
+    async def responses(fields: ResponseFields, request: Request) -> Response:
+        return await service.answer(fields, request)
+
+    def told() -> dict[str, Any]:
+        return {"id": service.name, "object": "model", "created": 0, "owned_by": "local"}
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [told()]}
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        if name != service.name:
+            message = f"model: expected {service.name!r}, got {name!r}"
+            raise RefusedError(message, "model", "model_not_found", 404)
+        return told()
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        return _state(service.worker.is_alive, "alive")
+
+    @app.get("/ready")
+    def ready() -> JSONResponse:
+        return _state(service.worker.is_alive and service.is_ready, "ready")
+
+    @app.delete("/tenants/{name}")
+    def erase(name: str, request: Request) -> dict[str, Any]:
+        if service.tenants is None:
+            raise RefusedError("this server has no tenants", code="not_found", status=404)
+        service.tenants.erase(name, request.headers)
+        return {"tenant": name, "erased": True}
+
+
+def _state(good: bool, name: str) -> JSONResponse:
+    return JSONResponse({"status": name if good else f"not {name}"}, 200 if good else 503)
+
+
+def _refuse(app: FastAPI) -> None:
+    """Everything that is not served, in the form that OpenAI's clients read."""
+
+    def told(refusal: RefusedError) -> JSONResponse:
+        return JSONResponse(refusal.body, refusal.status, refusal.headers)
+
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> JSONResponse:
+        return told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def misread(_: Request, error: RequestValidationError) -> JSONResponse:
+        return told(of_faults(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        code = _CODES.get(error.status_code, "invalid_value")
+        return told(RefusedError(message, code=code, status=error.status_code))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        logger.error("a request failed", exc_info=error)
+        return told(FAILED)
 
 
 class _Figures(Collector):
-    """What the assistant did since the server began."""
+    """What assistants did since the model was tested."""
 
-    def __init__(self, assistant: Assistant):
-        self.assistant = assistant
+    def __init__(self, stats: Stats):
+        self._stats = stats
+        self._before: dict[Any, float] = {}
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._before = dict(self._counts())
+
+    def _counts(self) -> Iterator[tuple[Any, float]]:
+        total = self._stats.total
+        for name, (attribute, _) in _COUNTED.items():
+            yield name, getattr(total, attribute)
+        for name, (_, _, counts) in _LABELLED.items():
+            yield from (((name, key), value) for key, value in [*counts(self._stats).items()])
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        stats = self.assistant.stats
-        for name, (field, about) in _COUNTED.items():
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", about, getattr(stats.total, field))
-        for name, about, label, counts in (
-            ("source_tokens", "Accepted tokens that each source drafted.", "source", stats.sources),
-            ("seconds", "By phase.", "phase", stats.total.seconds),
-        ):
+        now = {key: value - self._before.get(key, 0) for key, value in self._counts()}
+        for name, (_, about) in _COUNTED.items():
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", about, now[name])
+        for name, (about, label, _) in _LABELLED.items():
             family = CounterMetricFamily(f"{_PREFIX}_{name}", about, labels=[label])
-            for key, value in [*counts.items()]:
-                family.add_metric([key], value)
+            for key, value in now.items():
+                if key[0] == name:
+                    family.add_metric([key[1]], value)
             yield family
 
 
 # Names of counters: their fields of `CallStats`, and what they count.
 _COUNTED = {
-    "requests": ("calls", "Requests that have ended."),
+    "requests": ("calls", "Answers that have ended."),
     "tokens": ("tokens", "Generated tokens."),
-    "forwards": ("forwards", "Forwards behind the prefills, of each request."),
+    "forwards": ("forwards", "Forwards behind the prefills, of each answer."),
     "drafted_tokens": ("drafted", "Drafted tokens that were verified."),
     "accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
+}
+# Names of those that have labels: what they count, the label, and where they are counted.
+_LABELLED: dict[str, tuple[str, str, Callable[[Stats], Mapping[str, float]]]] = {
+    "source_tokens": (
+        "Accepted tokens that each source drafted.",
+        "source",
+        lambda stats: stats.sources,
+    ),
+    "seconds": ("By phase.", "phase", lambda stats: stats.total.seconds),
 }

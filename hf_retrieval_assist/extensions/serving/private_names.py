@@ -53,26 +53,20 @@ transformers.generation.continuous_batching.requests:RequestState
 transformers.generation.continuous_batching.requests:FutureRequestState
   state; query_length; has_new_token; complete_blocks | a request in a step
 # Needed by the server
-transformers.cli.serving.utils:GenerationState
-  get_manager(model_id, use_cb); is_cb_alive(); shutdown() | the kinds of managers
-transformers.cli.serving.utils:BaseGenerateManager
-  generate_streaming(model, processor, inputs, gen_config, request_id, response_parser);
-    generate_non_streaming(model, processor, inputs, gen_config, request_id) | a request's
-    prediction and length
-transformers.cli.serving.utils:CBGenerateManager
-  init_cb(model, gen_config); _cb | the longest request of continuous batching
+transformers.generation.continuous_batching.continuous_api:ContinuousBatchingManager
+  background_thread_status; output_router; batch_processor | a worker that died, answers that were
+    left
 transformers.cli.serving.utils
-  _StreamError(msg) | answers
+  build_response_parser(processor, model, input_ids, tools); get_response_template(processor,
+    model); response_events_to_chunks(events); ReasoningText; ToolCall | reasoning and calls in
+    answers
 transformers.cli.serving.utils:BaseHandler
-  _build_generation_config(body, model_generation_config, use_cb) | fields of requests
-transformers.cli.serving.chat_completion:ChatCompletionHandler
-  _build_completion(usage); _build_chunk_sse(usage) | tokens of predictions
-transformers.cli.serving.transcription:TranscriptionHandler
-  _prepare_audio_inputs() | files without sound
+  get_processor_inputs_from_messages(messages, modality) | messages
+transformers.cli.serving.response:ResponseHandler
+  _normalize_input(body) | items of a conversation
 transformers.cli.serving.model_manager:ModelManager
-  load_model_and_processor(); load_model_streaming() | the model with its assistant
-transformers.cli.serving.server
-  build_server(model_manager, generation_state, enable_cors) | the routes
+  load_model_and_processor(); process_model_name(model_id); get_model_modality(model, processor) |
+    the model
 """
 
 GROUPS = groups(_NAMES)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
 
+import typer
 from typer import Argument, Option
 
+from ...system.arguments import byte_count
 from .models import DTYPE, loaded
+
+_FINISHING = 8.0  # seconds in which answers may be finished after SIGTERM
 
 _MEMORY = Option(
     None,
@@ -14,14 +23,33 @@ _MEMORY = Option(
     help="file, or redis:// URL, of the outputs that later ones are drafted from; default: those "
     "since the server began",
 )
+_MAX_BYTES = Option("256M", parser=byte_count, metavar="BYTES", help="memory for outputs")
+_EXTRA = Option(
+    None, parser=byte_count, metavar="BYTES", help="memory for smaller copies of weights"
+)
+_TENANTS = Option(
+    None,
+    metavar="FILE|header:NAME",
+    help="draft for each tenant from its own outputs alone: those of a file with a name and an API "
+    "key in each line, or those that a header names",
+)
+_ADMIN = Option(None, metavar="FILE", help="holds the key with which tenants are erased")
 _BATCHING = Option(False, "--continuous-batching", help="decode requests side by side")
+_PROMPT = Option(
+    None, min=1, metavar="N", help="tokens of a prompt; default: the model's positions"
+)
+_ANSWER = Option(None, min=1, metavar="N", help="tokens of an answer; default: the same")
 
 
 def serve(
     model: str = Argument(..., help="path or hub id of the model, the only one that is served"),
     memory: str | None = _MEMORY,
+    max_bytes: int = _MAX_BYTES,
     private: bool = Option(False, "--private", help="draft from no other request's output"),
+    tenants: str | None = _TENANTS,
+    admin_key: Path | None = _ADMIN,
     corpus: str | None = Option(None, help="texts, or a datastore, to draft from"),
+    extra_memory: int | None = _EXTRA,
     device: str = Option("auto", help="auto, cpu, cuda:0, ..."),
     dtype: str = DTYPE,
     attn_implementation: str | None = Option(None, help="such as sdpa or eager"),
@@ -30,25 +58,128 @@ def serve(
     cb_page_size: int | None = Option(None, min=1, help="tokens of a page of the cache"),
     cb_num_blocks: int | None = Option(None, min=1, help="blocks of the cache"),
     cb_max_batch_tokens: int | None = Option(None, min=1, help="tokens that a step may feed"),
+    max_prompt_tokens: int | None = _PROMPT,
+    max_answer_tokens: int | None = _ANSWER,
+    max_waiting: int = Option(128, min=1, metavar="N", help="requests that may wait"),
+    max_seconds: float = Option(600, min=1, metavar="S", help="of a request, waiting included"),
     host: str = Option("localhost", help="address that is listened at"),
     port: int = Option(8000, min=0, help="0: any that is free"),
     enable_cors: bool = Option(False, "--enable-cors", help="let pages of any origin ask"),
     log_level: str = Option("info", help="debug, info, warning, error"),
 ) -> None:
     """Serve a model by an OpenAI-compatible API, with drafts, until interrupted."""
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise FileNotFoundError(f"MODEL: expected a folder or hub id, got {model}, which is none")
     from transformers import ContinuousBatchingConfig
 
     uvicorn, build_app = _server()
-    assistant = _assistant(model, memory, private, corpus)
-    limits = {"num_blocks": cb_num_blocks, "max_batch_tokens": cb_max_batch_tokens}
+    from ...extensions.serving.service import Limits
+
+    make = _Assistants(model, memory, max_bytes, private, corpus, extra_memory)
+    owners = _tenants(tenants, admin_key, private, make)
+    bounds = {"num_blocks": cb_num_blocks, "max_batch_tokens": cb_max_batch_tokens}
     if cb_page_size is not None:
-        limits["page_size"] = cb_page_size
+        bounds["page_size"] = cb_page_size
     loading = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     loading |= {"device": device, "dtype": dtype}
-    served: dict[str, Any] = {"continuous_batching": continuous_batching}
-    served |= {"cb_config": ContinuousBatchingConfig(**limits), "enable_cors": enable_cors}
-    app = build_app(model, assistant, **served, **loading)
-    uvicorn.run(app, host=host, port=port, log_level=log_level)
+    app = build_app(
+        model,
+        make.assistant,
+        limits=Limits(max_prompt_tokens, max_answer_tokens, max_waiting, max_seconds),
+        tenants=owners,
+        continuous_batching=continuous_batching,
+        cb_config=ContinuousBatchingConfig(**bounds),
+        enable_cors=enable_cors,
+        **loading,
+    )
+    service = app.state.service
+    told = service.told | {
+        "assistant": make.assistant,
+        "outputs": make.about if owners is None else f"{make.about}, of each tenant alone",
+        "tenants": "none: all requests share outputs" if owners is None else owners,
+        "corpus": corpus or "none",
+    }
+    if private:
+        told |= {"outputs": "kept for nobody", "tenants": "none"}
+    for name, value in told.items():
+        print(f"{name:<10} {value}", flush=True)
+    service.on_ready = lambda: print("ready: the model has been tested", flush=True)
+    _run(uvicorn, app, host=host, port=port, log_level=log_level)
+
+
+class _Assistants:
+    """Makes the assistants of a server: one for all requests, or one for each tenant.
+
+    Attributes:
+        assistant: for all requests.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        memory: str | None,
+        max_bytes: int,
+        private: bool,
+        corpus: str | None,
+        extra_memory: int | None,
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        from ...memory.output_memory import OutputMemory
+        from ...presets import tokenised
+
+        if private and memory:
+            raise ValueError("--private: expected no --memory beside it, got one")
+        place: dict[str, Any] = {}
+        if memory is not None:
+            place = {"url" if "://" in memory else "path": memory}
+        self._memory = OutputMemory(max_bytes, **place)
+        self._extra_memory = extra_memory
+        # Tenants share what is indexed.
+        tokenizer = None if corpus is None else loaded(AutoTokenizer, model)
+        self._corpus = None if corpus is None else tokenised(corpus, tokenizer)
+        made = self._made(self._memory)
+        self.assistant = made.private() if private else made
+
+    def _made(self, memory: Any) -> Any:
+        from ...presets import SamAssistant
+
+        return SamAssistant(self._corpus, memory=memory, extra_memory=self._extra_memory)
+
+    def of_tenant(self, name: str) -> Any:
+        """A tenant's, whose figures count among those of all."""
+        made = self._made(self._memory.namespace(name))
+        made.stats = made.policy.stats = self.assistant.stats
+        return made
+
+    def forget(self, tenant: str) -> None:
+        """Erase a tenant's outputs, and what was learnt of them."""
+        self._memory.namespace(tenant).forget()
+
+    @property
+    def about(self) -> str:
+        """Where outputs are kept."""
+        return f"{self._memory!r}"
+
+
+def _tenants(named: str | None, admin_key: Path | None, private: bool, make: _Assistants) -> Any:
+    """Whose requests are answered; None: everybody's."""
+    if private and named is not None:
+        raise ValueError("--private: expected no --tenants beside it, got some")
+    if named is None:
+        if admin_key is not None:
+            raise ValueError("--admin-key: expected --tenants beside it, got none")
+        return None
+    from ...extensions.serving.tenants import Tenants, read_keys
+
+    key = None if admin_key is None else admin_key.read_text(encoding="utf-8").strip()
+    if key == "":
+        raise ValueError(f"{admin_key}: expected a key, got an empty file")
+    kind, _, header = named.partition(":")
+    whose: dict[str, Any] = {"keys": read_keys(Path(named))} if kind != "header" else {}
+    if kind == "header":
+        whose = {"header": header}
+    return Tenants(make.of_tenant, make.forget, admin_key=key, **whose)
 
 
 def _server() -> tuple[Any, Any]:
@@ -63,16 +194,29 @@ def _server() -> tuple[Any, Any]:
     return uvicorn, build_app
 
 
-def _assistant(model: str, memory: str | None, private: bool, corpus: str | None) -> Any:
-    from transformers import AutoTokenizer
+def _run(uvicorn: Any, app: Any, **options: Any) -> None:
+    """Answer until a signal, then finish what is being written, for some seconds."""
+    service = app.state.service
 
-    from ...memory.output_memory import OutputMemory
-    from ...presets import SamAssistant
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_FINISHING, loop.run_in_executor, None, service.close)
+            await super().shutdown(sockets)
 
-    if private and memory:
-        raise ValueError("--private: expected no --memory beside it, got one")
-    place = "url" if memory is not None and "://" in memory else "path"
-    outputs = OutputMemory(**{place: memory})  # type: ignore[arg-type]
-    tokenizer = None if corpus is None else loaded(AutoTokenizer, model)
-    assistant = SamAssistant(corpus, memory=outputs, tokenizer=tokenizer)
-    return assistant.private() if private else assistant
+    def ended(*_: Any) -> NoReturn:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, ended)
+    code: Any = 0
+    try:
+        Server(uvicorn.Config(app, timeout_graceful_shutdown=_FINISHING + 1, **options)).run()
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as end:
+        code = end.code
+    if not service.close():
+        # A forward goes on, which nothing can interrupt; what was written is on disk.
+        sys.stdout.flush()
+        os._exit(int(code or 0))
+    raise typer.Exit(code)

@@ -1,0 +1,356 @@
+"""The fields of requests: what they may hold, and what of OpenAI's API is not served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from .refusals import RefusedError
+
+_MOST_CHOICES = 128
+_MOST_STOPS = 16
+_LOGPROBS = "message.output_text.logprobs"
+_Object = dict[str, Any]
+
+
+def _unserved(expected: Any) -> PydanticCustomError:
+    told = {"expected": json.dumps(expected)}
+    return PydanticCustomError("not_served", "not served, expected {expected}", told)
+
+
+def _only(expected: Any) -> AfterValidator:
+    """A field with which one thing alone may be asked for; null asks for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and (value != expected or type(value) is not type(expected)):
+            raise _unserved(expected)
+        return value
+
+    return AfterValidator(check)
+
+
+def _read(check: Callable[[Any], Any]) -> AfterValidator:
+    """A field that is read by a function; null asks for nothing."""
+    return AfterValidator(lambda value: None if value is None else check(value))
+
+
+def _expect(condition: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"expected {expected}")
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """One or several prompts, texts or token ids all."""
+    several = value if isinstance(value, list) else [value]
+    if value == several and all(type(one) is int for one in several):
+        several = [value]
+    texts = bool(several) and all(isinstance(one, str) and one for one in several)
+    ids = bool(several) and all(
+        isinstance(one, list) and one and all(type(n) is int and n >= 0 for n in one)
+        for one in several
+    )
+    _expect(texts or ids, "a text, a list of texts, or token ids, none of them empty")
+    _expect(len(several) <= _MOST_CHOICES, f"at most {_MOST_CHOICES} prompts")
+    return several
+
+
+def _stops(value: Any) -> list[str]:
+    several = [value] if isinstance(value, str) else value
+    texts = isinstance(several, list) and all(isinstance(s, str) and s for s in several)
+    _expect(texts and len(several) <= _MOST_STOPS, f"a text, or up to {_MOST_STOPS}, none empty")
+    return list(dict.fromkeys(several))
+
+
+def _items(value: Any) -> str | list[_Object]:
+    """What a response goes on from: a text, or items of a conversation."""
+    objects = isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    _expect(objects or (isinstance(value, str) and value), "a text, or a list of items")
+    if objects:
+        kind = value[0].get("type") if "role" not in value[0] else None
+        begins = kind not in ("function_call", "function_call_output", "reasoning")
+        _expect(begins, "a message or content first")
+    return value
+
+
+def _schema(value: Any) -> _Object | None:
+    """A format's JSON schema; {}: any JSON; None: free text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {}
+    _expect(kind == "json_schema", "a type of text, json_object or json_schema")
+    # Chats have it one deeper than responses.
+    schema = value.get("json_schema", value).get("schema")
+    _expect(isinstance(schema, dict), "an object under schema")
+    return dict(schema)
+
+
+def _tools(value: Any) -> list[_Object]:
+    """Functions, as chat templates take them."""
+    _expect(isinstance(value, list), "a list")
+    tools = []
+    for tool in value:
+        _expect(isinstance(tool, dict), "an object for each tool")
+        if tool.get("type", "function") != "function":
+            raise _unserved("function")
+        inner = {name: held for name, held in tool.items() if name != "type"}
+        function = tool.get("function", inner)
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        _expect(named and function["name"], "a function with a name")
+        parameters = function.get("parameters")
+        _expect(isinstance(parameters, dict | None), "an object under parameters")
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _choice(value: Any) -> str | tuple[str]:
+    """none, auto, required, or the one function that is to be called."""
+    if value in ("none", "auto", "required"):
+        return str(value)
+    named = value.get("function", value) if isinstance(value, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    _expect(isinstance(name, str) and name, "none, auto, required or a function by its name")
+    return (str(name),)
+
+
+def _text(value: Any) -> str:
+    """What an answer is expected to resemble."""
+    held = value if isinstance(value, dict) and value.get("type") == "content" else {}
+    content = held.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    found = [text for text in texts if isinstance(text, str)]
+    _expect(len(found) == len(texts), "content of type content, a text or parts with texts")
+    return "".join(found)
+
+
+def _settings(value: Any) -> _Object:
+    """Settings of `generate` in JSON, none of which takes all memory or all time."""
+    found = json.loads(value) if isinstance(value, str) else None
+    _expect(isinstance(found, dict), "an object of settings as JSON in a text")
+    settings: _Object = dict(found or {})
+    for name, number in settings.items():
+        # Beams and their like take memory each; of others a tensor has to hold the number.
+        most = 1000 if name.startswith("num_") else 2**63 - 1
+        if isinstance(number, (int, float)):
+            _expect(abs(number) <= most, f"{name} of at most {most}")
+    # An answer has no place for the one; the other outlives a call that fails.
+    for name, only in (("num_return_sequences", 1), ("assistant_early_exit", None)):
+        _expect(settings.get(name) in (None, only), f"no {name}")
+    return settings
+
+
+def _effort(value: Any) -> str | None:
+    """How much a model is to reason, from what responses hold of it."""
+    _expect(isinstance(value, dict), "an object")
+    for name in value.keys() - {"effort"}:
+        if value[name] is not None:
+            raise _unserved(None)
+    _expect(isinstance(value.get("effort"), str | None), "a text under effort")
+    return value.get("effort")
+
+
+def _text_format(value: Any) -> _Object | None:
+    _expect(isinstance(value, dict), "an object")
+    if value.get("verbosity") not in (None, "medium"):
+        raise _unserved("medium")
+    return None if value.get("format") is None else _schema(value["format"])
+
+
+def _included(value: Any) -> list[str]:
+    if not isinstance(value, list) or not {*map(str, value)} <= {_LOGPROBS}:
+        raise _unserved([_LOGPROBS])
+    return value
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # hides lengths from who reads along: nothing is added
+
+
+_Count = Annotated[int, Field(ge=1)]
+_Few = Annotated[int, Field(ge=0, le=20)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Biases = dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]]
+
+
+class Fields(BaseModel):
+    """What a request for texts may hold; a field of null says nothing.
+
+    Attributes:
+        text_field: the name of the field with the prompt.
+        length_field: the name of the one that bounds the answer.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    text_field: ClassVar[str]
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    generation_config: Annotated[Any, _read(_settings)] = None
+    prediction: Annotated[Any, _read(_text)] = None
+    # Nothing is kept of a client, so that these say nothing here.
+    user: str | None = None
+    metadata: _Object | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, body: Any) -> Any:
+        """Refuse halves of characters, which no prompt and no answer can hold."""
+        for name, value in body.items() if isinstance(body, dict) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except (UnicodeEncodeError, RecursionError) as error:
+                said = f"{name!a}: expected text, got {type(error).__name__}: {error}"
+                raise RefusedError(said, name) from None
+        return body
+
+    @property
+    def length_field(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def top(self) -> int | None:
+        """How many likely tokens are told at each place besides the one that came; None: no
+        probabilities are."""
+        raise NotImplementedError
+
+    @property
+    def schema_in_json(self) -> _Object | None:
+        """What the answer is held to; {}: any JSON; None: nothing."""
+        return None
+
+
+class Conversation(Fields):
+    """Requests that a chat template renders."""
+
+    tools: Annotated[Any, _read(_tools)] = None
+    tool_choice: Annotated[Any, _read(_choice)] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: _Object | None = None
+
+
+class _Choices(Fields):
+    """Requests that may ask for several answers."""
+
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    max_tokens: _Count | None = None
+    stop: Annotated[Any, _read(_stops)] = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: _Biases | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class ChatFields(Conversation, _Choices):
+    """Those of `/v1/chat/completions`."""
+
+    text_field: ClassVar[str] = "messages"
+
+    messages: Annotated[list[_Object], Field(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Few | None = None
+    response_format: Annotated[Any, _read(_schema)] = None
+    reasoning_effort: str | None = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    functions: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only("none")] = None
+    audio: Annotated[Any, _only(None)] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    web_search_options: Annotated[Any, _only(None)] = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
+        _expect(top is None or info.data.get("logprobs"), "logprobs beside it")
+        return top
+
+    @property
+    def length_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def schema_in_json(self) -> _Object | None:
+        return self.response_format
+
+
+class CompletionFields(_Choices):
+    """Those of `/v1/completions`."""
+
+    text_field: ClassVar[str] = "prompt"
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    suffix: str | None = None
+    logprobs: _Few | None = None
+    best_of: Annotated[Any, _only(1)] = None
+    echo: Annotated[Any, _only(False)] = None
+
+    @property
+    def length_field(self) -> str:
+        return "max_tokens"
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class ResponseFields(Conversation):
+    """Those of `/v1/responses`."""
+
+    text_field: ClassVar[str] = "input"
+
+    input: Annotated[Any, AfterValidator(_items)]
+    instructions: str | None = None
+    max_output_tokens: _Count | None = None
+    text: Annotated[Any, _read(_text_format)] = None
+    reasoning: Annotated[Any, _read(_effort)] = None
+    include: Annotated[Any, _read(_included)] = None
+    top_logprobs: _Few | None = None
+    stream_options: _StreamOptions | None = None
+    truncation: Annotated[Any, _only("disabled")] = None
+    background: Annotated[Any, _only(False)] = None
+    conversation: Annotated[Any, _only(None)] = None
+    previous_response_id: Annotated[Any, _only(None)] = None
+    prompt: Annotated[Any, _only(None)] = None
+    max_tool_calls: Annotated[Any, _only(None)] = None
+
+    @property
+    def length_field(self) -> str:
+        return "max_output_tokens"
+
+    @property
+    def top(self) -> int | None:
+        asked = self.include or self.top_logprobs is not None
+        return (self.top_logprobs or 0) if asked else None
+
+    @property
+    def schema_in_json(self) -> _Object | None:
+        return self.text

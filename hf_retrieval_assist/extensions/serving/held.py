@@ -1,0 +1,177 @@
+"""Answers that are held to something: a schema, a call of a tool, tokens that came already."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from .refusals import RefusedError
+from .written import Call
+
+_MARKED = {"\ue000": "\ue001"}  # arguments that no tool has
+_KEPT = 64  # grammars
+
+
+class Penalties(LogitsProcessor):
+    """Takes from the logits of tokens that were generated.
+
+    Args:
+        presence: from those that came.
+        frequency: for each time that they came.
+        length: tokens of the prompt, which do not count.
+    """
+
+    def __init__(self, presence: float, frequency: float, length: int) -> None:
+        self._presence, self._frequency, self._length = presence, frequency, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids[:, self._length :]):
+            tokens, counts = ids.unique(return_counts=True)
+            scores[row, tokens] -= self._presence + self._frequency * counts
+        return scores
+
+
+class Held:
+    """What the text of an answer can be held to, by xgrammar.
+
+    Args:
+        model: that writes it.
+        tokenizer: the model's.
+        ends: ids of tokens that end an answer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, ends: frozenset[int]) -> None:
+        self._model, self._tokenizer, self._ends = model, tokenizer, ends
+        self._compiler: Any = None
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def to_schema(self, field: str, schema: Mapping[str, Any]) -> LogitsProcessor:
+        """Hold an answer to a JSON schema; {}: to any JSON object.
+
+        Raises:
+            RefusedError: the library is missing, or knows no such schema.
+        """
+        return self._processor(field, (("", json.dumps(schema), ""),))
+
+    def to_call(
+        self, tools: Sequence[Mapping[str, Any]], name: str | None
+    ) -> tuple[LogitsProcessor, Callable[[str], Call | None]]:
+        """Hold an answer to one call of a tool, by its name or of any.
+
+        Returns:
+            What does so, and what gives the call that such an answer spells.
+
+        Raises:
+            RefusedError: the library is missing, there is no such tool, or the model's chat
+                template writes calls in a form that is not known.
+        """
+        named = {tool["function"]["name"]: tool for tool in tools}
+        if not named or (name is not None and name not in named):
+            got = f"no tool of the name {name!r}" if named else "no tools"
+            raise RefusedError(f"tool_choice: expected one of the tools, got {got}", "tool_choice")
+        wanted = [*named] if name is None else [name]
+        around = {one: self._around(named[one], tools) for one in wanted}
+        forms = []
+        for one in wanted:
+            before, after = around[one]
+            parameters = named[one]["function"].get("parameters") or {"type": "object"}
+            forms.append((before, json.dumps(parameters), after))
+
+        def read(text: str) -> Call | None:
+            for one, (before, after) in around.items():
+                if text.startswith(before) and text.endswith(after):
+                    return Call(one, text[len(before) : len(text) - len(after)])
+            return None
+
+        return self._processor("tool_choice", tuple(forms)), read
+
+    def _around(
+        self, tool: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str]:
+        """What a chat template writes before and behind the arguments of a call."""
+        call = {"name": tool["function"]["name"], "arguments": _MARKED}
+        asked = [{"role": "user", "content": "?"}]
+        # Templates that write an id want nine characters.
+        called = [{"type": "function", "function": call, "id": 9 * "0"}]
+        render: Callable[..., str] = self._tokenizer.apply_chat_template
+        options = {"tools": [*tools], "tokenize": False}
+        try:
+            before = render(asked, add_generation_prompt=True, **options)
+            said = {"role": "assistant", "content": "", "tool_calls": called}
+            after = render([*asked, said], **options)
+        except Exception as error:
+            raise self._refused(f"{type(error).__name__}: {error}") from error
+        common = os.path.commonprefix([before, after])  # noqa: RUF071 - of characters, not of paths
+        text = after[len(common) :]
+        for ascii_only in (False, True):
+            head, found, tail = text.partition(json.dumps(_MARKED, ensure_ascii=ascii_only))
+            if found and call["name"] in head:
+                break
+        else:
+            raise self._refused("no arguments in JSON behind a name")
+        ends = [self._tokenizer.decode([token]) for token in self._ends]
+        cuts = (at for end in ends if (at := tail.find(end)) >= 0)
+        tail = tail[: min(cuts, default=len(tail))]
+        ids = self._tokenizer(head + tail, add_special_tokens=False).input_ids
+        if special := {*ids} & {*self._tokenizer.all_special_ids}:
+            raise self._refused(f"the token {self._tokenizer.decode([min(special)])!r}")
+        return head, tail
+
+    def _refused(self, found: str) -> RefusedError:
+        return RefusedError(
+            "tool_choice: expected a model whose chat template writes calls as a name and "
+            f"arguments in JSON, got {found}",
+            "tool_choice",
+            "unsupported_value",
+        )
+
+    def _processor(self, field: str, forms: tuple[tuple[str, str, str], ...]) -> LogitsProcessor:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise RefusedError(
+                f"{field}: expected the extra named structured, which this server lacks ({error})",
+                field,
+                "unsupported_value",
+            ) from error
+        try:
+            grammar = self._compiled(forms)
+        except (RuntimeError, ValueError) as error:
+            raise RefusedError(f"{field}: {error}", field) from error
+        processor: LogitsProcessor = xgrammar.contrib.hf.LogitsProcessor(grammar)
+        return processor
+
+    def _compile(self, forms: tuple[tuple[str, str, str], ...]) -> Any:
+        """One of several texts, each around JSON of a schema."""
+        import xgrammar
+
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer,
+                vocab_size=len(self._model.get_output_embeddings().weight),
+                stop_token_ids=[*self._ends],
+            )
+            self._compiler = xgrammar.GrammarCompiler(info)
+        grammars = []
+        for before, schema, after in forms:
+            # One layout leaves less open, so that more is drafted.
+            held = xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
+            if schema == "{}":
+                held = xgrammar.Grammar.builtin_json_grammar()
+            texts = [
+                xgrammar.Grammar.from_ebnf(f"root ::= {json.dumps(s)}")
+                for s in (before, after)
+                if s
+            ]
+            grammars.append(
+                xgrammar.Grammar.concat(texts[0], held, texts[1]) if len(texts) == 2 else held
+            )
+        whole = grammars[0] if len(grammars) == 1 else xgrammar.Grammar.union(*grammars)
+        return self._compiler.compile_grammar(whole)

@@ -1,0 +1,225 @@
+"""What a request asks a model: its prompt as token ids, and everything in it that is read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import BaseHandler, Modality
+
+from .fields import ChatFields, CompletionFields, Fields, ResponseFields
+from .refusals import RefusedError
+
+# What a request can make the code raise that reads it.
+_BY_A_REQUEST = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError),
+    *(TemplateError, TypeError, ValueError),
+)
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = ("text", "input_text", "output_text")
+# What messages hold besides; that it is nothing, in answers that come back as part of a prompt.
+_OF_MESSAGES = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_NOTHING = {"refusal", "audio", "function_call", "annotations"}
+# Arguments of `apply_chat_template` that are no variables of a template.
+_OF_THE_SERVER = inspect.signature(
+    PreTrainedTokenizerBase.apply_chat_template
+).parameters.keys() - {"documents"}
+# Texts with more characters for each token that is allowed are looked at from the beginning first.
+_FEWEST_CHARACTERS = 8
+
+
+class Prompts:
+    """Makes prompts of requests.
+
+    Args:
+        model: whose prompts.
+        processor: its tokenizer, or what has one.
+        modality: what it reads.
+        most: tokens of a prompt.
+    """
+
+    def __init__(self, model: Any, processor: Any, modality: Modality, most: int):
+        self._model, self._processor, self._modality = model, processor, modality
+        self._most = most
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+
+    def of(self, fields: Fields) -> list[dict[str, Any]]:
+        """The inputs of each prompt of a request, with `input_ids` among them.
+
+        Raises:
+            RefusedError: it cannot be read, or is too long.
+        """
+        try:
+            if isinstance(fields, CompletionFields):
+                found = [self._encoded(prompt) for prompt in fields.prompt]
+            elif isinstance(fields, ChatFields):
+                found = [self._rendered(fields, fields.messages)]
+            else:
+                assert isinstance(fields, ResponseFields)
+                found = [self._rendered(fields, _messages(fields))]
+        except _BY_A_REQUEST as error:
+            said = f"{fields.text_field}: {type(error).__name__}: {error}"
+            raise RefusedError(said, fields.text_field) from error
+        for inputs in found:
+            self._bound(fields.text_field, inputs["input_ids"].shape[1])
+        return found
+
+    def _bound(self, field: str, length: int, more: str = "") -> None:
+        if not 1 <= length <= self._most:
+            raise RefusedError(
+                f"{field}: expected 1 to {self._most} tokens, got {more}{length}",
+                field,
+                "context_length_exceeded",
+            )
+
+    def _encoded(self, prompt: str | Sequence[int]) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            self._glance("prompt", prompt)
+            return self._tensors(self.tokenizer(prompt, return_tensors="pt"))
+        last = self._model.get_input_embeddings().weight.shape[0] - 1
+        if max(prompt) > last:
+            raise RefusedError(f"prompt: expected ids up to {last}, got {max(prompt)}", "prompt")
+        ids = torch.tensor([prompt])
+        return self._tensors({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def _glance(self, field: str, text: str) -> None:
+        """Refuse a text far beyond the bound by its beginning, which takes no longer than that."""
+        some = _FEWEST_CHARACTERS * self._most
+        if len(text) > some:
+            ids = self.tokenizer(text[:some], add_special_tokens=False).input_ids
+            # The cut may have made some tokens of one.
+            self._bound(field, max(1, len(ids) - _FEWEST_CHARACTERS), "more than ")
+
+    def _tensors(self, inputs: Any) -> dict[str, Any]:
+        return {
+            name: value.to(self._model.device) if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+
+    def _rendered(self, fields: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """A conversation, as the chat template writes it."""
+        field = fields.text_field
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RefusedError(
+                f"{field}: expected a model with a chat template, which {self._model.name_or_path} "
+                "has none of; ask /v1/completions",
+                field,
+                "unsupported_value",
+            )
+        for number, message in enumerate(messages):
+            self._check(f"{field}.{number}", field, message)
+        variables = self._variables(fields)
+        read = BaseHandler.get_processor_inputs_from_messages(messages, self._modality)
+        for one, given in zip(read, messages, strict=True):
+            one |= {n: given[n] for n in ("name", "reasoning_content") if given.get(n) is not None}
+            if one["role"] == "developer" and not self._names("developer"):
+                one["role"] = "system"
+        tools = None if fields.tool_choice == "none" else fields.tools
+        render: Callable[..., Any] = self._processor.apply_chat_template
+        common = {"add_generation_prompt": True, **variables}
+        text = render(read, tools=tools, tokenize=False, **common)
+        self._glance(field, text)
+        if tools and text == render(read, tokenize=False, **common):
+            raise RefusedError(
+                "tools: expected a model whose chat template has a place for them",
+                "tools",
+                "unsupported_parameter",
+            )
+        if self._modality is Modality.LLM:
+            self._find_all(
+                field, read, lambda other: render(other, tools=tools, tokenize=False, **common)
+            )
+            # Its own beginning of a text is in the template.
+            return self._tensors(
+                self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            )
+        options = {"return_dict": True, "tokenize": True, "return_tensors": "pt"}
+        return self._tensors(render(read, tools=tools, **options, **common))
+
+    def _check(self, place: str, field: str, message: Mapping[str, Any]) -> None:
+        """Refuse what would be left out of a message in silence."""
+        if message.get("role") not in _ROLES:
+            raise RefusedError(
+                f"{place}.role: expected one of {', '.join(_ROLES)}, got {message.get('role')!r}",
+                field,
+            )
+        for name, value in message.items():
+            if name not in _OF_MESSAGES and not (name in _NOTHING and not value):
+                known = ", ".join(sorted(_OF_MESSAGES))
+                raise RefusedError(f"{place}: expected {known}, got {name!r}", field)
+        content = message.get("content")
+        if not isinstance(content, (str, list, type(None))):
+            raise RefusedError(f"{place}.content: expected a text or parts, got {content!r}", field)
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in _TEXTS and not isinstance(part.get("text"), str):
+                raise RefusedError(f"{place}.content.{number}.text: expected a text", field)
+            if kind not in _TEXTS and (self._modality is Modality.LLM or not isinstance(kind, str)):
+                raise RefusedError(
+                    f"{place}.content.{number}.type: expected text, which is all that the model "
+                    f"reads, got {kind!r}",
+                    field,
+                    "unsupported_value",
+                )
+
+    def _names(self, variable: str) -> bool:
+        return variable in str(self.tokenizer.chat_template)
+
+    def _variables(self, fields: Any) -> dict[str, Any]:
+        """A template's variables that the request sets."""
+        variables = dict(fields.chat_template_kwargs or {})
+        if taken := variables.keys() & _OF_THE_SERVER:
+            raise RefusedError(
+                f"chat_template_kwargs: expected a template's, got {min(taken)}",
+                "chat_template_kwargs",
+            )
+        name = "reasoning_effort" if isinstance(fields, ChatFields) else "reasoning"
+        if (effort := getattr(fields, name)) is not None:
+            if not self._names("reasoning_effort"):
+                raise RefusedError(
+                    f"{name}: expected none, since the model's chat template has no place for it, "
+                    f"got {effort!r}",
+                    name,
+                    "unsupported_parameter",
+                )
+            variables["reasoning_effort"] = effort
+        return variables
+
+    def _find_all(
+        self, field: str, messages: list[dict[str, Any]], render: Callable[[Any], str]
+    ) -> None:
+        """Refuse a message that the template leaves out."""
+        marks = [f"\u2039{number}\u203a" for number in range(len(messages))]
+        marked = [
+            message | {"content": mark} if message.get("content") else message
+            for message, mark in zip(messages, marks, strict=True)
+        ]
+        try:
+            text = render(marked)
+        except _BY_A_REQUEST:
+            return  # it reads what it writes, and was content with what was there
+        for number, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+            if message.get("content") and mark not in text:
+                raise RefusedError(
+                    f"{field}.{number}: expected what the model's chat template writes, which "
+                    f"leaves out this message of role {message['role']}",
+                    field,
+                    "unsupported_value",
+                )
+
+
+def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
+    """The conversation that a response goes on with."""
+    body = {"input": fields.input, "instructions": fields.instructions}
+    try:
+        found: list[dict[str, Any]] = ResponseHandler._normalize_input(body)
+    except HTTPException as error:
+        raise RefusedError(f"input: {error.detail}", "input") from error
+    return found
