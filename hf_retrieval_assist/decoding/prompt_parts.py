@@ -21,6 +21,9 @@ from ..policy.stats import CallStats
 from ..verification.service import PER_TOKEN
 from .call import Call
 
+# A part is shorter by a token for each so many in front of it, and this share at least.
+_SHORTER, _SHORTEST = 32, 4
+
 
 class _Parts(NamedTuple):
     tokens: int
@@ -38,7 +41,7 @@ def prompts_in_parts(tokens: int, between: Callable[[], None]) -> Iterator[None]
     not the usual one, and beside hooks of the caller's.
 
     Args:
-        tokens: of a part.
+        tokens: of the first part, and of a prompt that is fed whole, at most.
         between: called before each part but the last one. It may generate with the same model and
             assistant; what it raises ends the call.
     """
@@ -67,8 +70,8 @@ def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -
         return 0.0
     token = _parts.set(None)
     try:
-        for end in range(parts.tokens, length, parts.tokens):
-            ids = call.input_ids[:, end - parts.tokens : end]
+        for start, end in _spans(parts.tokens, length):
+            ids = call.input_ids[:, start:end]
             begun = perf_counter()
             parts.between()
             left = perf_counter()
@@ -81,6 +84,15 @@ def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -
     finally:
         _parts.reset(token)
     return others
+
+
+def _spans(tokens: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where the parts of a prompt begin and end, the last one's left out. Later ones are shorter,
+    since their tokens attend to more."""
+    start, end = 0, tokens
+    while end < length:
+        yield start, end
+        start, end = end, end + max(tokens // _SHORTEST, tokens - end // _SHORTER)
 
 
 def _is_usual(call: Call, cache: Any) -> bool:

@@ -88,8 +88,8 @@ def build_app(
         try:
             await service.warm_up()
             figures.begin()
-        except RefusedError as error:
-            logger.error("the model could not be tested (%s)", error)
+        except Exception as error:
+            logger.error("the model could not be tested", exc_info=error)
 
     app = FastAPI(title="hf-retrieval-assist", lifespan=lifespan)
     app.state.service = service

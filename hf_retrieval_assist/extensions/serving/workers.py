@@ -144,9 +144,10 @@ class OneByOne:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         with self._changed:
-            # The answers of one request are one that waits.
-            waiting = len({id(job.request) for job in self._waiting})
-            _refuse_more(waiting, self._most, self._seconds)
+            # The answers of one request are one that waits, until the first is begun.
+            begun = {id(job.request) for job in [*self._running]}
+            waiting = {id(job.request) for job in self._waiting} - begun
+            _refuse_more(len(waiting), self._most, self._seconds)
             self._waiting += jobs
             self._changed.notify()
 

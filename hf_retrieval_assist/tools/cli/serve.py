@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,8 @@ from typer import Argument, Option
 from ...system.arguments import byte_count
 from .models import DTYPE, loaded
 
-_FINISHING = 8.0  # seconds in which answers may be finished after SIGTERM
+_PROBES = ("/health", "/ready", "/metrics")  # which would fill the log
+_FINISHING = 7.0  # seconds in which answers may be finished after SIGTERM
 
 _MEMORY = Option(
     None,
@@ -208,6 +210,8 @@ def _run(uvicorn: Any, app: Any, **options: Any) -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, ended)
+    access = logging.getLogger("uvicorn.access")
+    access.addFilter(lambda line: not any(f"GET {one} " in line.getMessage() for one in _PROBES))
     code: Any = 0
     try:
         Server(uvicorn.Config(app, timeout_graceful_shutdown=_FINISHING + 1, **options)).run()

@@ -1,0 +1,145 @@
+"""Requests to the server whose answers are held to a schema or to a call."""
+
+import json
+import shutil
+
+import openai
+import pytest
+import transformers
+from packaging.version import Version
+
+pytest.importorskip("xgrammar", reason="make test-structured")
+if Version(transformers.__version__) < Version("5.20"):
+    pytest.skip("the server needs transformers 5.20", allow_module_level=True)
+
+from tests.support.served import ANSWERS, TOOL, learned, serving, tokenizer_of_bytes
+
+SIZE = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}, "fits": {"type": "boolean"}},
+    "required": ["size", "fits"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "size", "schema": SIZE, "strict": True}}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Ghent", "Delft"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": CITY}}
+RAIN = {"type": "function", "function": {**TOOL["function"], "parameters": CITY}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serving(learned(tmp_path_factory.mktemp("model"))) as found:
+        yield found
+
+
+def is_sized(text):
+    found = json.loads(text)
+    return found["size"] in ("small", "large") and isinstance(found["fits"], bool)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2, "extra_body": {"seed": 3}}, {"n": 2}])
+def test_answers_keep_to_a_schema(served, options):
+    for answer in (
+        served.ask("hello", response_format=FORMAT, **options),
+        served.ask("list", response_format=FORMAT, logprobs=True, top_logprobs=1, **options),
+    ):
+        for choice in answer.choices:
+            assert is_sized(choice.message.content)
+            assert choice.finish_reason == "stop"
+    if "n" not in options:
+        assert is_sized(served.stream("hello", response_format=FORMAT, **options)[0])
+    assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
+
+
+def test_responses_keep_to_a_schema(served):
+    text = {"format": {"type": "json_schema", "name": "size", "schema": SIZE}}
+    options = {"model": served.model, "input": "hello", "text": text}
+    assert is_sized(served.client.responses.create(**options).output_text)
+    *_, last = served.client.responses.create(**options, stream=True)
+    assert is_sized(last.response.output_text)
+
+
+def test_answers_are_json(served):
+    text = served.ask("hello", response_format={"type": "json_object"}, max_tokens=300)
+    try:
+        assert isinstance(json.loads(text.choices[0].message.content), dict)
+    except json.JSONDecodeError:
+        assert text.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", [[RAIN], [TIME, RAIN]])
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_calls_are_required(served, choice, tools, stream):
+    named = {"type": "function", "function": {"name": choice}}
+    options = {"tools": tools, "tool_choice": choice if choice == "required" else named}
+    if stream:
+        text, chunks = served.stream("hello", **options)
+        assert not text
+        calls = [one.choices[0].delta.tool_calls for one in chunks]
+        ((call,),) = [one for one in calls if one]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        message = served.ask("hello", **options).choices[0]
+        assert not message.message.content
+        (call,) = message.message.tool_calls
+        reason = message.finish_reason
+    assert reason == "tool_calls"
+    assert call.function.name in ({"weather"} if choice == "weather" else {"time", "weather"})
+    assert json.loads(call.function.arguments)["city"] in ("Ghent", "Delft")
+
+
+def test_responses_call_what_is_named(served):
+    flat = {"type": "function", **RAIN["function"]}
+    options = {"model": served.model, "input": "hello", "tools": [flat]}
+    options["tool_choice"] = {"type": "function", "name": "weather"}
+    (call,) = served.client.responses.create(**options).output
+    assert json.loads(call.arguments)["city"] in ("Ghent", "Delft")
+
+
+def test_no_tool_is_called_where_none_may_be(served):
+    found = served.ask("rain?", tools=[RAIN], tool_choice="none").choices[0]
+    assert found == served.ask("rain?").choices[0]
+
+
+REFUSED = [
+    ({"tool_choice": "required"}, "tool_choice", "got no tools"),
+    (
+        {"tools": [RAIN], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+        "got no tool of the name 'x'",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        "response_format",
+        "no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "param", "message"), REFUSED)
+def test_what_nothing_can_be_held_to_is_refused(served, options, param, message):
+    with pytest.raises(openai.BadRequestError, match=message) as found:
+        served.ask("hello", **options)
+    assert found.value.param == param
+
+
+def test_templates_that_write_calls_otherwise_are_named(served, tmp_path):
+    shutil.copytree(served.model, tmp_path / "model")
+    tokenizer = tokenizer_of_bytes()
+    tokenizer.chat_template = tokenizer.chat_template.replace("|tojson", "|string")
+    tokenizer.save_pretrained(tmp_path / "model")
+    told = pytest.raises(openai.BadRequestError, match="no arguments in JSON behind a name")
+    with serving(str(tmp_path / "model")) as other, told:
+        other.ask("hello", tools=[RAIN], tool_choice="required")
+
+
+def test_what_a_schema_forces_is_drafted(served):
+    served.ask("hello", response_format=FORMAT)
+    last = served.assistant.stats.last
+    assert last.accepted > last.tokens // 2
