@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from transformers import __version__
 from transformers.cli.serving.model_manager import ModelManager
 
+from ... import __version__ as VERSION
 from ...assistants import Assistant
 from ...attachment import attach
 from ...policy.stats import Stats
@@ -91,7 +92,15 @@ def build_app(
         except Exception as error:
             logger.error("the model could not be tested", exc_info=error)
 
-    app = FastAPI(title="hf-retrieval-assist", lifespan=lifespan)
+    app = FastAPI(
+        title="hf-retrieval-assist",
+        version=VERSION,
+        lifespan=lifespan,
+        responses={
+            "4XX": {"description": "refused, with a reason"},
+            "5XX": {"description": "failed, or not ready"},
+        },
+    )
     app.state.service = service
     if enable_cors:
         all_ = ["*"]

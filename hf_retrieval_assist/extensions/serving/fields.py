@@ -202,6 +202,7 @@ class Fields(BaseModel):
 
     model: str | None = None
     stream: bool | None = None
+    stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -215,6 +216,12 @@ class Fields(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _beside_stream(cls, options: Any, info: ValidationInfo) -> Any:
+        _expect(options is None or info.data.get("stream"), "stream beside it")
+        return options
 
     @model_validator(mode="before")
     @classmethod
@@ -262,7 +269,6 @@ class _Choices(Fields):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: _Biases | None = None
-    stream_options: _StreamOptions | None = None
 
 
 class ChatFields(Conversation, _Choices):
@@ -334,7 +340,6 @@ class ResponseFields(Conversation):
     reasoning: Annotated[Any, _read(_effort)] = None
     include: Annotated[Any, _read(_included)] = None
     top_logprobs: _Few | None = None
-    stream_options: _StreamOptions | None = None
     truncation: Annotated[Any, _only("disabled")] = None
     background: Annotated[Any, _only(False)] = None
     conversation: Annotated[Any, _only(None)] = None

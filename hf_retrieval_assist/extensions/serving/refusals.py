@@ -62,7 +62,9 @@ def of_faults(faults: Iterable[Any]) -> RefusedError:
     place = [part for part in fault["loc"] if part != "body"]
     kind, param = fault["type"], str(place[0]) if place else None
     message = fault["msg"].removeprefix("Value error, ")
-    if kind not in ("missing", "extra_forbidden", "json_invalid"):
+    if not place and kind != "json_invalid":
+        message = "expected a JSON object, sent as content-type: application/json"
+    elif kind not in ("missing", "extra_forbidden", "json_invalid"):
         message += f", got {fault['input']!r:.{_SHOWN}}"
     path = ".".join(map(str, place)) or "body"
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")

@@ -1,5 +1,6 @@
 """The server, driven by the API's own client: plain answers, predictions, bad requests, figures."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -10,8 +11,10 @@ import sys
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, __version__, set_seed
@@ -23,6 +26,11 @@ from transformers.cli.serving.utils import (
 )
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.extensions.serving.fields import (
+    ChatFields,
+    CompletionFields,
+    ResponseFields,
+)
 from hf_retrieval_assist.extensions.serving.written import Form, Parser, Written
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
@@ -196,6 +204,7 @@ CHATS = {
     "response_format": [("invalid_value", "json", {"type": "json_schema"})],
     "top_logprobs": [("invalid_value", 5)],  # without logprobs
     "stream_options": [("unknown_parameter", {"colour": 1})],
+    "verbosity": [("unsupported_value", "low")],
     "modalities": [("unsupported_value", ["audio"])],
     "audio": [("unsupported_value", {})],
     "functions": [("unsupported_value", [{"name": "f"}])],
@@ -286,6 +295,46 @@ def test_what_is_no_object_is_refused(served, raw):
         status, text = get(f"{served.url}/v1/{route}", raw)
         assert status == 400
         assert json.loads(text)["error"]["message"]
+
+
+def test_forms_are_no_json(served):
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    status, text = get(f"{served.url}/v1/chat/completions", {"messages": ASKED}, **kind)
+    assert status == 400
+    assert "content-type: application/json" in json.loads(text)["error"]["message"]
+
+
+def test_the_page_has_every_field():
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "server.md").read_text()
+    table = page[page.index("| field |") : page.index("Everything else is refused")]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", table, re.MULTILINE)))
+    fields = ChatFields, CompletionFields, ResponseFields
+    assert sorted(named) == sorted({name for kind in fields for name in kind.model_fields})
+
+
+def test_clients_that_wait_for_nobody(served):
+    """The asynchronous client: answers, streams and refusals."""
+
+    async def ask():
+        url = f"{served.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            options = {"model": served.model, "messages": ASKED, "temperature": 0}
+            create = partial(client.chat.completions.create, **options)
+            answers = await asyncio.gather(*(create() for _ in range(4)))
+            chunks = [chunk async for chunk in await create(stream=True)]
+            with pytest.raises(openai.BadRequestError) as found:
+                await create(n=0)
+            response = await client.responses.create(model=served.model, input="hello")
+            text = await client.completions.create(model=served.model, prompt="x", max_tokens=3)
+            return answers, chunks, found.value, response, text
+
+    answers, chunks, error, response, text = asyncio.run(ask())
+    assert {one.choices[0].message.content for one in answers} == {ANSWERS["hello"]}
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == ANSWERS["hello"]
+    assert (error.param, error.code, error.type) == ("n", "invalid_value", "invalid_request_error")
+    assert "greater than or equal to 1" in str(error)
+    assert response.output_text == ANSWERS["hello"]
+    assert text.usage.completion_tokens <= 3
 
 
 def test_what_is_not_there_is_told(served):
