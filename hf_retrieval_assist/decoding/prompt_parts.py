@@ -12,9 +12,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
 
-from ..cache.kv_cache import stands_for
+from ..cache.kv_cache import has_slots, stands_for
 from ..host import transformers_private as private
 from ..host.callers_hooks import has_callers_hooks
 from ..policy.stats import CallStats
@@ -100,7 +99,7 @@ def _is_usual(call: Call, cache: Any) -> bool:
     kwargs = call.model_kwargs
     return (
         call.batch_size == 1
-        and type(cache) is DynamicCache
+        and has_slots(cache)
         and not private.is_callers(cache)
         and not cache.get_seq_length()
         and stands_for(cache, call.model, 1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from ..cache.kv_cache import SlotCache
+from ..cache.kv_cache import SlotCache, has_slots
 from ..cache.states import SavedStates, States
 from ..host.scopes import scopes_left
 from ..host.transformers_private import input_device, is_callers, why_no_mask
@@ -132,7 +132,7 @@ class Engine:
         name, forgets = service.cache_name, service.forgets(batch)
         given: Any = model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
-        if is_callers(given) or (type(own) is DynamicCache and own.get_seq_length()):
+        if is_callers(given) or (has_slots(own) and own.get_seq_length()):
             cache = SlotCache.wrapping(own, config, capacity, forgets)
         else:
             if type(own) not in (DynamicCache, StaticCache):

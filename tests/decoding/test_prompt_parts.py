@@ -1,0 +1,157 @@
+"""Prompts that are fed in parts: the same text, with others' calls in between."""
+
+import time
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MambaForCausalLM,
+    Qwen2ForCausalLM,
+    set_seed,
+)
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
+from hf_retrieval_assist.policy.account import Account
+from tests.support.lossless import build
+
+PART = 5
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
+OTHER = PROMPT[:, 4:18]
+KINDS = [LlamaForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen2ForCausalLM]
+
+
+def run(model, ids=PROMPT, seed=3, **options):
+    set_seed(seed)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **options)
+
+
+def in_parts(model, between=lambda: None, **options):
+    """The text, and how often somebody looked about."""
+    looked = []
+
+    def look():
+        looked.append(True)
+        between()
+
+    with prompts_in_parts(PART, look):
+        text = run(model, **options)
+    return text, len(looked)
+
+
+@pytest.mark.parametrize("budget", [0, 6])
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_whole_prompts(kind, sample, budget):
+    model = build(kind)
+    assistant = SamAssistant(budget=budget)
+    for options in ({}, {"attention_mask": None}, {"ids": PROMPT[:, : PART + 1]}):
+        options = {"do_sample": sample, **options}
+        plain = run(model, **options)
+        for _ in range(2):
+            found, looked = in_parts(model, assistant=assistant, **options)
+            assert torch.equal(found, plain)
+            assert looked == (1 if "ids" in options else 4)
+    total = assistant.stats.total
+    assert total.calls == 6
+    assert total.seconds["prefill"] < total.seconds["total"]
+
+
+def test_calls_at_rest_feed_parts_too(monkeypatch):
+    monkeypatch.setattr(Account, "rests", lambda self: True)
+    model, assistant = build(), SamAssistant()
+    found, looked = in_parts(model, assistant=assistant)
+    assert torch.equal(found, run(model))
+    assert (looked, assistant.stats.last.tier) == (4, "at rest")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_generate_in_between(kind):
+    """With the same model and assistant, whole prompts and random numbers of their own."""
+    model, assistant = build(kind), SamAssistant(budget=6)
+    plain, plain_other = run(model, do_sample=True), run(model, ids=OTHER, seed=9, do_sample=True)
+    seen = []
+
+    def between():
+        with torch.random.fork_rng():
+            seen.append(run(model, ids=OTHER, seed=9, do_sample=True, assistant=assistant))
+
+    found, looked = in_parts(model, between, do_sample=True, assistant=assistant)
+    assert torch.equal(found, plain)
+    assert looked == len(seen) == 4
+    assert all(torch.equal(text, plain_other) for text in seen)
+
+
+class LeftError(Exception):
+    pass
+
+
+def test_a_call_that_is_left_leaves_nothing_behind():
+    model, assistant = build(), SamAssistant(budget=6)
+    plain, looks = run(model), iter([False, False, True])
+
+    def between():
+        if next(looks):
+            raise LeftError
+
+    with pytest.raises(LeftError):
+        in_parts(model, between, assistant=assistant)
+    assert torch.equal(run(model, assistant=assistant), plain)
+    assert torch.equal(in_parts(model, assistant=assistant)[0], plain)
+
+
+def test_time_of_others_is_not_the_calls():
+    model, assistant = build(), SamAssistant()
+    run(model, assistant=assistant)  # is tested
+    with prompts_in_parts(PART, lambda: time.sleep(0.1)):
+        run(model, assistant=assistant)
+    assert assistant.stats.last.seconds["total"] < 0.3
+
+
+UNUSUAL = {
+    "a short prompt": lambda model: {"ids": PROMPT[:, :PART]},
+    "a batch": lambda model: {"ids": PROMPT.repeat(2, 1)},
+    "a cache of the caller's": lambda model: {"past_key_values": DynamicCache(config=model.config)},
+    "a static cache": lambda model: {"cache_implementation": "static"},
+    "parts of transformers'": lambda model: {"prefill_chunk_size": 7},
+    "embeddings": lambda model: {
+        "ids": None,
+        "inputs_embeds": model.get_input_embeddings()(PROMPT),
+        "attention_mask": torch.ones_like(PROMPT),
+    },
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_prompts_are_fed_whole(case):
+    model = build()
+
+    def call(**options):
+        given = {**options, **UNUSUAL[case](model)}
+        if given.get("ids", PROMPT) is None:
+            del given["ids"]
+            set_seed(3)
+            return model.generate(max_new_tokens=16, do_sample=False, pad_token_id=0, **given)
+        return run(model, **given)
+
+    plain, looked = call(), []
+    with prompts_in_parts(PART, lambda: looked.append(True)):
+        assert torch.equal(call(assistant=SamAssistant(budget=6)), plain)
+    assert not looked
+
+
+def test_models_without_slots_and_with_hooks_are_fed_whole():
+    for model in (build(MambaForCausalLM), build()):
+        shown = []
+        handle = model.register_forward_hook(lambda *args, shown=shown: shown.append(args))
+        found, looked = in_parts(model, assistant=SamAssistant(budget=6))
+        assert looked == 0
+        assert shown
+        handle.remove()
+        assert torch.equal(found, run(model))
