@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +28,15 @@ from .format import (
     MAX_BYTES,
     MAX_VOCAB,
     Manifest,
+    MappedShard,
     Shard,
     code_width,
     decode,
+    map_shard,
     remove_unlisted,
     sync_directory,
     sync_file,
+    verify_files,
     write_manifest,
 )
 
@@ -140,7 +144,7 @@ def build_shards(
     directory: Path,
     options: BuildOptions,
     executor: Executor | None = None,
-    number: int = 0,
+    taken: Iterable[str] = (),
 ) -> tuple[Shard, ...]:
     """Write documents as indexed shards into a directory.
 
@@ -149,7 +153,7 @@ def build_shards(
         directory: where; must be the same directory wherever the executor runs.
         options: see :class:`BuildOptions`.
         executor: where shards are sorted; None: threads of this process.
-        number: of shards that the datastore has already.
+        taken: names of the shards that the datastore has already.
 
     Raises:
         ValueError: a document is not a flat sequence of ids below the vocabulary's size.
@@ -166,7 +170,7 @@ def build_shards(
     )
     shown: dict[str, Any] = {"unit": "tok", "unit_scale": True, "desc": "indexing"}
     with sorting as pool, tqdm(**shown, disable=not options.progress) as bar:
-        for text in _write_texts(documents, directory, options, number, bar):
+        for text in _write_texts(documents, directory, options, {*taken}, bar):
             if len(running) == options.workers:
                 shards.append(running.popleft().result())
             running.append(pool.submit(_index, text, directory, options.vocab_size))
@@ -190,18 +194,14 @@ class _Piece(NamedTuple):
 
 
 class _TextFile:
-    """The tokens file of a shard that is being filled, and what its documents are called.
-
-    The shard's name comes from what it holds and from its place in the datastore: a datastore that
-    is built again is the same, and equal shards of one are two.
-    """
+    """The tokens file of a shard that is being filled, and what its documents are called."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.documents = self.tokens = self.name_bytes = 0
         parts = "tokens", "documents", "names"
         self._paths = {part: directory / f"{number}.{part}.filling" for part in parts}
         self._files: dict[str, Any] = {part: p.open("wb") for part, p in self._paths.items()}
-        self._hash = hashlib.sha256(b"%d:" % number)
+        self._hash = hashlib.sha256()
 
     def write(self, batch: list[_Piece], vocab_size: int) -> None:
         codes = _encode([piece.ids for piece in batch], vocab_size)
@@ -217,9 +217,9 @@ class _TextFile:
             self._files[part].write(written)
             self._hash.update(written)
 
-    def close(self) -> Shard:
+    def close(self, taken: set[str]) -> Shard:
         """The shard is full; it gets its name, and is still to be indexed."""
-        name = self._hash.hexdigest()[:_NAME_DIGITS]
+        name = _free_name(self._hash.digest(), taken)
         for part, path in self._paths.items():
             sync_file(self._files[part])
             self._files[part].close()
@@ -227,25 +227,36 @@ class _TextFile:
         return Shard(name, self.documents, self.tokens, self.name_bytes)
 
 
+def _free_name(digest: bytes, taken: set[str]) -> str:
+    """A shard's name, from what it holds and from which names are taken; it is taken from now on.
+
+    A datastore that is built again is the same, and equal shards of one are two.
+    """
+    names = (hashlib.sha256(b"%d:" % number + digest).hexdigest() for number in count())
+    name = next(name[:_NAME_DIGITS] for name in names if name[:_NAME_DIGITS] not in taken)
+    taken.add(name)
+    return name
+
+
 def _write_texts(
     documents: Iterable[Ids | NamedIds],
     directory: Path,
     options: BuildOptions,
-    number: int,
+    taken: set[str],
     bar: tqdm[Any],
 ) -> Iterator[Shard]:
-    """Write tokens files, numbered from `number` on, and yield each when it is full or the last."""
+    """Write tokens files, and yield each when it is full or the last."""
     text: _TextFile | None = None
     for batch in _batches(documents, options.shard_codes):
         tokens = sum(len(piece.ids) for piece in batch)
         if text and text.documents + text.tokens + len(batch) + tokens > options.shard_codes:
-            yield text.close()
-            text, number = None, number + 1
-        text = text or _TextFile(directory, number)
+            yield text.close(taken)
+            text = None
+        text = text or _TextFile(directory, len(taken))
         text.write(batch, options.vocab_size)
         bar.update(tokens)
     if text:
-        yield text.close()
+        yield text.close(taken)
 
 
 def _batches(documents: Iterable[Ids | NamedIds], shard_codes: int) -> Iterator[list[_Piece]]:
@@ -284,24 +295,112 @@ def _encode(batch: list[Int32Array], vocab_size: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(code_bytes[:, 4 - code_width(vocab_size) :])
 
 
-def _index(text: Shard, directory: Path, vocab_size: int) -> Shard:
-    """Write the suffix array and bucket table of a tokens file."""
+def without_document(
+    path: Path, manifest: Manifest, name: str, directory: Path
+) -> tuple[Shard, ...]:
+    """The shards of the datastore at `path` without all documents of a name. Those that held one
+    are written into a directory, in O(their size); what is left of others is as it was.
+
+    Raises:
+        ValueError: there is no document of this name, or a file is altered.
+    """
+    known = name.encode(errors="replace").decode()  # as names are written
+    taken = {shard.name for shard in manifest.shards}
+    kept: list[Shard] = []
+    found = False
+    for shard in manifest.shards:
+        mapped = map_shard(path, shard, manifest.vocab_size)
+        gone = np.array([mapped.name(i) == known for i in range(shard.documents)])
+        found |= bool(name) and bool(gone.any())
+        if not gone.any():
+            kept.append(shard)
+        elif not gone.all():
+            verify_files(path, replace(manifest, shards=(shard,)))
+            kept.append(_rewrite(shard, mapped, gone, directory, manifest.vocab_size, taken))
+    if not found:
+        expected = "expected the name of a document, which `info --documents` lists"
+        raise ValueError(f"name: {expected}, got {name!r}")
+    return tuple(kept)
+
+
+def _rewrite(
+    shard: Shard,
+    mapped: MappedShard,
+    gone: NDArray[np.bool_],
+    directory: Path,
+    vocab_size: int,
+    taken: set[str],
+) -> Shard:
+    """Write a shard without some of its documents, bool [documents].
+
+    The suffixes that are left stay in their order, which is that of their codes up to the ends of
+    their documents. Where these are equal, sorting would go by the documents behind them; no lookup
+    does.
+    """
+    stops = mapped.ends[:, :2] + np.array([1, 0])  # of each document's codes, and of its name
+    starts = np.concatenate([[[0, 0]], stops[:-1]])
+    lost = np.cumsum((stops - starts) * gone[:, None], axis=0)  # up to each document's end
+    bounds = np.stack([starts[gone], stops[gone]], axis=1).reshape(-1, 2)
+    of_codes = bounds[:, 0].astype(np.uint32)
+    shifts = np.append(0, lost[gone, 0]).astype(np.uint32)
+    documents = mapped.ends[~gone]
+    documents[:, :2] -= lost[~gone].astype(np.uint32)
+    codes, suffixes, *_ = mapped.index
+    parts: dict[str, NDArray[Any]] = {
+        "tokens": _outside(codes.reshape(-1, code_width(vocab_size)), bounds[:, 0]),
+        "documents": documents,
+        "names": _outside(mapped.names, bounds[:, 1]),
+    }
+    ranked, end = np.empty(len(parts["tokens"]) - len(documents), np.uint32), 0
+    for block in _blocks(suffixes):
+        at = np.searchsorted(of_codes, block, side="right")  # odd inside what goes
+        stays = at % 2 == 0
+        left = block[stays] - shifts[at[stays] // 2]
+        ranked[end : end + len(left)] = left
+        end += len(left)
+    digest = hashlib.sha256(shard.name.encode())  # so that equal names are of equal files
+    for array in parts.values():
+        digest.update(array.data)
+    name = _free_name(digest.digest(), taken)
+    for part, array in parts.items():
+        _write(directory / f"{name}.{part}", array)
+    text = Shard(name, len(documents), len(ranked), len(parts["names"]))
+    return _index(text, directory, vocab_size, ranked)
+
+
+def _outside(array: NDArray[Any], bounds: NDArray[np.int64]) -> NDArray[Any]:
+    """What is outside some ranges of an array, whose starts and ends alternate and ascend."""
+    edges = [0, *bounds.tolist(), len(array)]
+    return np.concatenate([array[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)])
+
+
+def _write(path: Path, array: NDArray[Any]) -> None:
+    with path.open("wb") as file:
+        file.write(array.data)
+        sync_file(file)
+
+
+def _index(
+    text: Shard, directory: Path, vocab_size: int, suffixes: NDArray[np.uint32] | None = None
+) -> Shard:
+    """Write the suffix array, unless it is known and given, and bucket table of a tokens file."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
     counts = count_codes(codes, width, vocab_size)
     shift = _bucket_shift(vocab_size, text.tokens)
-    ranks = rank_codes(codes, width, counts)
-    rank_width = ranks.shape[1]
-    by_bytes = of_extra(*_SORTER).divsufsort(ranks.reshape(-1))
-    del ranks
+    if suffixes is None:
+        ranks = rank_codes(codes, width, counts)
+        rank_width = ranks.shape[1]
+        by_bytes = of_extra(*_SORTER).divsufsort(ranks.reshape(-1))
+        del ranks
+        suffixes = align_suffixes(by_bytes, rank_width, text.documents)
+        del by_bytes
     written: dict[str, NDArray[Any]] = {
-        "suffixes": align_suffixes(by_bytes, rank_width, text.documents),
+        "suffixes": suffixes,
         "starts": bucket_starts(counts, shift),
     }
     for part, array in written.items():
-        with (directory / f"{text.name}.{part}").open("wb") as file:
-            file.write(array.data)
-            sync_file(file)
+        _write(directory / f"{text.name}.{part}", array)
     sums = [hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values())]
     for part in ("documents", "names"):
         with (directory / f"{text.name}.{part}").open("rb") as file:

@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 
 from ..structures.suffix_array import SuffixArray, SuffixMatcher
 from ..types.passages import BESIDE, FEWEST, LONGEST, Place, Source, place_in
-from ..types.token_tree import Ids, Int32Array, NamedIds
-from .build import BuildOptions, build_shards, publish, staging_directory
+from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
+from .build import (
+    BuildOptions,
+    build_shards,
+    publish,
+    require_documents,
+    staging_directory,
+    without_document,
+)
 from .format import (
     MANIFEST,
     Manifest,
@@ -184,6 +191,54 @@ class Datastore(Source):
             _add(documents, staging, path, base, options, executor)
         return Datastore(self.path)
 
+    def remove(self, name: str) -> Datastore:
+        """Take out all documents of a name, in one step, and open the result.
+
+        Nothing of them is left in the store's files. The shards that held them are written anew
+        without being sorted again, in O(their size); others stay. Where a reader on Windows has an
+        old file mapped, the next change deletes it.
+
+        Raises:
+            ValueError: there is no such document, or no other one; a file is altered.
+            OSError: as of :meth:`build`.
+        """
+        path = self.path.resolve()
+        with staging_directory(path) as staging:
+            base = self._checked_successor(read_manifest(path))
+            shards = without_document(path, base, name, staging)
+            if not shards:
+                raise ValueError(
+                    f"name: expected a datastore with other documents, got {path} with {name!r} "
+                    "alone; replace it, or delete the directory"
+                )
+            publish(staging, path, replace(base, shards=shards))
+        return Datastore(self.path)
+
+    def replace(
+        self,
+        name: str,
+        documents: Iterable[Ids | NamedIds],
+        *,
+        memory: int = 1 << 32,
+        workers: int = 1,
+        progress: bool = True,
+        executor: Executor | None = None,
+    ) -> Datastore:
+        """Put documents in the place of all of a name, in one step, and open the result.
+
+        They get this name, whatever theirs were, and follow all others. Arguments and errors are
+        those of :meth:`build` and :meth:`remove`.
+        """
+        require_documents("documents", documents)
+        options = BuildOptions(self.vocab_size, memory, workers, progress)
+        path = self.path.resolve()
+        with staging_directory(path) as staging:
+            base = self._checked_successor(read_manifest(path))
+            base = replace(base, shards=without_document(path, base, name, staging))
+            ids = (named_ids(f"documents: document {n}", d)[1] for n, d in enumerate(documents))
+            _add((NamedIds(name, one) for one in ids), staging, path, base, options, executor)
+        return Datastore(self.path)
+
     def compact(
         self, *, memory: int = 1 << 32, workers: int = 1, progress: bool = True
     ) -> Datastore:
@@ -213,6 +268,17 @@ class Datastore(Source):
             for number, end in enumerate(shard.ends[:, 0].tolist()):
                 start = 0 if number == 0 else int(shard.ends[number - 1, 0]) + 1
                 yield NamedIds(shard.name(number), self._ids(shard, start, end))
+
+    def document_sizes(self) -> dict[str, int]:
+        """Tokens of each document by its name, in the order in which they were added; all documents
+        of one name together."""
+        sizes: dict[str, int] = {}
+        for shard in self._shards:
+            tokens = np.diff(shard.ends[:, 0].astype(np.int64), prepend=-1) - 1
+            for number, count in enumerate(tokens.tolist()):
+                name = shard.name(number)
+                sizes[name] = sizes.get(name, 0) + count
+        return sizes
 
     def _ids(self, shard: MappedShard, start: int, end: int) -> NDArray[np.uint32]:
         """uint32 [n], the token ids at some places of a shard, inside a document."""
@@ -369,7 +435,8 @@ def _add(
 ) -> None:
     """Publish at `path` the shards of `base` and those of the documents."""
     known = base.shards
-    shards: tuple[Shard, ...] = build_shards(documents, staging, options, executor, len(known))
+    taken = [shard.name for shard in known]
+    shards: tuple[Shard, ...] = build_shards(documents, staging, options, executor, taken)
     if not shards:
         raise ValueError("documents: expected at least one token, got an empty corpus")
     publish(staging, path, replace(base, shards=known + shards))

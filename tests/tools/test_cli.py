@@ -1,6 +1,7 @@
 """The command line: what it prints, what it leaves behind, and its exit codes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,28 @@ def test_append_verify_compact_info(store, corpus, tokenizer, capsys):
     tokens.write_bytes(tokens.read_bytes()[::-1])
     assert main(["verify", str(store)]) == 1
     assert "is altered" in capsys.readouterr().err
+
+
+def test_documents_are_listed_replaced_and_removed(store, corpus, tokenizer, tmp_path, capsys):
+    names = [f"{corpus}/a.py", f"{corpus}/b.jsonl:1"]
+    assert main(["info", str(store), "--documents"]) == 0
+    assert capsys.readouterr().out.endswith(f"         12 {names[0]}\n         11 {names[1]}\n")
+    new = tmp_path / "new.txt"
+    new.write_text("export")
+    replace = ["replace", str(store), names[0], str(new), "--quiet", "--tokenizer"]
+    assert main([*replace, tokenizer]) == 0
+    assert Datastore.open(store).document_sizes() == {names[1]: 11, names[0]: 6}
+    assert main(["remove", str(store), names[1]]) == 0
+    assert "documents   1" in capsys.readouterr().out
+    other = tmp_path / "tokenizer"
+    byte_tokenizer(["<pad>"]).save_pretrained(other)
+    for command, message in (
+        (["remove", str(store), names[1]], f"name: expected the name of a document, .*{names[1]}"),
+        (["remove", str(store), names[0]], "replace it, or delete the directory"),
+        ([*replace, str(other)], "another tokenizer"),
+    ):
+        assert main(command) == 1
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_build_tells_what_it_read_and_what_it_passed_over(store, tmp_path, tokenizer, capsys):

@@ -15,6 +15,7 @@ from ...system.arguments import byte_count
 from ...types.token_tree import NamedIds
 
 _STORE = Argument(..., help="the datastore's directory")
+_NAME = Argument(..., help="the document's, as `info --documents` shows it")
 _MEMORY = Option(
     "4G", parser=byte_count, metavar="BYTES", help="for sorting, such as 750M; bounds a shard"
 )
@@ -98,9 +99,39 @@ def _print_summary(store: Datastore) -> None:
         print(f"{name:<11} {value}")
 
 
-def info(path: Path = _STORE) -> None:
+def info(
+    path: Path = _STORE,
+    documents: bool = Option(False, "--documents", help="list documents: tokens, name"),
+) -> None:
     """Show what a datastore holds."""
-    _print_summary(Datastore.open(path))
+    store = Datastore.open(path)
+    _print_summary(store)
+    for name, tokens in store.document_sizes().items() if documents else ():
+        # Nothing that a name of somebody else's holds moves the cursor.
+        shown = name if name.isprintable() else repr(name)
+        print(f"{tokens:>11,} {shown or '(without a name)'}")
+
+
+def remove(path: Path = _STORE, name: str = _NAME) -> None:
+    """Take a document out of a datastore."""
+    _print_summary(Datastore.open(path).remove(name))
+
+
+def replace(
+    path: Path = _STORE,
+    name: str = _NAME,
+    source: str = Argument(..., help="the new text, as for build"),
+    tokenizer: str = _TOKENIZER,
+    memory: int = _MEMORY,
+    workers: int = _WORKERS,
+    quiet: bool = _QUIET,
+) -> None:
+    """Put a new text in the place of a document of a datastore."""
+    encoder = load_encoder(tokenizer)
+    store = Datastore.open(path, encoder.tokenizer)
+    documents = encoder.encode_stream(read_texts([source]))
+    options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
+    _print_summary(store.replace(name, documents, **options))
 
 
 def verify(path: Path = _STORE) -> None:
@@ -117,4 +148,4 @@ def compact(
     _print_summary(store.compact(memory=memory, workers=workers, progress=not quiet))
 
 
-COMMANDS = (build, info, verify, compact)
+COMMANDS = (build, info, remove, replace, verify, compact)
