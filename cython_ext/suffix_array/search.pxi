@@ -12,6 +12,7 @@ cdef struct Text:             # codes: token id + 1, and 0 after every document
     const uint8_t* codes      # [length * width], each big-endian in `width` bytes
     int64_t length
     int32_t width
+    Blocks blocks
 
 cdef struct Shard:
     Text text
@@ -20,6 +21,8 @@ cdef struct Shard:
     int64_t suffix_count
     int64_t bucket_count
     int32_t bucket_shift
+    Blocks suffix_blocks
+    Blocks start_blocks
 
 cdef struct Interval:         # ranks [low, high) of one shard's suffixes
     int64_t low
@@ -46,9 +49,9 @@ cdef inline int64_t suffixes_in(const Interval* intervals, int32_t shards) noexc
     return count
 
 cdef inline uint32_t code_at(const Text* text, int64_t position) noexcept nogil:
-    """The code at a position; 0, the end of a document, outside the text."""
+    """The code at a position; 0, the end of a document, outside the text and where it is damaged."""
     cdef const uint8_t* byte
-    if not 0 <= position < text.length:
+    if not (0 <= position < text.length and is_sound(&text.blocks, position)):
         return 0
     byte = text.codes + position * text.width
     if text.width == 3:
@@ -67,9 +70,10 @@ cdef inline void ask_rank(const Shard* shard, int64_t rank) noexcept nogil:
         prefetch(shard.suffixes + rank)
 
 cdef inline int64_t ask_place(const Shard* shard, int64_t rank, int32_t offset) noexcept nogil:
-    """The place `offset` into the suffix of a rank, prefetched; -1 for a rank that is none."""
+    """The place `offset` into the suffix of a rank, prefetched; -1 for a rank that is none, or that
+    is damaged."""
     cdef int64_t place
-    if not 0 <= rank < shard.suffix_count:
+    if not (0 <= rank < shard.suffix_count and is_sound(&shard.suffix_blocks, rank)):
         return -1
     place = <int64_t>shard.suffixes[rank] + offset
     if place < shard.text.length:
@@ -84,8 +88,10 @@ cdef inline Interval bucket_of(const Shard* shard, uint32_t code) noexcept nogil
     """The suffixes whose first code shares an entry of the bucket table with `code`."""
     cdef int64_t bucket = code >> shard.bucket_shift
     cdef Interval out
+    out.low = out.high = 0
     if bucket >= shard.bucket_count:
-        out.low = out.high = 0
+        return out
+    if not (is_sound(&shard.start_blocks, bucket) and is_sound(&shard.start_blocks, bucket + 1)):
         return out
     out.low = min(<int64_t>shard.starts[bucket], shard.suffix_count)
     out.high = max(out.low, min(<int64_t>shard.starts[bucket + 1], shard.suffix_count))

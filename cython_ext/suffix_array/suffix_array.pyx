@@ -5,21 +5,46 @@ bytes so that the order of its byte strings is the order of its code strings. A 
 the positions of its ids (not of the zeros) in the order of the suffixes that start there. A match
 therefore is an interval of ranks, its length the number of occurrences (Manber and Myers 1993).
 
-Everything here may point into files that someone altered. Ranks, positions and codes are checked
-where they are read: any bytes give some answer, and never an id outside the vocabulary.
+Everything here may point into files that someone altered. What is read is compared with checksums
+first. Ranks, positions and codes are checked where they are read too: any bytes, with sums that fit,
+give some answer, and never an id outside the vocabulary.
 """
 
 import numpy as np
 
-from libc.string cimport memmove
+cimport cython
+from libc.string cimport memcpy, memmove, memset
 
 from common.blocks cimport owned
 from common.heap cimport Entry, pop, push
 from common.prefetch cimport prefetch
-from common.types cimport int32_t, int64_t, uint8_t, uint32_t
+from common.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+include "suffix_array/soundness.pxi"
 include "suffix_array/search.pxi"
 include "suffix_array/selection.pxi"
+
+BLOCK_ENTRIES = 1 << BLOCK_BITS
+"""Entries of a file that share a checksum."""
+
+
+def block_sums(const uint8_t[::1] data not None, int64_t entry_bytes):
+    """The checksum of each block of a file whose entries take so many bytes: uint64 [blocks]."""
+    cdef Blocks blocks = Blocks(NULL, data.shape[0], entry_bytes << BLOCK_BITS, NULL, NULL, NULL)
+    cdef uint64_t[::1] sums = np.empty(block_count(&blocks), np.uint64)
+    cdef int64_t i
+    if blocks.size:
+        blocks.bytes = &data[0]
+    with nogil:
+        for i in range(sums.shape[0]):
+            sums[i] = sum_of(&blocks, i)
+    return np.asarray(sums)
+
+
+def damage(file, block) -> ValueError:
+    """What is raised where a block of a file is not as it was written."""
+    expected = "expected the checksum that it was written with, got another"
+    return ValueError(f"{file}: block {block} is damaged: {expected}")
 
 
 cdef class SuffixArray:
@@ -31,21 +56,30 @@ cdef class SuffixArray:
             kept, not copied, and may be read-only maps of files.
         width: bytes per code, 1 to 4.
         vocab_size: ids at or above it are neither matched nor proposed.
+        files: per shard `(name, sums)`: what its files are called, and uint64 sums of the blocks of
+            codes, suffixes and starts, behind one another. Blocks are compared with them when they
+            are first read. None: they are believed.
 
     Raises:
-        ValueError: no shard, an empty buffer, a length that is no multiple of `width`, or a width,
-            shift or vocabulary size out of range.
+        ValueError: no shard, an empty buffer, a length that is no multiple of `width`, a width,
+            shift or vocabulary size out of range, or too few sums. From any method here and of
+            `SuffixMatcher`, once a block that was read, by whomever, is damaged.
     """
 
     cdef Shard* shards
+    cdef uint8_t* damaged
+    cdef list names
     cdef readonly int32_t shard_count
     cdef readonly int64_t vocab_size
     cdef list buffers
 
-    def __cinit__(self, list shards, int32_t width, int64_t vocab_size):
+    def __cinit__(self, list shards, int32_t width, int64_t vocab_size, list files=None):
         cdef const uint8_t[::1] codes
         cdef const uint32_t[::1] suffixes, starts
+        cdef const uint64_t[::1] sums
+        cdef Blocks of_codes, of_suffixes, of_starts
         cdef int32_t shift, i
+        cdef int64_t used
         if not 1 <= width <= 4:
             raise ValueError(f"width: expected 1 to 4 bytes, got {width}")
         if not 1 <= vocab_size < 1 << 31:
@@ -55,6 +89,8 @@ cdef class SuffixArray:
         self.vocab_size = vocab_size
         self.shard_count = <int32_t>len(shards)
         self.buffers = []
+        self.names = []
+        self.damaged = <uint8_t*>owned(self.buffers, 1)
         self.shards = <Shard*>owned(self.buffers, len(shards) * sizeof(Shard))
         for i, (codes, suffixes, starts, shift) in enumerate(shards):
             if not 0 <= shift <= 30:
@@ -64,10 +100,61 @@ cdef class SuffixArray:
             if suffixes.shape[0] == 0 or starts.shape[0] < 2:
                 raise ValueError("suffixes and starts: expected at least one suffix and one bucket")
             self.buffers.append((codes, suffixes, starts))
+            name, sums = ("", None) if files is None else files[i]
+            used = 0
+            self.names.append(name)
+            self.buffers.append(sums)
+            of_codes = self.blocks(&codes[0], codes.shape[0] // width, width, sums, &used)
+            of_suffixes = self.blocks(<const uint8_t*>&suffixes[0], suffixes.shape[0], 4, sums, &used)
+            of_starts = self.blocks(<const uint8_t*>&starts[0], starts.shape[0], 4, sums, &used)
             self.shards[i] = Shard(
-                Text(&codes[0], codes.shape[0] // width, width), &suffixes[0], &starts[0],
-                suffixes.shape[0], starts.shape[0] - 1, shift,
+                Text(&codes[0], codes.shape[0] // width, width, of_codes), &suffixes[0], &starts[0],
+                suffixes.shape[0], starts.shape[0] - 1, shift, of_suffixes, of_starts,
             )
+
+    cdef Blocks blocks(
+        self, const uint8_t* data, int64_t entries, int64_t width, const uint64_t[::1] sums, int64_t* used
+    ) except *:
+        """Those of a file, whose sums follow the ones that are used."""
+        cdef Blocks found = Blocks(data, entries * width, width << BLOCK_BITS, NULL, NULL, self.damaged)
+        cdef int64_t count = block_count(&found)
+        found.states = <uint8_t*>owned(self.buffers, count)
+        if sums is None:
+            memset(found.states, SOUND, count)
+        elif used[0] + count > sums.shape[0]:
+            raise ValueError(f"sums: expected at least {used[0] + count}, got {sums.shape[0]}")
+        else:
+            found.sums = &sums[used[0]]
+            used[0] += count
+        return found
+
+    cdef int require_sound(self) except -1:
+        """ValueError where what was read may have been damaged."""
+        cdef const Blocks* parts[3]
+        cdef int64_t block
+        cdef int32_t s
+        if not load(self.damaged):
+            return 0
+        for s in range(self.shard_count):
+            parts[0] = &self.shards[s].text.blocks
+            parts[1], parts[2] = &self.shards[s].suffix_blocks, &self.shards[s].start_blocks
+            for i, part in enumerate(("tokens", "suffixes", "starts")):
+                for block in range(block_count(parts[i])):
+                    if load(parts[i].states + block) == DAMAGED:
+                        raise damage(f"{self.names[s]}.{part}", block)
+        return 0
+
+    def tokens(self, int32_t shard, int64_t start, int64_t stop):
+        """The ids at some places among a shard's codes: uint32 [n]; of the ends of documents, the
+        largest."""
+        cdef const Text* text = &self.shards[shard].text
+        cdef int64_t first = max(start, <int64_t>0), end = min(stop, text.length), i
+        cdef uint32_t[::1] ids = np.empty(max(end - first, <int64_t>0), np.uint32)
+        with nogil:
+            for i in range(ids.shape[0]):
+                ids[i] = <uint32_t>(<int64_t>code_at(text, first + i) - 1)
+        self.require_sound()
+        return np.asarray(ids)
 
     def count(self, token_ids) -> int:
         """Occurrences of a token string inside documents. O(len(token_ids) x log(tokens)).
@@ -103,7 +190,9 @@ cdef class SuffixArray:
         for s in range(self.shard_count):
             shard, within = &self.shards[s], matcher.row(matcher.match_length)[s]
             for rank in range(within.low, min(within.high, within.low + most - len(found))):
-                found.append((s, min(<int64_t>shard.suffixes[rank], shard.text.length - 1)))
+                if is_sound(&shard.suffix_blocks, rank):
+                    found.append((s, min(<int64_t>shard.suffixes[rank], shard.text.length - 1)))
+        self.require_sound()
         return found
 
 
@@ -166,6 +255,7 @@ cdef class SuffixMatcher:
         cdef int64_t token
         for token in token_ids:
             self.advance(token)
+        self.require_sound()
 
     def select(self, int32_t budget, int32_t depth, int32_t sources=1):
         """The most frequent continuations of the longest match, as a token tree.
@@ -206,8 +296,15 @@ cdef class SuffixMatcher:
                     grow(&self.selection, self.row(length), length, depth, &tree)
                     sources -= 1
                 length -= 1
+        self.require_sound()
         token_ids, parents, contexts = np.asarray(ids)[:, : tree.size]
         return (token_ids, parents, *np.asarray(counts)[:, : tree.size], contexts)
+
+    cdef int require_sound(self) except -1:
+        """ValueError where what was read may have been damaged; then nothing is matched any more."""
+        if load(self.index.damaged):
+            self.match_length = 0
+        return self.index.require_sound()
 
     cdef Interval* row(self, int32_t length) noexcept nogil:
         return self.matches + (length - 1) * self.index.shard_count

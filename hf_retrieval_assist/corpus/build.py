@@ -21,17 +21,21 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from ..structures.suffix_array import block_sums
 from ..system.arguments import kind_of, whole_number
 from ..system.versions import of_extra
 from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .format import (
     MAX_BYTES,
     MAX_VOCAB,
+    PARTS,
+    SUMMED,
     Manifest,
     MappedShard,
     Shard,
     code_width,
     decode,
+    entry_widths,
     map_shard,
     remove_unlisted,
     sync_directory,
@@ -304,7 +308,7 @@ def without_document(
     Raises:
         ValueError: there is no document of this name, or a file is altered.
     """
-    known = name.encode(errors="replace").decode()  # as names are written
+    known = name.encode(errors="replace").decode()  # names are written so
     taken = {shard.name for shard in manifest.shards}
     kept: list[Shard] = []
     found = False
@@ -337,7 +341,7 @@ def _rewrite(
     their documents. Where these are equal, sorting would go by the documents behind them; no lookup
     does.
     """
-    stops = mapped.ends[:, :2] + np.array([1, 0])  # of each document's codes, and of its name
+    stops = mapped.ends[:, :2] + np.array([1, 0])  # columns: codes, names
     starts = np.concatenate([[[0, 0]], stops[:-1]])
     lost = np.cumsum((stops - starts) * gone[:, None], axis=0)  # up to each document's end
     bounds = np.stack([starts[gone], stops[gone]], axis=1).reshape(-1, 2)
@@ -383,7 +387,8 @@ def _write(path: Path, array: NDArray[Any]) -> None:
 def _index(
     text: Shard, directory: Path, vocab_size: int, suffixes: NDArray[np.uint32] | None = None
 ) -> Shard:
-    """Write the suffix array, unless it is known and given, and bucket table of a tokens file."""
+    """Write a tokens file's suffix array, which is sorted unless it is given, its bucket table, and
+    the sums of all files."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
     counts = count_codes(codes, width, vocab_size)
@@ -395,17 +400,14 @@ def _index(
         del ranks
         suffixes = align_suffixes(by_bytes, rank_width, text.documents)
         del by_bytes
-    written: dict[str, NDArray[Any]] = {
-        "suffixes": suffixes,
-        "starts": bucket_starts(counts, shift),
-    }
-    for part, array in written.items():
-        _write(directory / f"{text.name}.{part}", array)
-    sums = [hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values())]
-    for part in ("documents", "names"):
-        with (directory / f"{text.name}.{part}").open("rb") as file:
-            sums.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return replace(text, bucket_shift=shift, checksums=tuple(sums))
+    tables = (np.fromfile(directory / f"{text.name}.{part}", np.uint8) for part in SUMMED[3:])
+    files: list[NDArray[Any]] = [codes, suffixes, bucket_starts(counts, shift), *tables]
+    widths = zip(files, entry_widths(vocab_size), strict=True)
+    files.append(np.concatenate([block_sums(f.view(np.uint8), width) for f, width in widths]))
+    for number in (1, 2, 5):  # the others are written
+        _write(directory / f"{text.name}.{PARTS[number]}", files[number])
+    checksums = tuple(hashlib.sha256(file.data).hexdigest() for file in files)
+    return replace(text, bucket_shift=shift, checksums=checksums)
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..structures.suffix_array import SuffixArray, SuffixMatcher
 from ..types.passages import BESIDE, FEWEST, LONGEST, Place, Source, place_in
@@ -30,7 +29,6 @@ from .format import (
     MappedShard,
     Shard,
     code_width,
-    decode,
     map_shard,
     read_manifest,
     verify_files,
@@ -72,7 +70,9 @@ class Datastore(Source):
         self.path = Path(path)
         self.manifest, self._shards = _mapped(self.path)
         indices = [shard.index for shard in self._shards]
-        self.index = SuffixArray(indices, code_width(self.vocab_size), self.vocab_size)
+        files = [(str(shard.path), shard.sums) for shard in self._shards]
+        width, size = code_width(self.vocab_size), self.vocab_size
+        self.index = SuffixArray(indices, width, size, files)
 
     def __repr__(self) -> str:
         return (
@@ -264,10 +264,11 @@ class Datastore(Source):
     def documents(self) -> Iterator[NamedIds]:
         """Every document's name and token ids, uint32 [n], in the order in which they were added;
         the pieces of one that was cut come one after another."""
-        for shard in self._shards:
+        for place, shard in enumerate(self._shards):
+            start = 0
             for number, end in enumerate(shard.ends[:, 0].tolist()):
-                start = 0 if number == 0 else int(shard.ends[number - 1, 0]) + 1
-                yield NamedIds(shard.name(number), self._ids(shard, start, end))
+                yield NamedIds(shard.name(number), self.index.tokens(place, start, end))
+                start = end + 1
 
     def document_sizes(self) -> dict[str, int]:
         """Tokens of each document by its name, in the order in which they were added; all documents
@@ -279,11 +280,6 @@ class Datastore(Source):
                 name = shard.name(number)
                 sizes[name] = sizes.get(name, 0) + count
         return sizes
-
-    def _ids(self, shard: MappedShard, start: int, end: int) -> NDArray[np.uint32]:
-        """uint32 [n], the token ids at some places of a shard, inside a document."""
-        codes = shard.index[0].reshape(-1, code_width(self.vocab_size))
-        return decode(codes[start:end]) - np.uint32(1)
 
     def places(self, text: Int32Array, tokens: Sequence[int]) -> list[Place | None]:
         """See `Source.places`. Of documents without a name, the number is told."""
@@ -315,7 +311,7 @@ class Datastore(Source):
         own = at - shown[0], at - shown[0] + count
         others = sum(other.documents for other in self.manifest.shards[:number])
         name = shard.name(document) or f"document {others + document}"
-        ids = self._ids(shard, *shown).astype(np.int32)
+        ids = self.index.tokens(number, *shown).astype(np.int32)
         if not ((ids >= 0) & (ids < self.vocab_size)).all():
             return None
         before = shown[0] - begin + int(shard.ends[document, 2])

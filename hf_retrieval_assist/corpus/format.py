@@ -1,6 +1,6 @@
 """The files of a datastore: its manifest, its shards, and the checks on both.
 
-A datastore is a directory with `manifest.json` and five files per shard, little-endian and without
+A datastore is a directory with `manifest.json` and six files per shard, little-endian and without
 headers, since the manifest says what they hold:
 
 * `<name>.tokens`: the shard's documents as codes (token id + 1, and 0 after each document), each
@@ -9,7 +9,9 @@ headers, since the manifest says what they hold:
 * `<name>.starts`: uint32, where in that order the suffixes of each range of first codes begin;
 * `<name>.documents`: uint32 [documents, 3], where each document's codes end, and its name, and how
   many tokens of it stand in documents before it, into which it was cut;
-* `<name>.names`: the documents' names in UTF-8, a line feed behind each.
+* `<name>.names`: the documents' names in UTF-8, a line feed behind each;
+* `<name>.sums`: uint64, the checksum of every block of `BLOCK_ENTRIES` entries of these files, in
+  their order.
 """
 
 from __future__ import annotations
@@ -23,18 +25,21 @@ import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..structures.suffix_array import BLOCK_ENTRIES, block_sums, damage
 from ..system.files import replacing
 
 MAGIC = "hf-retrieval-assist datastore"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
-PARTS = ("tokens", "suffixes", "starts", "documents", "names")
+SUMMED = ("tokens", "suffixes", "starts", "documents", "names")
+PARTS = (*SUMMED, "sums")
 MAX_VOCAB = 2**26  # more than any tokenizer's; tables of this many entries still fit anywhere
 MAX_BYTES = 2**31 - 1  # a shard's tokens: the sorter counts bytes in 32 bits
 _SHARD_NAME = re.compile(r"[0-9a-f]{16}")
@@ -44,6 +49,11 @@ _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 def code_width(vocab_size: int) -> int:
     """Bytes that hold the codes 0 .. `vocab_size`."""
     return (vocab_size.bit_length() + 7) // 8
+
+
+def entry_widths(vocab_size: int) -> tuple[int, ...]:
+    """Bytes of an entry of each file, in the order of `SUMMED`."""
+    return (code_width(vocab_size), 4, 4, 12, 1)
 
 
 def decode(code_bytes: NDArray[np.uint8]) -> NDArray[np.uint32]:
@@ -77,12 +87,17 @@ class Shard:
     def files(self) -> list[str]:
         return [f"{self.name}.{part}" for part in PARTS]
 
+    def entries(self, vocab_size: int) -> list[int]:
+        """How many each file has, in the order of `SUMMED`."""
+        codes, buckets = self.documents + self.tokens, (vocab_size >> self.bucket_shift) + 1
+        return [codes, self.tokens, buckets + 1, self.documents, self.name_bytes]
+
     def sizes(self, vocab_size: int) -> list[int]:
         """Bytes of each file, in the order of `PARTS`."""
-        codes = self.documents + self.tokens
-        buckets = (vocab_size >> self.bucket_shift) + 1
-        index = [codes * code_width(vocab_size), 4 * self.tokens, 4 * (buckets + 1)]
-        return [*index, 12 * self.documents, self.name_bytes]
+        entries = self.entries(vocab_size)
+        widths = entry_widths(vocab_size)
+        blocks = sum(-(-number // BLOCK_ENTRIES) for number in entries)
+        return [*(n * width for n, width in zip(entries, widths, strict=True)), 8 * blocks]
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,9 @@ def _parse_manifest(data: bytes) -> Manifest:
     envelope = json.loads(data)
     _expect(isinstance(envelope, dict), "an object", type(envelope).__name__)
     _expect(envelope.get("format") == MAGIC, f"format {MAGIC!r}", envelope.get("format"))
-    _expect(envelope.get("version") == VERSION, f"version {VERSION}", envelope.get("version"))
+    known, found = f"version {VERSION}", envelope.get("version")
+    older = isinstance(found, int) and found < VERSION
+    _expect(found == VERSION, f"{known} (build it anew)" if older else known, found)
     contents = envelope.get("contents")
     values = _fields(contents, _MANIFEST)
     size = values["vocab_size"]
@@ -209,15 +226,38 @@ class MappedShard:
     """A shard's files, mapped read-only.
 
     Attributes:
+        path: theirs, without the endings.
         index: as a `SuffixArray` takes it: uint8 codes, uint32 suffixes, uint32 starts, and the
             bucket shift.
-        ends: uint32 [documents, 3], see the module's docstring.
-        names: uint8.
+        sums: uint64, see the module's docstring.
     """
 
+    path: Path
     index: tuple[Any, ...]
-    ends: NDArray[np.uint32]
-    names: NDArray[np.uint8]
+    sums: NDArray[np.uint64]
+    _documents: NDArray[np.uint32]
+    _names: NDArray[np.uint8]
+
+    @cached_property
+    def ends(self) -> NDArray[np.uint32]:
+        """uint32 [documents, 3]; ValueError where a block of the file is damaged."""
+        return self._sound("documents", self._documents).reshape(-1, 3)
+
+    @cached_property
+    def names(self) -> NDArray[np.uint8]:
+        """ValueError where a block of the file is damaged."""
+        return self._sound("names", self._names)
+
+    def _sound(self, part: str, array: NDArray[Any]) -> NDArray[Any]:
+        """One of the last two files, whose blocks are as they were written."""
+        found = block_sums(array.view(np.uint8), 12 if part == "documents" else 1)
+        end = len(self.sums)
+        if part == "documents":
+            end -= -(-len(self._names) // BLOCK_ENTRIES)
+        altered = np.flatnonzero(found != self.sums[end - len(found) : end])
+        if len(altered):
+            raise damage(f"{self.path}.{part}", altered[0])
+        return array
 
     def name(self, number: int) -> str:
         """A document's; of altered files, anything."""
@@ -235,11 +275,12 @@ def map_shard(path: Path, shard: Shard, vocab_size: int) -> MappedShard:
     Raises:
         ValueError: a file is missing or has another size than the manifest implies.
     """
-    dtypes = (np.uint8, np.uint32, np.uint32, np.uint32, np.uint8)
+    dtypes = (np.uint8, np.uint32, np.uint32, np.uint32, np.uint8, np.uint64)
     files = zip(shard.files(), shard.sizes(vocab_size), dtypes, strict=True)
     arrays = (np.frombuffer(_map_file(path / name, size), dtype) for name, size, dtype in files)
-    codes, suffixes, starts, ends, names = arrays
-    return MappedShard((codes, suffixes, starts, shard.bucket_shift), ends.reshape(-1, 3), names)
+    codes, suffixes, starts, documents, names, sums = arrays
+    index = codes, suffixes, starts, shard.bucket_shift
+    return MappedShard(path / shard.name, index, sums, documents, names)
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

@@ -5,17 +5,23 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from hf_retrieval_assist import RestAssistant, SamAssistant
 from hf_retrieval_assist.corpus import datastore
 from hf_retrieval_assist.corpus import format as datastore_format
 from hf_retrieval_assist.corpus.datastore import Datastore
-from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.rest import RestDrafter
+from hf_retrieval_assist.structures.suffix_array import BLOCK_ENTRIES, SuffixMatcher, block_sums
+from hf_retrieval_assist.types.token_tree import NamedIds
+from tests.support.byte_model import small_model
 from tests.support.damage import damaged
-from tests.support.documents import VOCAB, build, contents, make_documents
+from tests.support.documents import VOCAB, build, contents, drafts, make_documents
 
 
 @pytest.fixture
@@ -101,7 +107,8 @@ def test_a_store_that_is_replaced_between_manifest_and_shards_opens(store, monke
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version": 2', '"version": 1', "version 2"),
+        ('"version": 3', '"version": 2', r"version 3 \(build it anew\), got 2"),
+        ('"version": 3', '"version": 4', "version 3, got 4"),
         ("hf-retrieval-assist", "somebody-elses", "format"),
         ('"vocab_size": 262144', '"vocab_size": 262143', "unaltered"),
         ('"documents": 40', '"documents": "40"', "documents of type"),
@@ -146,7 +153,11 @@ def resized_shard(shard, path, rng):
     }
     tokens = sizes["suffixes"] // 4
     documents = sizes["tokens"] // 3 - tokens
-    files = (path / name for name in shard.files())
+    files = [path / name for name in shard.files()]
+    widths = datastore_format.entry_widths(VOCAB)
+    summed = (np.fromfile(file, np.uint8) for file in files)
+    sums = [block_sums(data, width) for data, width in zip(summed, widths, strict=False)]
+    files[-1].write_bytes(np.concatenate(sums).tobytes())
     checksums = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     shift = int(rng.choice([shard.bucket_shift, shard.bucket_shift, rng.integers(31)]))
     return replace(
@@ -203,3 +214,112 @@ def test_mutated_files_open_or_raise_one_error(store, tmp_path, cases):
         for file in path.iterdir():
             file.unlink()
     assert cases > opened > verified > cases // 30
+
+
+def flip(file, place):
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1 << place % 8
+    file.write_bytes(data)
+
+
+def test_no_draft_comes_from_a_flipped_bit(tmp_path):
+    """Opening, the first lookup or `verify` finds it, or the manifest says the same as before."""
+    documents = [NamedIds(f"{i}", ids) for i, ids in enumerate(make_documents(documents=9))]
+    store = build(documents, tmp_path / "store").append(documents[:3], progress=False)
+    texts = [ids.tolist() for _, ids in documents[::2]]
+
+    def answers(store):
+        ids = np.concatenate(texts).astype(np.int32)
+        places = [
+            place and (place.name, place.start) for place in store.places(ids, range(len(ids)))
+        ]
+        return drafts(store, texts), places, store.document_sizes()
+
+    expected, found = answers(store), 0
+    for file in sorted(store.path.iterdir()):
+        intact = file.read_bytes()
+        for place in range(len(intact)):
+            flip(file, place)
+            try:
+                opened = Datastore.open(store.path)
+                assert answers(opened) == expected
+                if file.name != datastore_format.MANIFEST:
+                    with pytest.raises(ValueError, match=f"{file.name} is altered"):
+                        opened.verify()
+                assert opened.manifest == store.manifest
+            except ValueError:
+                found += 1
+            file.write_bytes(intact)
+    assert found > sum(file.stat().st_size for file in store.path.iterdir()) // 2
+
+
+@pytest.mark.parametrize("part", datastore_format.SUMMED)
+def test_a_damaged_block_beside_intact_ones_is_named(tmp_path, part):
+    """What is read of the others is right until it is met; no answer comes afterwards."""
+    rng = np.random.default_rng(0)
+    documents = [NamedIds(f"a document {i}", rng.integers(0, 4000, 7)) for i in range(9000)]
+    store = build(documents, tmp_path / "store", vocab_size=4000)
+    texts = [ids.tolist() for _, ids in documents[::300]]
+    intact, (file,) = drafts(store, texts), store.path.glob(f"*.{part}")
+    width = datastore_format.entry_widths(4000)[datastore_format.SUMMED.index(part)]
+    block = file.stat().st_size // width // BLOCK_ENTRIES // 2
+    flip(file, block * BLOCK_ENTRIES * width + 5)
+    damaged = Datastore.open(store.path)
+    message = f"{file}: block {block} is damaged: expected the checksum"
+    if part in ("documents", "names"):
+        assert drafts(damaged, texts) == intact
+        with pytest.raises(ValueError, match=message):
+            damaged.document_sizes()
+    else:
+        found = []
+        with pytest.raises(ValueError, match=message):
+            found.extend(answer for text in texts for answer in drafts(damaged, [text]))
+        assert found == intact[: len(found)]
+        with pytest.raises(ValueError, match=message):
+            damaged.count([1])
+    with pytest.raises(ValueError, match=f"{file} is altered"):
+        damaged.verify()
+    with pytest.raises(ValueError, match=f"{file} is altered|{message}"):
+        damaged.remove("a document 0")
+
+
+@pytest.fixture
+def without_corpus(recwarn):
+    """The warnings that say so."""
+    warnings.simplefilter("always")
+    return lambda: [
+        str(one.message) for one in recwarn if "on without the corpus" in str(one.message)
+    ]
+
+
+def test_a_text_goes_on_without_a_damaged_corpus_and_one_warning(tmp_path, without_corpus):
+    store = build([[1, 2, 3, 4]] * 9, tmp_path / "store", vocab_size=50)
+    drafter = RestDrafter(store)
+    sessions = [drafter.start(np.array([40], np.int32), Target(50)) for _ in range(2)]
+    (file,) = store.path.glob("*.suffixes")
+    flip(file, 9)
+    for session in sessions:
+        for token in (1, 2):
+            session.commit([token], None)
+            assert session.match_length == len(session.propose(8)) == 0
+    assert len(drafter.start(np.array([1, 2], np.int32), Target(50)).propose(8)) == 0
+    (told,) = without_corpus()
+    assert f"goes on without the corpus: {file}: block 0 is damaged" in told
+
+
+def test_generate_goes_on_without_a_damaged_corpus(tmp_path, without_corpus):
+    model, tokenizer = small_model()
+    texts = ["one two three", "two three one"] * 9
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    store = build(ids, tmp_path / "store", vocab_size=model.config.vocab_size)
+    (file,) = store.path.glob("*.tokens")
+    flip(file, 3)
+    inputs = tokenizer("one two", return_tensors="pt")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    for number, assistant in enumerate(
+        (RestAssistant(Datastore.open(store.path)), SamAssistant(store.path)), 1
+    ):
+        for _ in range(2):
+            assert model.generate(**inputs, assistant=assistant, **options).equal(plain)
+        assert len(without_corpus()) == number

@@ -130,7 +130,7 @@ def test_append_and_compact_keep_the_documents(tmp_path):
     assert len(third.manifest.shards) == 1
     assert_holds(third, documents)
     assert second.count(documents[0][:1]) == third.count(documents[0][:1])
-    assert len(list(third.path.iterdir())) == 6
+    assert len(list(third.path.iterdir())) == 7
 
 
 def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
@@ -138,7 +138,7 @@ def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     with pytest.raises(FileExistsError):
         build([[1]], tmp_path / "store")
     assert_holds(build([[1]], tmp_path / "store", overwrite=True), [[1]])
-    assert len(list((tmp_path / "store").iterdir())) == 6
+    assert len(list((tmp_path / "store").iterdir())) == 7
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
@@ -242,7 +242,7 @@ def test_interrupted_publication_leaves_the_old_store(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert_holds(Datastore.open(tmp_path / "store"), documents)
     grown = datastore.append([[1]], progress=False)
-    assert len(list(grown.path.iterdir())) == 11
+    assert len(list(grown.path.iterdir())) == 13
 
 
 class Tokenizer:
@@ -304,5 +304,5 @@ def test_push_and_pull_through_the_hub(tmp_path, monkeypatch):
     assert store.push_to_hub("me/corpus") == "https://hub/me/corpus/commit/1"
     pulled = Datastore.from_pretrained("me/corpus", revision="main")
     assert_holds(pulled, make_documents())
-    assert len(list(pulled.path.iterdir())) == 6
+    assert len(list(pulled.path.iterdir())) == 7
     assert_holds(Datastore.from_pretrained(store.path), make_documents())

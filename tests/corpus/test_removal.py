@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.corpus.datastore import Datastore
-from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
 from hf_retrieval_assist.types.token_tree import NamedIds
-from tests.support.documents import SMALL, assert_holds, build, contents, make_documents
+from tests.support.documents import SMALL, assert_holds, build, contents, drafts, make_documents
 
 IDS = 4  # so few that nearly every suffix stands elsewhere too
 
@@ -21,18 +20,6 @@ NAMED = st.lists(
     min_size=1,
     max_size=9,
 )
-
-
-def drafts(store, texts):
-    """All that lookups along texts show: matches, counts and continuations."""
-    found = []
-    for text in texts:
-        matcher = SuffixMatcher(store.index, 12, 64)
-        for token in text:
-            matcher.extend([token])
-            tree = matcher.select(24, 6, 3)
-            found.append((matcher.match_length, *(column.tolist() for column in tree)))
-    return found
 
 
 def assert_places_are_there(store, texts, documents):
