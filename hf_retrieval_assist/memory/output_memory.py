@@ -129,6 +129,8 @@ class OutputMemory:
 
     def __repr__(self) -> str:
         kept = "" if self._log is None else f", {self._log.place}"
+        if self._alone:  # the next output that is written ends it
+            kept = ", in memory only by now"
         size = f"{self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:,.0f} MiB"
         return f"OutputMemory({len(self)} outputs of {self.token_count:,} tokens, {size}{kept})"
 

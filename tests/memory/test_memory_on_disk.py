@@ -274,8 +274,10 @@ with warnings.catch_warnings(record=True) as found:
 (warning,) = found
 assert f"not kept on disk for now: {sys.argv[1]}: " in str(warning.message)
 assert len(memory) == 5
+assert repr(memory).endswith(" MiB, in memory only by now)")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 memory.add([6, 6], "m")
+assert repr(memory).endswith(" MiB, on disk)")
 """
 
 
