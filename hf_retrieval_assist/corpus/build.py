@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -26,6 +27,7 @@ from ..system.arguments import kind_of, whole_number
 from ..system.versions import of_extra
 from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .format import (
+    MANIFEST,
     MAX_BYTES,
     MAX_VOCAB,
     PARTS,
@@ -37,6 +39,7 @@ from .format import (
     decode,
     entry_widths,
     map_shard,
+    read_manifest,
     remove_unlisted,
     sync_directory,
     sync_file,
@@ -48,6 +51,9 @@ _BATCH = 1 << 20  # tokens that are validated and encoded at a time
 _BLOCK = 1 << 18  # entries that are worked on at a time, in a processor's own cache
 _NAME_DIGITS = 16  # a hash's
 _SORTER = "pydivsufsort", "building a datastore needs"
+_STAGING = re.compile(r"\.(.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_written: set[Path] = set()  # what this process is writing to
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
 
 
@@ -100,30 +106,102 @@ def require_documents(name: str, documents: Any) -> None:
 def staging_directory(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, removed at the end with what is still in it.
 
-    Until then a lock keeps other processes from writing to `path`. What killed builds of the same
+    Until then a lock keeps other processes from writing to `path`. What killed writers of the same
     path left is removed first.
 
     Raises:
         BlockingIOError: another process is writing to `path`.
+        OSError: the disk is full; it names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    abandoned = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
-    lock = path.parent / f".{path.name}.lock"
     staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    with _alone(path):
+        sweep(path)
+        _written.add(path)
+        try:
+            staging.mkdir()
+            yield staging
+        except OSError as error:
+            if error.filename is None and error.errno in _FULL:  # a write's
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
+        finally:
+            sweep(path)
+            _written.discard(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """A scope in which no other process writes to `path`; BlockingIOError where one does."""
+    lock = _lock_of(path)
     try:
         with FileLock(lock, timeout=0, mode=0o600):
-            for left in path.parent.iterdir():
-                if abandoned.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
-                    shutil.rmtree(left, ignore_errors=True)
             try:
-                staging.mkdir()
-                yield staging
+                yield
             finally:
-                shutil.rmtree(staging, ignore_errors=True)
                 with suppress(OSError):  # Windows deletes no open file
                     lock.unlink()
     except Timeout:
         raise BlockingIOError(f"{path}: another process is writing to it") from None
+
+
+def _lock_of(path: Path) -> Path:
+    return path.parent / f".{path.name}.lock"
+
+
+def _staged(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The staging directories in a folder, and the path that each was made for."""
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        named = _STAGING.fullmatch(entry.name)
+        if named and entry.is_dir() and not entry.is_symlink():
+            yield entry, folder / named[1]
+
+
+def sweep(path: Path) -> list[Path]:
+    """Remove what writers to `path` have left, and return it: staging directories, and files of
+    shards that are not in the datastore. No other process may be writing to `path`."""
+    found = [staging for staging, target in _staged(path.parent) if target == path]
+    for staging in found:
+        with suppress(OSError):  # so that what still sorts writes nothing into it
+            staging = staging.rename(path.parent / f".{path.name}.{secrets.token_hex(4)}.partial")
+        shutil.rmtree(staging, ignore_errors=True)
+    with suppress(OSError, ValueError):  # there is no datastore, or none that opens
+        found += remove_unlisted(path, read_manifest(path).shards)
+    return found
+
+
+def sweep_own() -> None:
+    """Remove what this process has staged, whose end does not wait for what it sorts."""
+    for path in [*_written]:
+        sweep(path)
+        with suppress(OSError):
+            _lock_of(path).unlink()
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """The staging directories in a folder that no living process writes to."""
+    found = []
+    for staging, path in _staged(folder):
+        with suppress(OSError), _alone(path):
+            found.append(staging)
+    return found
+
+
+def clean(folder: Path) -> list[Path]:
+    """Remove what killed writers have left of a datastore, or of all that are, or were to be, in a
+    folder, and return it. Those that a living process writes to stay as they are.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    folder, found = folder.resolve(), []
+    paths = {path for _, path in _staged(folder)} | {m.parent for m in folder.glob(f"*/{MANIFEST}")}
+    for path in [folder] if (folder / MANIFEST).is_file() else sorted(paths):
+        with suppress(BlockingIOError), _alone(path):
+            found += sweep(path)
+    return found
 
 
 def publish(staging: Path, path: Path, manifest: Manifest) -> None:
@@ -343,7 +421,7 @@ def _rewrite(
     """
     stops = mapped.ends[:, :2] + np.array([1, 0])  # columns: codes, names
     starts = np.concatenate([[[0, 0]], stops[:-1]])
-    lost = np.cumsum((stops - starts) * gone[:, None], axis=0)  # up to each document's end
+    lost = np.cumsum((stops - starts) * gone[:, None], axis=0)  # when each document ends
     bounds = np.stack([starts[gone], stops[gone]], axis=1).reshape(-1, 2)
     of_codes = bounds[:, 0].astype(np.uint32)
     shifts = np.append(0, lost[gone, 0]).astype(np.uint32)

@@ -51,6 +51,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(repr(pieces).encode()).hexdigest()
 
 
+def tokenizer_name(tokenizer: Any) -> str | None:
+    """What people call a tokenizer: its id on the Hub, or its folder's or file's name, without the
+    path to it, which is nobody else's business."""
+    name = getattr(tokenizer, "name_or_path", None)
+    if not isinstance(name, str) or not name:
+        return None
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
 class Datastore(Source):
     """An immutable, memory-mapped corpus and its suffix arrays (REST, He et al. 2023, section 3.2).
 
@@ -144,7 +153,7 @@ class Datastore(Source):
                 one that follows another of its name goes on with it.
             path: the directory to make.
             vocab_size: ids lie below it; the rows of the model's output layer.
-            tokenizer: what made the ids; its fingerprint is kept.
+            tokenizer: what made the ids; its fingerprint and its name are kept.
             memory: bytes for sorting, shared by the workers. A shard takes 22 bytes per token at
                 three bytes per id, and fewer shards answer faster.
             workers: shards that are sorted at the same time.
@@ -162,11 +171,13 @@ class Datastore(Source):
         """
         path = Path(path)
         options = BuildOptions(vocab_size, memory, workers, progress)
-        if path.exists() and not (overwrite and (path / MANIFEST).is_file()):
-            raise FileExistsError(f"{path} exists" + (" and is not a datastore" * overwrite))
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise FileExistsError(f"{path} exists and is not a datastore")
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists; `append` adds to it, overwrite=True replaces it")
         identity = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
         with staging_directory(path.resolve()) as staging:
-            empty = Manifest(vocab_size, identity, ())
+            empty = Manifest(vocab_size, identity, tokenizer_name(tokenizer), ())
             _add(documents, staging, path.resolve(), empty, options, executor)
         return cls(path)
 
@@ -344,7 +355,9 @@ class Datastore(Source):
         """Raise ValueError unless the ids come from this tokenizer, or from one not recorded."""
         expected = self.manifest.tokenizer
         if expected is not None and tokenizer_fingerprint(tokenizer) != expected:
-            raise ValueError(f"{self.path} was built with another tokenizer than the one given")
+            named = self.manifest.tokenizer_name
+            other = "another tokenizer" + (f" ({named})" if named else "")
+            raise ValueError(f"{self.path} was built with {other} than the one given")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError unless a model with an output layer of `vocab_size` rows fits.

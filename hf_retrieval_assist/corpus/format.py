@@ -107,11 +107,13 @@ class Manifest:
     Attributes:
         vocab_size: ids lie below it.
         tokenizer: fingerprint of the tokenizer that made the ids, or None.
+        tokenizer_name: what people call it, or None.
         shards: in the order in which they were added.
     """
 
     vocab_size: int
     tokenizer: str | None
+    tokenizer_name: str | None
     shards: tuple[Shard, ...]
 
 
@@ -124,7 +126,10 @@ _SHARD = {
     **{"name": str, "documents": int, "tokens": int, "name_bytes": int},
     **{"bucket_shift": int, "checksums": list},
 }
-_MANIFEST = {"vocab_size": int, "tokenizer": (str, type(None)), "shards": list}
+_MANIFEST = {
+    **{"vocab_size": int, "tokenizer": (str, type(None))},
+    **{"tokenizer_name": (str, type(None)), "shards": list},
+}
 
 
 def _fields(values: Any, types: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,12 +315,15 @@ def verify_files(path: Path, manifest: Manifest) -> None:
                 raise ValueError(f"{path / name} is altered: its SHA-256 is not the manifest's")
 
 
-def remove_unlisted(path: Path, shards: Iterable[Shard]) -> None:
-    """Delete shard files that no manifest names any more."""
+def remove_unlisted(path: Path, shards: Iterable[Shard]) -> list[Path]:
+    """Delete shard files that no manifest names any more, and manifests that were not finished, and
+    return them; no other process writes to the datastore."""
     listed = {name for shard in shards for name in shard.files()}
-    for part in PARTS:
-        for file in path.glob(f"*.{part}"):
-            if file.name not in listed and _SHARD_NAME.fullmatch(file.stem):
-                # Windows keeps a file that a reader has mapped; the next writer tries again.
-                with suppress(PermissionError):
-                    file.unlink()
+    files = (file for part in PARTS for file in sorted(path.glob(f"*.{part}")))
+    gone = [file for file in files if file.name not in listed and _SHARD_NAME.fullmatch(file.stem)]
+    gone += sorted(path.glob(f".{MANIFEST}.*.new"))
+    for file in gone:
+        # Windows keeps a file that a reader has mapped; the next writer tries again.
+        with suppress(PermissionError):
+            file.unlink()
+    return gone

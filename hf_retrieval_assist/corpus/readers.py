@@ -253,11 +253,12 @@ def load_encoder(source: str) -> TextEncoder:
     if source.endswith(".model"):
         from sentencepiece import SentencePieceProcessor
 
-        processor = SentencePieceProcessor()
+        processor: Any = SentencePieceProcessor()
         try:
             processor.load_from_serialized_proto(Path(source).read_bytes())
         except RuntimeError as error:
             raise ValueError(f"{source} is not a SentencePiece model: {error}") from error
+        processor.name_or_path = source  # transformers' tokenizers have it
         return TextEncoder(processor, processor.get_piece_size(), processor.encode)
 
     from transformers import AutoTokenizer

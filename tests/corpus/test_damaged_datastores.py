@@ -59,7 +59,8 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "store")], capture_output=True, text=True
     )
-    assert "OSError" in run.stderr.splitlines()[-1]
+    error = run.stderr.splitlines()[-1]
+    assert error == f"OSError: [Errno 27] File too large: '{tmp_path / 'store'}'"
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from hf_retrieval_assist.corpus.build import abandoned, clean
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.documents import (
@@ -135,7 +136,7 @@ def test_append_and_compact_keep_the_documents(tmp_path):
 
 def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     build(make_documents(), tmp_path / "store")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="`append` adds to it, overwrite=True replaces it"):
         build([[1]], tmp_path / "store")
     assert_holds(build([[1]], tmp_path / "store", overwrite=True), [[1]])
     assert len(list((tmp_path / "store").iterdir())) == 7
@@ -189,8 +190,18 @@ def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):
     kept = [".other.01234567.partial", ".store.0123456.partial", "store.01234567.partial"]
     for name in [*kept, ".store.01234567.partial"]:
         (tmp_path / name).mkdir()
-    build([[1, 2]], tmp_path / "store")
+    store = build([[1, 2]], tmp_path / "store")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept, "store"])
+    forgotten = store.path / "0123456789abcdef.tokens"
+    for folder in (store.path, tmp_path):
+        forgotten.touch()
+        expected = [forgotten] if folder == store.path else [tmp_path / kept[0], forgotten]
+        assert clean(folder) == expected
+        assert not any(left.exists() for left in expected)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept[1:], "store"])
+    assert_holds(Datastore.open(store.path), [[1, 2]])
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        clean(tmp_path / "none")
 
 
 def test_one_process_at_a_time_writes_to_a_store(tmp_path):
@@ -201,6 +212,7 @@ def test_one_process_at_a_time_writes_to_a_store(tmp_path):
         yield [1, 2]
         with pytest.raises(BlockingIOError, match="store: another process is writing to it"):
             build([[3]], tmp_path / "inner" / ".." / "store")
+        assert abandoned(tmp_path) == clean(tmp_path) == []
 
     datastore = build(documents(), tmp_path / "store")
     assert_holds(datastore, [[1, 2]])
@@ -271,8 +283,15 @@ def test_another_tokenizer_is_refused(tmp_path):
     for same in (Tokenizer("abc"), Processor("abc")):
         Datastore.open(path, tokenizer=same)
     for other in ("abd", "acb"):
-        with pytest.raises(ValueError, match="another tokenizer"):
+        with pytest.raises(ValueError, match="another tokenizer than the one given"):
             Datastore.open(path, tokenizer=Tokenizer(other))
+    for name, known in (("org/name", "org/name"), (str(tmp_path), tmp_path.name), ("", None)):
+        named = Tokenizer("abc")
+        named.name_or_path = name
+        store = build([[1, 2]], path, vocab_size=3, tokenizer=named, overwrite=True)
+        assert store.manifest.tokenizer_name == known
+        with pytest.raises(ValueError, match=rf"tokenizer{f' .{known}.' * bool(known)} than"):
+            store.check_tokenizer(Tokenizer("abd"))
     build([[1, 2]], tmp_path / "unknown", vocab_size=3).check_tokenizer(Tokenizer("abd"))
 
 

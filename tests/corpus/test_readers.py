@@ -9,7 +9,7 @@ import pytest
 
 from hf_retrieval_assist import RestAssistant, SamAssistant
 from hf_retrieval_assist.corpus import readers
-from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.corpus.datastore import Datastore, tokenizer_name
 from hf_retrieval_assist.corpus.readers import (
     NamedText,
     Skipped,
@@ -195,6 +195,7 @@ def test_sentencepiece_models(tmp_path):
     assert encoder.vocab_size == 14
     ((name, ids),) = encoder.encode_stream([NamedText("a.txt", "the cat")])
     assert (name, encoder.tokenizer.decode(ids)) == ("a.txt", "the cat")
+    assert tokenizer_name(encoder.tokenizer) == "tokenizer.model"
     path.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="not a SentencePiece model"):
         load_encoder(str(path))

@@ -1,10 +1,16 @@
 """Documents that are taken out of a datastore, and others in their place, beside a rebuild."""
 
+import os
+from itertools import count
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_retrieval_assist.corpus import build as corpus_build
+from hf_retrieval_assist.corpus.build import clean
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.documents import SMALL, assert_holds, build, contents, drafts, make_documents
@@ -105,6 +111,53 @@ def test_nothing_of_a_removed_document_is_left_in_any_file(tmp_path, change):
     )
     with pytest.raises(ValueError, match=r"^name: expected the name of a document, .* got 'none'"):
         change(store, "none")
+
+
+class KilledError(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("change", [Datastore.remove, replace])
+def test_a_change_that_is_killed_leaves_the_old_or_the_new_store(tmp_path, monkeypatch, change):
+    """Whatever it was about to do; what it leaves is swept, and nothing of the document with it."""
+    documents = [NamedIds(f"{i}.txt", ids) for i, ids in enumerate(make_documents(documents=9))]
+    documents.append(NamedIds("9.txt", [200_001]))
+    path, ends = tmp_path / "store", set()
+    for step in count():
+        build(documents, path, memory=8 * SMALL, overwrite=True)
+        left = iter(range(step))
+
+        def dying(function, left=left):
+            def instead(*arguments, **options):
+                if next(left, None) is None:
+                    raise KilledError
+                return function(*arguments, **options)
+
+            return instead
+
+        with monkeypatch.context() as patched:
+            patched.setattr(corpus_build, "sweep", lambda path: [])
+            for name in ("_write", "sync_file", "write_manifest", "remove_unlisted"):
+                patched.setattr(corpus_build, name, dying(getattr(corpus_build, name)))
+            for where, name in ((os, "replace"), (Path, "unlink")):
+                patched.setattr(where, name, dying(getattr(where, name)))
+            try:
+                change(Datastore.open(path), "9.txt")
+            except KilledError:
+                pass
+            else:
+                break
+        store = Datastore.open(path)
+        store.verify()
+        ends.add(changed := store.count([200_001]) == 0)
+        clean(tmp_path)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
+        listed = {file for shard in store.manifest.shards for file in shard.files()}
+        assert contents(path).keys() == listed | {"manifest.json"}
+        code = (200_002).to_bytes(3, "big")
+        assert changed != any(code in data for data in contents(path).values())
+    assert ends == {False, True}
+    assert step > 10
 
 
 def test_a_document_alone_is_replaced_but_not_removed(tmp_path):

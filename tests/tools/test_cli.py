@@ -4,7 +4,10 @@ import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from hf_retrieval_assist.system.arguments import byte_count
 from hf_retrieval_assist.tools import cli, suggestion
 from hf_retrieval_assist.tools.cli import main
 from tests.support.byte_model import byte_tokenizer, small_model
+from tests.support.documents import contents
 from tests.support.lossless import build
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -69,7 +73,11 @@ def test_append_verify_compact_info(store, corpus, tokenizer, capsys):
     assert main(["compact", str(store), "--quiet"]) == 0
     assert "shards      1" in capsys.readouterr().out
     assert main(["info", str(store)]) == 0
-    assert "documents   4" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "documents   4" in told
+    assert f"tokenizer   {Path(tokenizer).name} (" in told
+    assert main(["build", str(store), corpus, "--tokenizer", tokenizer]) == 1
+    assert "--append adds to it, --overwrite replaces it" in capsys.readouterr().err
     assert Datastore.open(store).count(byte_tokenizer()("import th").input_ids) == 4
     (tokens,) = store.glob("*.tokens")
     tokens.write_bytes(tokens.read_bytes()[::-1])
@@ -97,6 +105,47 @@ def test_documents_are_listed_replaced_and_removed(store, corpus, tokenizer, tmp
     ):
         assert main(command) == 1
         assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+@pytest.mark.parametrize("command", ["build", "append", "replace"])
+def test_a_command_that_is_terminated_leaves_no_document(command, store, tokenizer, tmp_path):
+    place = {"build": ["build", "new"], "append": ["build", "store", "--append"]}
+    before = contents(store)
+    chosen = place.get(command, ["replace", "store", f"{tmp_path}/corpus/a.py"])
+    arguments = [*chosen, "/dev/stdin", "--quiet", "--memory", "20k", "--tokenizer", tokenizer]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_retrieval_assist.tools.cli", *arguments],
+        **{"cwd": tmp_path, "env": environment, "stdin": subprocess.PIPE},
+    )
+    Thread(target=write_without_end, args=[process.stdin], daemon=True).start()
+    while not any(tmp_path.glob(".*.partial/*.suffixes")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert contents(store) == before
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["corpus", "store"]
+
+
+def write_without_end(pipe):
+    with suppress(OSError):
+        while True:
+            pipe.write(b"import this and that\n" * 1000)
+
+
+def test_what_a_killed_command_has_left_is_named_and_cleaned(store, corpus, tokenizer, capsys):
+    left = store.parent / ".other.01234567.partial"
+    left.mkdir()
+    append = ["build", str(store), corpus, "--append", "--tokenizer", tokenizer, "--quiet"]
+    assert main(append) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{left}: documents that a killed command has left; ")
+    assert line.endswith(f"`hf-retrieval-assist clean {store.parent}` removes it")
+    assert main(["clean", str(store.parent)]) == 0
+    assert capsys.readouterr().out == f"{left}: removed\n"
+    assert not left.exists()
 
 
 def test_a_build_tells_what_it_read_and_what_it_passed_over(store, tmp_path, tokenizer, capsys):
@@ -132,7 +181,7 @@ def test_a_build_tells_what_it_read_and_what_it_passed_over(store, tmp_path, tok
         ),
         (["build", "new", "{corpus}", "--workers", "0"], "workers: expected"),
         (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
-        (["build", "{corpus}", "{corpus}"], "exists"),
+        (["build", "{corpus}", "{corpus}"], "exists and is not a datastore"),
         (["build", "new", "{corpus}", "--append"], "no datastore at new"),
         (["build", "new", "datasets:"], "expected a Hub id or a folder behind it"),
     ],

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from typer import Argument, BadParameter, Option
 
+from ...corpus import build as corpus_build
 from ...corpus.datastore import Datastore
+from ...corpus.format import MANIFEST
 from ...corpus.readers import Skipped, load_encoder, read_texts
 from ...system.arguments import byte_count
 from ...types.token_tree import NamedIds
@@ -41,6 +48,25 @@ _RAY = Option(
 )
 
 
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A scope that SIGTERM ends at once, with exit code 143 and without what was staged."""
+
+    def end(*_: object) -> None:
+        corpus_build.sweep_own()
+        os._exit(143)
+
+    if threading.current_thread() is not threading.main_thread():  # which has no signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_terminable()
 def build(
     path: Path = _STORE,
     sources: list[str] = _SOURCES,
@@ -59,6 +85,11 @@ def build(
     """Index a corpus for retrieval."""
     if append and overwrite:
         raise BadParameter("--overwrite: expected no --append beside it")
+    if (path / MANIFEST).is_file() and not append and not overwrite:
+        raise FileExistsError(f"{path} exists; --append adds to it, --overwrite replaces it")
+    for left in corpus_build.abandoned(path.resolve().parent):
+        remedy = f"`hf-retrieval-assist clean {left.parent}` removes it"
+        print(f"{left}: documents that a killed command has left; {remedy}", file=sys.stderr)
     encoder = load_encoder(tokenizer)
     skipped = Skipped() if skip_bad else None
     texts = read_texts(sources, field, split, skipped)
@@ -87,16 +118,23 @@ def build(
 
 def _print_summary(store: Datastore) -> None:
     size, tokens = store.bytes_on_disk, store.token_count
-    for name, value in {
+    name, fingerprint = store.manifest.tokenizer_name, store.manifest.tokenizer
+    known = fingerprint or "not recorded"
+    for row, value in {
         "path": store.path,
         "vocabulary": f"{store.vocab_size:,}",
-        "tokenizer": store.manifest.tokenizer or "not recorded",
+        "tokenizer": f"{_printable(name)} ({known[:12]})" if name else known,
         "documents": f"{store.document_count:,}",
         "tokens": f"{tokens:,}",
         "shards": len(store.manifest.shards),
         "size": f"{size:,} bytes ({size / tokens:.2f} per token)",
     }.items():
-        print(f"{name:<11} {value}")
+        print(f"{row:<11} {value}")
+
+
+def _printable(name: str) -> str:
+    """A name of somebody else's, whose signs must not move the cursor."""
+    return name if name.isprintable() else repr(name)
 
 
 def info(
@@ -107,16 +145,16 @@ def info(
     store = Datastore.open(path)
     _print_summary(store)
     for name, tokens in store.document_sizes().items() if documents else ():
-        # Nothing that a name of somebody else's holds moves the cursor.
-        shown = name if name.isprintable() else repr(name)
-        print(f"{tokens:>11,} {shown or '(without a name)'}")
+        print(f"{tokens:>11,} {_printable(name) or '(without a name)'}")
 
 
+@_terminable()
 def remove(path: Path = _STORE, name: str = _NAME) -> None:
     """Take a document out of a datastore."""
     _print_summary(Datastore.open(path).remove(name))
 
 
+@_terminable()
 def replace(
     path: Path = _STORE,
     name: str = _NAME,
@@ -140,6 +178,7 @@ def verify(path: Path = _STORE) -> None:
     print(f"{path}: all files are as they were built")
 
 
+@_terminable()
 def compact(
     path: Path = _STORE, memory: int = _MEMORY, workers: int = _WORKERS, quiet: bool = _QUIET
 ) -> None:
@@ -148,4 +187,10 @@ def compact(
     _print_summary(store.compact(memory=memory, workers=workers, progress=not quiet))
 
 
-COMMANDS = (build, info, remove, replace, verify, compact)
+def clean(path: Path = Argument(..., help="a folder with datastores, or one of them")) -> None:
+    """Remove what killed commands have left of datastores."""
+    for left in corpus_build.clean(path):
+        print(f"{left}: {'stays, because it is in use' if left.exists() else 'removed'}")
+
+
+COMMANDS = (build, info, remove, replace, verify, compact, clean)
