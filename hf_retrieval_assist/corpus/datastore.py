@@ -64,9 +64,10 @@ class Datastore(Source):
     """An immutable, memory-mapped corpus and its suffix arrays (REST, He et al. 2023, section 3.2).
 
     Read-only, and shared by any number of threads and processes. Opening maps the files and checks
-    the manifest and all sizes; the contents are read only where a lookup goes. A store whose bytes
-    were altered gives wrong answers, never an id outside the vocabulary; :meth:`verify` finds out.
-    A file that is cut short while it is mapped ends the processes that read there (SIGBUS): replace
+    the manifest and all sizes; the contents are read only where a lookup goes, which compares each
+    block with its checksum first. Once one is damaged, all lookups raise a ValueError that names
+    it, and drafters go on without the corpus. :meth:`verify` reads everything. A file that is cut
+    short while it is mapped ends the processes that read there (SIGBUS): replace
     files by renaming, as this class does, never in place.
 
     Attributes:

@@ -1,6 +1,7 @@
 """The command line: `hf-retrieval-assist COMMAND ...`.
 
-Exit codes: 0 done, 1 an error that is told in one line, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 an error that is told in one line, 2 wrong usage, 130 interrupted, 143
+terminated while a corpus was written.
 """
 
 from __future__ import annotations
