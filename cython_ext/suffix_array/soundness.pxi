@@ -31,6 +31,7 @@ cdef struct Blocks:
     const uint64_t* sums      # [blocks]
     uint8_t* states           # [blocks]
     uint8_t* damaged          # whether any block of the index is
+    bint (*examine)(const Blocks* blocks, int64_t block) noexcept nogil  # called by address, so never inlined
 
 cdef int64_t block_count(const Blocks* blocks) noexcept nogil:
     return (blocks.size + blocks.block_bytes - 1) // blocks.block_bytes
@@ -75,4 +76,4 @@ cdef bint examine(const Blocks* blocks, int64_t block) noexcept nogil:
 cdef inline bint is_sound(const Blocks* blocks, int64_t entry) noexcept nogil:
     """Whether the block of an entry may be read."""
     cdef int64_t block = entry >> BLOCK_BITS
-    return is_known(blocks.states + block) or examine(blocks, block)
+    return is_known(blocks.states + block) or blocks.examine(blocks, block)

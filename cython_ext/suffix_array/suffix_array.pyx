@@ -30,7 +30,7 @@ BLOCK_ENTRIES = 1 << BLOCK_BITS
 
 def block_sums(const uint8_t[::1] data not None, int64_t entry_bytes):
     """The checksum of each block of a file whose entries take so many bytes: uint64 [blocks]."""
-    cdef Blocks blocks = Blocks(NULL, data.shape[0], entry_bytes << BLOCK_BITS, NULL, NULL, NULL)
+    cdef Blocks blocks = Blocks(NULL, data.shape[0], entry_bytes << BLOCK_BITS, NULL, NULL, NULL, examine)
     cdef uint64_t[::1] sums = np.empty(block_count(&blocks), np.uint64)
     cdef int64_t i
     if blocks.size:
@@ -116,7 +116,7 @@ cdef class SuffixArray:
         self, const uint8_t* data, int64_t entries, int64_t width, const uint64_t[::1] sums, int64_t* used
     ) except *:
         """Those of a file, whose sums follow the ones that are used."""
-        cdef Blocks found = Blocks(data, entries * width, width << BLOCK_BITS, NULL, NULL, self.damaged)
+        cdef Blocks found = Blocks(data, entries * width, width << BLOCK_BITS, NULL, NULL, self.damaged, examine)
         cdef int64_t count = block_count(&found)
         found.states = <uint8_t*>owned(self.buffers, count)
         if sums is None:

@@ -178,12 +178,13 @@ def sweep_own() -> None:
             _lock_of(path).unlink()
 
 
-def abandoned(folder: Path) -> list[Path]:
-    """The staging directories in a folder that no living process writes to."""
+def abandoned(folder: Path) -> list[tuple[Path, Path]]:
+    """The staging directories in a folder that no living process writes to, and the path that each
+    was made for."""
     found = []
     for staging, path in _staged(folder):
         with suppress(OSError), _alone(path):
-            found.append(staging)
+            found.append((staging, path))
     return found
 
 

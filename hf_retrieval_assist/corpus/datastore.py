@@ -67,8 +67,8 @@ class Datastore(Source):
     the manifest and all sizes; the contents are read only where a lookup goes, which compares each
     block with its checksum first. Once one is damaged, all lookups raise a ValueError that names
     it, and drafters go on without the corpus. :meth:`verify` reads everything. A file that is cut
-    short while it is mapped ends the processes that read there (SIGBUS): replace
-    files by renaming, as this class does, never in place.
+    short while it is mapped ends the processes that read there (SIGBUS): replace files by renaming,
+    as this class does, never in place.
 
     Attributes:
         path: its directory.

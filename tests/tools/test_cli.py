@@ -140,9 +140,14 @@ def test_what_a_killed_command_has_left_is_named_and_cleaned(store, corpus, toke
     left.mkdir()
     append = ["build", str(store), corpus, "--append", "--tokenizer", tokenizer, "--quiet"]
     assert main(append) == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{left}: documents that a killed command has left; ")
-    assert line.endswith(f"`hf-retrieval-assist clean {store.parent}` removes it")
+    own = store.parent / ".store.01234567.partial"
+    own.mkdir()
+    assert main(append) == 0
+    once, other, same = capsys.readouterr().err.splitlines()
+    remedy = f"`hf-retrieval-assist clean {store.parent}` removes it"
+    assert once == other == f"{left}: documents that a killed command has left; {remedy}"
+    assert same == f"{own}: documents that a killed command has left; this build removes it"
+    assert left.exists() > own.exists()
     assert main(["clean", str(store.parent)]) == 0
     assert capsys.readouterr().out == f"{left}: removed\n"
     assert not left.exists()

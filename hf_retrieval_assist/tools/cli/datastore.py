@@ -87,8 +87,10 @@ def build(
         raise BadParameter("--overwrite: expected no --append beside it")
     if (path / MANIFEST).is_file() and not append and not overwrite:
         raise FileExistsError(f"{path} exists; --append adds to it, --overwrite replaces it")
-    for left in corpus_build.abandoned(path.resolve().parent):
-        remedy = f"`hf-retrieval-assist clean {left.parent}` removes it"
+    for left, owner in corpus_build.abandoned(path.resolve().parent):
+        remedy = "this build removes it"
+        if owner != path.resolve():
+            remedy = f"`hf-retrieval-assist clean {left.parent}` removes it"
         print(f"{left}: documents that a killed command has left; {remedy}", file=sys.stderr)
     encoder = load_encoder(tokenizer)
     skipped = Skipped() if skip_bad else None
