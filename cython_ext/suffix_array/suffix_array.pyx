@@ -116,7 +116,8 @@ cdef class SuffixArray:
         self, const uint8_t* data, int64_t entries, int64_t width, const uint64_t[::1] sums, int64_t* used
     ) except *:
         """Those of a file, whose sums follow the ones that are used."""
-        cdef Blocks found = Blocks(data, entries * width, width << BLOCK_BITS, NULL, NULL, self.damaged, examine)
+        cdef int64_t block_bytes = width << BLOCK_BITS
+        cdef Blocks found = Blocks(data, entries * width, block_bytes, NULL, NULL, self.damaged, examine)
         cdef int64_t count = block_count(&found)
         found.states = <uint8_t*>owned(self.buffers, count)
         if sums is None:
