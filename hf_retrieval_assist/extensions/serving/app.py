@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import fastapi
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import __version__
 from transformers.cli.serving.model_manager import ModelManager
 
@@ -39,8 +41,9 @@ except ImportError as error:
 logger = get_logger(__name__)
 
 _PREFIX = "hf_retrieval_assist"
+_LARGEST = 16 << 20  # bytes of a body
 # What a refusal is called that no field is at fault of.
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 def build_app(
@@ -102,6 +105,7 @@ def build_app(
         },
     )
     app.state.service = service
+    app.add_middleware(_Bounded)
     if enable_cors:
         all_ = ["*"]
         app.add_middleware(
@@ -218,6 +222,27 @@ def _refuse(app: FastAPI) -> None:
     async def failed(_: Request, error: Exception) -> JSONResponse:
         logger.error("a request failed", exc_info=error)
         return told(FAILED)
+
+
+class _Bounded:
+    """Refuses bodies that would take all memory, before they are read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count what comes."""
+        came = 0
+
+        async def counted() -> Message:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came > _LARGEST:
+                raise fastapi.HTTPException(413, f"expected at most {_LARGEST:,} bytes, got more")
+            return message
+
+        await self._app(scope, counted, send)
 
 
 class _Figures(Collector):

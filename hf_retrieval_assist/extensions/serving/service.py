@@ -75,6 +75,9 @@ class Service:
             side; None: one after another.
         tenants: whose requests it answers; None: everybody's.
 
+    Raises:
+        ValueError: its tokenizer is not one of the `tokenizers` library.
+
     Attributes:
         is_ready: whether the model has been tested.
         on_ready: is called then.
@@ -96,6 +99,9 @@ class Service:
         self.model, self.name, self.assistant, self.tenants = model, name, assistant, tenants
         self.limits, self.modality = limits, modality
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        if not hasattr(self.tokenizer, "backend_tokenizer"):
+            kind = type(self.tokenizer).__name__
+            raise ValueError(f"{name}: expected a tokenizer of the tokenizers library, got {kind}")
         self._together = batching is not None
         self._shared = self._configured(None)
         self._ends = _ids(self._shared.eos_token_id)
@@ -223,7 +229,8 @@ class Service:
                 job = running.add(form, inputs, own, None)
                 job.processors = processors
                 if fields.seed is not None:
-                    job.seed = (fields.seed + len(running.jobs) - 1) % 2**64
+                    seed = fields.seed + len(running.jobs) - 1
+                    job.seed = seed if seed < 2**64 else seed - 2**64
                 job.suspects = [
                     n for n in ("generation_config", "stop") if getattr(fields, n, None)
                 ]

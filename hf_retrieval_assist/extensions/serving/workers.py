@@ -144,6 +144,8 @@ class OneByOne:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         with self._changed:
+            if self._closed:
+                raise _CLOSING
             # The answers of one request are one that waits, until the first is begun.
             begun = {id(job.request) for job in [*self._running]}
             waiting = {id(job.request) for job in self._waiting} - begun

@@ -162,7 +162,7 @@ class Written:
             if self.ended:
                 return
             self.token_ids.append(token)
-            text = self._stream.step(self.form.tokenizer._tokenizer, token) or ""
+            text = self._stream.step(self.form.tokenizer.backend_tokenizer, token) or ""
             self._raw += text
             if likely and token not in self.form.ends:
                 self._likely.append((len(self._whole) + len(self._raw), likely[number]))

@@ -182,6 +182,13 @@ def test_streams_of_which_half_are_left(folder, batching):
         assert served.ask("list").choices[0].message.content == LIST.strip()
 
 
+def test_bodies_are_bounded(folder):
+    with serving(folder) as served:
+        status, text = get(f"{served.url}/v1/completions", {"prompt": "x" * (17 << 20)})
+        assert (status, json.loads(text)["error"]["code"]) == (413, "request_too_large")
+        assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
+
+
 def test_a_server_that_ends_tells_those_who_wait(folder, held):
     with serving(folder) as served:
         held.clear()
@@ -194,6 +201,7 @@ def test_a_server_that_ends_tells_those_who_wait(folder, held):
         held.set()
         wait_until(served.service.close)
         assert get(f"{served.url}/health")[0] == 503
+        assert refusal(served.ask, "hello").status_code == 503
 
 
 def test_requests_that_come_before_the_model_is_tested_wait(folder, held, monkeypatch):
