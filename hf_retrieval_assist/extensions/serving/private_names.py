@@ -57,7 +57,7 @@ transformers.generation.continuous_batching.continuous_api:ContinuousBatchingMan
   background_thread_status; output_router; batch_processor | a worker that died, answers that were
     left
 transformers.cli.serving.utils
-  build_response_parser(processor, model, input_ids, tools); get_response_template(processor,
+  build_response_parser(processor, model, input_ids); get_response_template(processor,
     model); response_events_to_chunks(events); ReasoningText; ToolCall | reasoning and calls in
     answers
 transformers.cli.serving.utils:BaseHandler

@@ -113,12 +113,15 @@ class Prompts:
                 field,
                 "unsupported_value",
             )
+        messages = [
+            {name: value for name, value in one.items() if value is not None} for one in messages
+        ]
         for number, message in enumerate(messages):
             self._check(f"{field}.{number}", field, message)
         variables = self._variables(fields)
         read = BaseHandler.get_processor_inputs_from_messages(messages, self._modality)
         for one, given in zip(read, messages, strict=True):
-            one |= {n: given[n] for n in ("name", "reasoning_content") if given.get(n) is not None}
+            one |= {n: given[n] for n in ("name", "reasoning_content") if n in given}
             if one["role"] == "developer" and not self._names("developer"):
                 one["role"] = "system"
         tools = None if fields.tool_choice == "none" else fields.tools

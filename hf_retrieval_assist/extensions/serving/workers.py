@@ -147,7 +147,7 @@ class OneByOne:
             if self._closed:
                 raise _CLOSING
             # The answers of one request are one that waits, until the first is begun.
-            begun = {id(job.request) for job in [*self._running]}
+            begun = {id(job.request) for job in self._running}
             waiting = {id(job.request) for job in self._waiting} - begun
             _refuse_more(len(waiting), self._most, self._seconds)
             self._waiting += jobs
@@ -175,13 +175,13 @@ class OneByOne:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                job = self._waiting.popleft()
+                self._running.add(job := self._waiting.popleft())
             began = time.perf_counter()
             self._serve(job)
             self._seconds += (time.perf_counter() - began - self._seconds) / 8
 
     def _serve(self, job: Job) -> None:
-        self._running.add(job)
+        """Generate an answer that is among the running ones, until it has ended."""
         try:
             if not job.left:
                 with suppress(_EndedError):
@@ -192,7 +192,8 @@ class OneByOne:
         except Exception as error:
             job.written.deliver(Failed(self._blamed(job, error)))
         finally:
-            self._running.discard(job)
+            with self._changed:
+                self._running.discard(job)
 
     def _generate(self, job: Job) -> None:
         model, written, config = self._model, job.written, job.config
@@ -229,6 +230,7 @@ class OneByOne:
                 passing = [one for one in self._waiting if one.length <= self._part]
                 for one in passing:
                     self._waiting.remove(one)
+                self._running.update(passing)
             for one in passing:
                 self._serve(one)
             if job.left:

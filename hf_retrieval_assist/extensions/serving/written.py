@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...drafters.expected import ExpectedTexts
 
+# Parsers are told the tools from 5.23 on.
+_WITH_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LEAST = -9999.0  # stands for a probability of nothing, which JSON cannot hold as a logarithm
 
@@ -140,9 +143,8 @@ class Written:
         self._parser = None
         if form.parts and form.forced is None:
             # transformers' own events, and text where there are none.
-            found = build_response_parser(
-                form.tokenizer, form.model, [*form.prompt_ids], form.tools
-            )
+            tools = {"tools": form.tools} if _WITH_TOOLS else {}
+            found = build_response_parser(form.tokenizer, form.model, [*form.prompt_ids], **tools)
             self._parser = found and Parser(found)
         self._stream = DecodeStream([], skip_special_tokens=self._parser is None)
         self._raw = ""  # what is not delivered yet, since a stop may begin there

@@ -123,8 +123,10 @@ def test_more_requests_than_may_wait_are_sent_away(folder, held):
     with serving(folder, limits=Limits(waiting=2)) as served:
         held.clear()
         with ThreadPoolExecutor(3) as pool:
-            going = [pool.submit(served.ask, "hello", n=2) for _ in range(3)]
-            wait_until(lambda: running(served) and len(served.service.worker._waiting) == 5)
+            going = []
+            for number in range(3):
+                going.append(pool.submit(served.ask, "hello", n=2))
+                wait_until(lambda n=number: len(served.service.worker._waiting) == 1 + 2 * n)
             error = refusal(served.ask, "hello")
             assert isinstance(error, openai.RateLimitError)
             assert error.code == "rate_limit_exceeded"
