@@ -132,6 +132,7 @@ class Engine:
         name, forgets = service.cache_name, service.forgets(batch)
         given: Any = model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
+        # Parts of a prompt may be there already.
         if is_callers(given) or (has_slots(own) and own.get_seq_length()):
             cache = SlotCache.wrapping(own, config, capacity, forgets)
         else:

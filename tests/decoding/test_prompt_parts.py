@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.decoding import loop
 from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
 from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build
@@ -86,6 +87,16 @@ def test_others_generate_in_between(kind):
     assert torch.equal(found, plain)
     assert looked == len(seen) == 4
     assert all(torch.equal(text, plain_other) for text in seen)
+
+
+def test_plain_steps_are_not_timed_behind_windows_that_have_passed(monkeypatch):
+    """No cache of plain decoding's could be made of what is left."""
+    made = []
+    monkeypatch.setattr(loop, "plain_step", lambda call, make, first: made.append(make()))
+    model = build(Gemma3ForCausalLM)
+    run(model, assistant=SamAssistant())
+    in_parts(model, assistant=SamAssistant())
+    assert [kwargs is None for kwargs in made] == [False, True]
 
 
 class LeftError(Exception):

@@ -422,9 +422,30 @@ def test_draws_are_plain_ones_under_a_seed(alone, folder, route):
     asked(temperature=2.5)
     assert asked(**options) == drawn
     assert asked(temperature=0) == plain(do_sample=False) == ANSWERS["hello"]
-    top = {"top_p": 0.9, "extra_body": {"seed": 7}}
-    if route != "chat":  # where it is asked with a temperature
-        assert asked(**top).strip() == plain(do_sample=True, top_p=0.9).strip()
+
+
+PROMPT = "zebras and other animals"
+
+
+def test_a_share_of_the_most_likely_is_drawn_from(alone, folder):
+    """Though nobody names a temperature."""
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    tokenizer = tokenizer_of_bytes()
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+
+    def plain(seed, **options):
+        set_seed(seed)
+        ids = model.generate(**inputs, max_new_tokens=30, **options)[0]
+        return tokenizer.decode(ids[inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+    create = partial(alone.client.completions.create, model=alone.model, max_tokens=30)
+    found = {}
+    for seed in range(7, 12):
+        drawn = create(prompt=PROMPT, top_p=0.99, seed=seed).choices[0].text
+        found[drawn] = plain(seed, do_sample=True, top_p=0.99)
+        assert drawn == found[drawn]
+    assert len(found) > 1
+    assert create(prompt=PROMPT, seed=7).choices[0].text == plain(7, do_sample=False)
 
 
 def get_response(served, text, **options):
@@ -454,6 +475,21 @@ def test_several_answers_and_prompts(served):
         found = create(prompt=several, n=2).choices
         assert [one.text for one in found] == [alone[0], alone[0], alone[1], alone[1]]
     assert create(prompt=ids[0]).choices[0].text == alone[0]
+
+
+def test_choices_have_seeds_one_after_another(alone):
+    options = {"temperature": 3, "max_tokens": 20}
+    several = alone.ask("hello", n=3, seed=5, **options).choices
+    for number, choice in enumerate(several):
+        (own,) = alone.ask("hello", seed=5 + number, **options).choices
+        assert own.message == choice.message
+    last = alone.ask("hello", n=2, seed=2**64 - 1, **options).choices[1]
+    assert last.message == alone.ask("hello", seed=0, **options).choices[0].message
+
+
+def test_options_of_streams_need_one(served):
+    body = {"messages": ASKED, "stream_options": {"include_usage": True}}
+    refused(served, "chat/completions", "stream_options", "invalid_value", body)
 
 
 def test_probabilities_are_the_models_own(alone, folder):
