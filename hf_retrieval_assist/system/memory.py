@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ SHORTAGES = (MemoryError, torch.OutOfMemoryError)
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
 
 # What copies of weights may take of the free memory where nobody has said: one part in so many.
 _SHARE = 8
@@ -39,9 +42,19 @@ def free_memory() -> int:
         free = 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError, IndexError):
         return 0
+    return max(0, min([free, *_left_in_groups()]))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes that each control group round this process may still take, of those with a limit."""
     try:
-        limit = int((_GROUP / "memory.max").read_text())  # "max": none, a ValueError
-        taken = int((_GROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return max(0, min(free, limit - taken))
+        # Inside a container there is its own group alone, whose path is the root's.
+        found = [line.split("::", 1) for line in _OWN_GROUP.read_text().splitlines()]
+        own = Path(next(path for number, *rest in found if number == "0" for path in rest))
+    except (OSError, StopIteration):
+        own = Path("/")
+    for group in (own, *own.parents):
+        folder = _GROUP / group.relative_to("/")
+        with suppress(OSError, ValueError):  # "max": none, a ValueError
+            limit = int((folder / "memory.max").read_text())
+            yield limit - int((folder / "memory.current").read_text())

@@ -18,6 +18,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import loop
 from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
 from hf_retrieval_assist.policy.account import Account
+from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
 
 PART = 5
@@ -94,8 +95,8 @@ def test_plain_steps_are_not_timed_behind_windows_that_have_passed(monkeypatch):
     made = []
     monkeypatch.setattr(loop, "plain_step", lambda call, make, first: made.append(make()))
     model = build(Gemma3ForCausalLM)
-    run(model, assistant=SamAssistant())
-    in_parts(model, assistant=SamAssistant())
+    run(model, assistant=SamAssistant(costs=CostModels()))
+    in_parts(model, assistant=SamAssistant(costs=CostModels()))
     assert [kwargs is None for kwargs in made] == [False, True]
 
 

@@ -89,11 +89,8 @@ def build_app(
         await asyncio.to_thread(service.close)
 
     async def warm_up() -> None:
-        try:
-            await service.warm_up()
-            figures.begin()
-        except Exception as error:
-            logger.error("the model could not be tested", exc_info=error)
+        await service.warm_up()
+        figures.begin()
 
     app = FastAPI(
         title="hf-retrieval-assist",
@@ -180,7 +177,7 @@ def _answer(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     def health() -> JSONResponse:
-        return _state(service.worker.is_alive, "alive")
+        return _state(service.worker.is_alive and service.is_sound, "alive")
 
     @app.get("/ready")
     def ready() -> JSONResponse:

@@ -80,6 +80,7 @@ class Service:
 
     Attributes:
         is_ready: whether the model has been tested.
+        is_sound: whether it can be, as far as is known.
         on_ready: is called then.
     """
 
@@ -119,10 +120,20 @@ class Service:
         self.most_tokens = min(whole, self.worker.most_tokens)
         self._prompts = Prompts(model, processor, modality, self.most_prompt)
         self._held = Held(model, self.tokenizer, self._ends)
-        self.is_ready = False
+        self.is_ready, self.is_sound = False, True
 
     async def warm_up(self) -> None:
         """Have the model tested, by an answer that nobody learns from."""
+        try:
+            await self._warm_up()
+        except Exception as error:
+            logger.error("the model could not be tested", exc_info=error)
+            self.is_sound = False
+        else:
+            self.is_ready = True
+            self.on_ready()
+
+    async def _warm_up(self) -> None:
         ids = self.tokenizer("a", return_tensors="pt")["input_ids"][:, :1]
         ids = ids if ids.numel() else ids.new_zeros(1, 1)
         config = self._configured(None)
@@ -139,8 +150,6 @@ class Service:
             if total.calls > before:
                 break
             await asyncio.sleep(0.01)
-        self.is_ready = True
-        self.on_ready()
 
     @property
     def told(self) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def serve(
     """Serve a model by an OpenAI-compatible API, with drafts, until interrupted."""
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise FileNotFoundError(f"MODEL: expected a folder or hub id, got {model}, which is none")
+    # The first process of a container ignores the signal until somebody handles it.
+    signal.signal(signal.SIGTERM, _ended)
     from transformers import ContinuousBatchingConfig
 
     uvicorn, build_app = _server()
@@ -196,6 +198,10 @@ def _server() -> tuple[Any, Any]:
     return uvicorn, build_app
 
 
+def _ended(*_: Any) -> NoReturn:
+    raise SystemExit(0)
+
+
 def _run(uvicorn: Any, app: Any, **options: Any) -> None:
     """Answer until a signal, then finish what is being written, for some seconds."""
     service = app.state.service
@@ -206,10 +212,6 @@ def _run(uvicorn: Any, app: Any, **options: Any) -> None:
             loop.call_later(_FINISHING, loop.run_in_executor, None, service.close)
             await super().shutdown(sockets)
 
-    def ended(*_: Any) -> NoReturn:
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, ended)
     access = logging.getLogger("uvicorn.access")
     access.addFilter(lambda line: not any(f"GET {one} " in line.getMessage() for one in _PROBES))
     code: Any = 0

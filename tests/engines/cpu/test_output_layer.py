@@ -201,6 +201,7 @@ def test_free_memory(tmp_path, monkeypatch):
     assert 1 << 20 < memory.free_memory() < 1 << 50
     monkeypatch.setattr(memory, "_GROUP", tmp_path)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_OWN_GROUP", tmp_path / "own")
     assert memory.free_memory() == 0
     (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:  500 kB\n")
     assert memory.free_memory() == 500 << 10
@@ -211,6 +212,13 @@ def test_free_memory(tmp_path, monkeypatch):
     assert memory.free_memory() == 200_000
     assert memory.may_take(25_000, None)
     assert not memory.may_take(25_001, None)
+    # A service is in groups within groups.
+    (tmp_path / "own").write_text("1:name=x:/other\n0::/system.slice/one.service\n")
+    assert memory.free_memory() == 200_000
+    (tmp_path / "system.slice" / "one.service").mkdir(parents=True)
+    (tmp_path / "system.slice" / "one.service" / "memory.max").write_text("90000\n")
+    (tmp_path / "system.slice" / "one.service" / "memory.current").write_text("10000\n")
+    assert memory.free_memory() == 80_000
 
 
 def test_draws_that_bounds_do_not_tell(llama):

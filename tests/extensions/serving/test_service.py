@@ -13,12 +13,13 @@ from transformers import Qwen2ForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.extensions.serving import workers
+from hf_retrieval_assist.extensions.serving.app import build_app
 from hf_retrieval_assist.extensions.serving.refusals import RefusedError
 from hf_retrieval_assist.extensions.serving.service import Limits, Service
 from hf_retrieval_assist.extensions.serving.tenants import Tenants, read_keys
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
-from tests.support.served import ANSWERS, LIST, get, learned, serving
+from tests.support.served import ANSWERS, LIST, get, learned, listening, serving
 
 PART = 32
 LONG = "list " * 300
@@ -228,6 +229,17 @@ def test_requests_that_come_before_the_model_is_tested_wait(folder, held, monkey
         served.service.is_ready = False
         assert get(f"{served.url}/ready")[0] == 503
         assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
+
+
+def test_a_model_that_cannot_be_tested_is_to_be_started_again(folder, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
+    app = build_app(folder, SamAssistant(), device="cpu", dtype="float32")
+    with listening(app) as url:
+        wait_until(lambda: get(f"{url}/health")[0] == 503)
+        assert get(f"{url}/ready")[0] == 503
 
 
 def tenancy(memory, shared, **options):

@@ -424,7 +424,7 @@ def test_draws_are_plain_ones_under_a_seed(alone, folder, route):
     assert asked(temperature=0) == plain(do_sample=False) == ANSWERS["hello"]
 
 
-PROMPT = "zebras and other animals"
+PROMPT = "<|im_start|>user\n"
 
 
 def test_a_share_of_the_most_likely_is_drawn_from(alone, folder):
@@ -441,8 +441,8 @@ def test_a_share_of_the_most_likely_is_drawn_from(alone, folder):
     create = partial(alone.client.completions.create, model=alone.model, max_tokens=30)
     found = {}
     for seed in range(7, 12):
-        drawn = create(prompt=PROMPT, top_p=0.99, seed=seed).choices[0].text
-        found[drawn] = plain(seed, do_sample=True, top_p=0.99)
+        drawn = create(prompt=PROMPT, top_p=0.999, seed=seed).choices[0].text
+        found[drawn] = plain(seed, do_sample=True, top_p=0.999)
         assert drawn == found[drawn]
     assert len(found) > 1
     assert create(prompt=PROMPT, seed=7).choices[0].text == plain(7, do_sample=False)
