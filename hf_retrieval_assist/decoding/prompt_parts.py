@@ -20,8 +20,8 @@ from ..policy.stats import CallStats
 from ..verification.service import PER_TOKEN
 from .call import Call
 
-# A part is shorter by a token for each so many in front of it, and this share at least.
-_SHORTER, _SHORTEST = 32, 4
+# The least part of the first one's tokens that a later one has.
+_SHORTEST = 16
 
 
 class _Parts(NamedTuple):
@@ -86,12 +86,13 @@ def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -
 
 
 def _spans(tokens: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where the parts of a prompt begin and end, the last one's left out. Later ones are shorter,
-    since their tokens attend to more."""
+    """Where the parts of a prompt begin and end, the last one's left out. A token takes the longer
+    the more it attends to, twice as long behind two first parts: later parts are shorter."""
     start, end = 0, tokens
     while end < length:
         yield start, end
-        start, end = end, end + max(tokens // _SHORTEST, tokens - end // _SHORTER)
+        count = 2 * tokens * tokens // (2 * tokens + end)
+        start, end = end, end + max(1, tokens // _SHORTEST, count)
 
 
 def _is_usual(call: Call, cache: Any) -> bool:

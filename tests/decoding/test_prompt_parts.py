@@ -1,6 +1,7 @@
 """Prompts that are fed in parts: the same text, with others' calls in between."""
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import loop
-from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
+from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
@@ -24,6 +25,7 @@ from tests.support.lossless import build
 PART = 5
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
 OTHER = PROMPT[:, 4:18]
+LOOKS = len([*_spans(PART, PROMPT.shape[1])])
 KINDS = [LlamaForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen2ForCausalLM]
 
 
@@ -59,7 +61,7 @@ def test_texts_are_those_of_whole_prompts(kind, sample, budget):
         for _ in range(2):
             found, looked = in_parts(model, assistant=assistant, **options)
             assert torch.equal(found, plain)
-            assert looked == (1 if "ids" in options else 4)
+            assert looked == (1 if "ids" in options else LOOKS)
     total = assistant.stats.total
     assert total.calls == 6
     assert total.seconds["prefill"] < total.seconds["total"]
@@ -70,7 +72,7 @@ def test_calls_at_rest_feed_parts_too(monkeypatch):
     model, assistant = build(), SamAssistant()
     found, looked = in_parts(model, assistant=assistant)
     assert torch.equal(found, run(model))
-    assert (looked, assistant.stats.last.tier) == (4, "at rest")
+    assert (looked, assistant.stats.last.tier) == (LOOKS, "at rest")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +88,7 @@ def test_others_generate_in_between(kind):
 
     found, looked = in_parts(model, between, do_sample=True, assistant=assistant)
     assert torch.equal(found, plain)
-    assert looked == len(seen) == 4
+    assert looked == len(seen) == LOOKS
     assert all(torch.equal(text, plain_other) for text in seen)
 
 
@@ -124,6 +126,17 @@ def test_time_of_others_is_not_the_calls():
     with prompts_in_parts(PART, lambda: time.sleep(0.1)):
         run(model, assistant=assistant)
     assert assistant.stats.last.seconds["total"] < 0.3
+
+
+def test_parts_get_shorter():
+    for tokens, length in ((PART, 23), (1024, 30_000), (1024, 1025), (1, 9)):
+        spans = [*_spans(tokens, length)]
+        assert spans[0] == (0, tokens)
+        assert all(one[1] == other[0] for one, other in pairwise(spans))
+        sizes = [end - start for start, end in spans]
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(1, tokens // 16) <= sizes[-1] < length - spans[-1][0]
+        assert length - spans[-1][1] <= sizes[-1]
 
 
 UNUSUAL = {
