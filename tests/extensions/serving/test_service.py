@@ -52,8 +52,10 @@ def held(monkeypatch):
     """Forwards that wait until the event is set."""
     going = threading.Event()
     going.set()
+    going.waits = False  # whether a forward does
 
     def forward(self, *arguments, **options):
+        going.waits = not going.is_set()
         assert going.wait(30)
         return FORWARD(self, *arguments, **options)
 
@@ -210,7 +212,7 @@ def test_a_server_that_ends_tells_those_who_wait(folder, held):
         held.clear()
         with ThreadPoolExecutor(3) as pool:
             going = [pool.submit(refusal, served.ask, "hello") for _ in range(3)]
-            wait_until(lambda: len(served.service.worker._waiting) == 2)
+            wait_until(lambda: held.waits and len(served.service.worker._waiting) == 2)
             assert not served.service.close()  # its forward goes on
             assert [one.result().status_code for one in going] == [503] * 3
         assert get(f"{served.url}/ready")[0] == 503
