@@ -25,7 +25,6 @@ import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 
 from ..structures.suffix_array import BLOCK_ENTRIES, block_sums, damage
 from ..system.files import replacing
+from ..system.lazy import cached_property
 
 MAGIC = "hf-retrieval-assist datastore"
 VERSION = 3

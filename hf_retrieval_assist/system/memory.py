@@ -48,7 +48,7 @@ def free_memory() -> int:
 def _left_in_groups() -> Iterator[int]:
     """Bytes that each control group round this process may still take, of those with a limit."""
     try:
-        # Inside a container there is its own group alone, whose path is the root's.
+        # A container sees its own group alone, whose path is the root's.
         found = [line.split("::", 1) for line in _OWN_GROUP.read_text().splitlines()]
         own = Path(next(path for number, *rest in found if number == "0" for path in rest))
     except (OSError, StopIteration):

@@ -110,7 +110,7 @@ class Service:
         if self._together:
             self.worker = SideBySide(model, self._shared, batching, limits.waiting)
         else:
-            self.worker = OneByOne(model, processor, limits.waiting)
+            self.worker = OneByOne(model, self.tokenizer, limits.waiting)
         config = model.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None) or self.worker.most_tokens
         self.most_prompt = min(limits.prompt_tokens or positions, self.worker.most_tokens)

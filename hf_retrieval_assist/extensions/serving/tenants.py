@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...system.locks import Lock
 from .refusals import RefusedError
 
 _MOST = 256  # tenants whose assistants are kept; outputs stay in the memory
@@ -36,7 +36,7 @@ class Tenants:
         self._make, self._forget, self._header = make, forget, header
         self._keys, self._admin_key = dict(keys or {}), admin_key
         self._assistants: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __repr__(self) -> str:
         by = f"header {self._header}" if self._header else f"{len(self._keys)} API keys"
