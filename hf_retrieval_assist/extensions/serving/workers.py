@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import secrets
@@ -392,8 +393,16 @@ class SideBySide:
             except Exception as error:
                 self._close(name, True)
                 written.deliver(Failed(error))
+                # Requests that came while the worker died are nobody's.
+                asyncio.get_running_loop().call_later(_ENDING, self._fail_if_dead)
 
         return handle
+
+    def _fail_if_dead(self) -> None:
+        if not self.is_alive:
+            for name, job in [*self._open.items()]:
+                self._close(name, False)
+                job.written.deliver(Failed(RuntimeError("the worker has died")))
 
     def _close(self, name: str, goes_on: bool) -> None:
         del self._open[name]

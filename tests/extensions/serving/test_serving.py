@@ -31,7 +31,7 @@ from hf_retrieval_assist.extensions.serving.fields import (
     CompletionFields,
     ResponseFields,
 )
-from hf_retrieval_assist.extensions.serving.written import Form, Parser, Written
+from hf_retrieval_assist.extensions.serving.written import Failed, Form, Parser, Written
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
 from tests.support.redis_process import free_port
@@ -615,7 +615,14 @@ def test_a_worker_that_died_is_replaced(folder, monkeypatch):
             patched.setattr(Qwen2ForCausalLM, "forward", broken)
             status, _ = hello(served)
         assert status in (500, 503)
-        assert get(f"{served.url}/health")[0] == 503
+        wait_until(lambda: get(f"{served.url}/health")[0] == 503)
+        # One that came while the worker died, and that nobody looks at, is not left waiting.
+        worker, failed = served.service.worker, []
+        job = SimpleNamespace(written=SimpleNamespace(deliver=failed.append))
+        worker._open["nobody's"] = job
+        worker._fail_if_dead()
+        assert [type(one) for one in failed] == [Failed]
+        assert not worker._open
         answered(served)
         assert get(f"{served.url}/health")[0] == 200
 
