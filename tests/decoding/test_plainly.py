@@ -245,7 +245,7 @@ def test_most_calls_at_rest_are_told_of_once(model, told, monkeypatch):
         run(model, assistant=assistant, max_new_tokens=2)
         assert len(told.messages) == (assistant.stats.total.rests > 16)
     assert "most calls are decoded plainly" in told.text
-    assert assistant.stats.total.summary.endswith("20 of 21 calls rested")
+    assert "20 of 21 calls rested" in assistant.stats.total.summary
 
 
 def test_the_log_is_as_loud_as_transformers(model, told):
