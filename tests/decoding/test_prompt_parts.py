@@ -102,6 +102,19 @@ def test_plain_steps_are_not_timed_behind_windows_that_have_passed(monkeypatch):
     assert [kwargs is None for kwargs in made] == [False, True]
 
 
+def test_a_prefill_of_the_callers_is_asked_as_often_as_by_plain_decoding():
+    model, asked = build(), []
+
+    def prefill(*arguments, **options):
+        asked.append(True)
+        return type(model)._prefill(model, *arguments, **options)
+
+    model._prefill = prefill
+    found, looked = in_parts(model, assistant=SamAssistant(budget=6))
+    assert torch.equal(found, run(build()))
+    assert (looked, len(asked)) == (0, 1)
+
+
 class LeftError(Exception):
     pass
 

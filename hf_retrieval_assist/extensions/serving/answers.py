@@ -126,7 +126,7 @@ class _Choices(Answer):
         reason: str | None = None,
         usage: _Object | None = None,
     ) -> str:
-        told = self.probabilities(likely) if likely else None
+        told = self.probabilities(number, likely) if likely else None
         choice = {"index": number, **delta, "logprobs": told, "finish_reason": reason}
         chunk = self._of(self.chunk_kind, [choice])
         return _event(chunk if usage is None else chunk | {"usage": usage})
@@ -140,8 +140,8 @@ class _Choices(Answer):
         """What a piece adds to one."""
 
     @abstractmethod
-    def probabilities(self, likely: Sequence[Likely]) -> _Object:
-        """Those of some tokens."""
+    def probabilities(self, number: int, likely: Sequence[Likely]) -> _Object:
+        """Those of a choice's next tokens."""
 
 
 class ChatAnswer(_Choices):
@@ -168,7 +168,7 @@ class ChatAnswer(_Choices):
         return {
             "index": number,
             "message": message,
-            "logprobs": None if likely is None else self.probabilities(likely),
+            "logprobs": None if likely is None else self.probabilities(number, likely),
             "finish_reason": "tool_calls" if found.calls else written.reason,
         }
 
@@ -186,7 +186,7 @@ class ChatAnswer(_Choices):
         name = f"call_{self.id}_{number}_{place}"
         return {"id": name, "type": "function", "function": _spelt(call)}
 
-    def probabilities(self, likely: Sequence[Likely]) -> _Object:
+    def probabilities(self, number: int, likely: Sequence[Likely]) -> _Object:
         return {"content": [_told(one) for one in likely], "refusal": None}
 
 
@@ -198,14 +198,14 @@ class CompletionAnswer(_Choices):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._offsets = [0] * len(self.written)
+        self._offsets = [0] * len(self.written)  # of the next token's text
 
     def choice(self, number: int, written: Written) -> _Object:
         likely = written.likely
         return {
             "index": number,
             "text": written.text + (self.fields.suffix or ""),
-            "logprobs": None if likely is None else self.probabilities(likely),
+            "logprobs": None if likely is None else self.probabilities(number, likely),
             "finish_reason": written.reason,
         }
 
@@ -216,11 +216,11 @@ class CompletionAnswer(_Choices):
         if self.fields.suffix:
             yield self._chunk(number, {"text": self.fields.suffix})
 
-    def probabilities(self, likely: Sequence[Likely]) -> _Object:
-        offsets, at = [], 0
+    def probabilities(self, number: int, likely: Sequence[Likely]) -> _Object:
+        offsets = []
         for one in likely:
-            offsets.append(at)
-            at += len(one.text)
+            offsets.append(self._offsets[number])
+            self._offsets[number] += len(one.text)
         return {
             "tokens": [one.text for one in likely],
             "token_logprobs": [one.logprob for one in likely],
@@ -289,11 +289,16 @@ class ResponseAnswer(Answer):
             "top_p": fields.top_p,
             "max_output_tokens": fields.max_output_tokens,
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": self._choice,
+            "tools": [{"type": "function", **one["function"]} for one in fields.tools or ()],
             "usage": usage if ended else None,
             **more,
         }
+
+    @property
+    def _choice(self) -> Any:
+        choice = self.fields.tool_choice or "auto"
+        return {"type": "function", "name": choice[0]} if isinstance(choice, tuple) else choice
 
     def _item(self, kind: str) -> _Object:
         number = len(self._items)

@@ -85,12 +85,12 @@ def _items(value: Any) -> str | list[_Object]:
 
 
 def _schema(value: Any) -> _Object | None:
-    """A format's JSON schema; {}: any JSON; None: free text."""
+    """A format's JSON schema; None: free text."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        return {}
+        return {"type": "object", "additionalProperties": True}
     _expect(kind == "json_schema", "a type of text, json_object or json_schema")
     # Chats have it one deeper than responses.
     schema = value.get("json_schema", value).get("schema")
@@ -247,7 +247,7 @@ class Fields(BaseModel):
 
     @property
     def schema_in_json(self) -> _Object | None:
-        """What the answer is held to; {}: any JSON; None: nothing."""
+        """What the answer is held to; None: nothing."""
         return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from ...host.chat_templates import rendered_call
 from .refusals import RefusedError
 from .written import Call
 
@@ -53,7 +53,7 @@ class Held:
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def to_schema(self, field: str, schema: Mapping[str, Any]) -> LogitsProcessor:
-        """Hold an answer to a JSON schema; {}: to any JSON object.
+        """Hold an answer to a JSON schema.
 
         Raises:
             RefusedError: the library is missing, or knows no such schema.
@@ -97,19 +97,10 @@ class Held:
     ) -> tuple[str, str]:
         """What a chat template writes before and behind the arguments of a call."""
         call = {"name": tool["function"]["name"], "arguments": _MARKED}
-        asked = [{"role": "user", "content": "?"}]
-        # Templates that write an id want nine characters.
-        called = [{"type": "function", "function": call, "id": 9 * "0"}]
-        render: Callable[..., str] = self._tokenizer.apply_chat_template
-        options = {"tools": [*tools], "tokenize": False}
         try:
-            before = render(asked, add_generation_prompt=True, **options)
-            said = {"role": "assistant", "content": "", "tool_calls": called}
-            after = render([*asked, said], **options)
+            text = rendered_call(self._tokenizer, tools, call, 9 * "0")
         except Exception as error:
             raise self._refused(f"{type(error).__name__}: {error}") from error
-        common = os.path.commonprefix([before, after])  # noqa: RUF071 - of characters, not of paths
-        text = after[len(common) :]
         for ascii_only in (False, True):
             head, found, tail = text.partition(json.dumps(_MARKED, ensure_ascii=ascii_only))
             if found and call["name"] in head:
@@ -162,16 +153,16 @@ class Held:
         grammars = []
         for before, schema, after in forms:
             # One layout leaves less open, so that more is drafted.
-            held = xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
-            if schema == "{}":
-                held = xgrammar.Grammar.builtin_json_grammar()
-            texts = [
-                xgrammar.Grammar.from_ebnf(f"root ::= {json.dumps(s)}")
-                for s in (before, after)
-                if s
-            ]
-            grammars.append(
-                xgrammar.Grammar.concat(texts[0], held, texts[1]) if len(texts) == 2 else held
-            )
+            json_of = xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
+            head, tail = map(_literal, (before, after))
+            parts = [*head, json_of, *tail]
+            grammars.append(xgrammar.Grammar.concat(*parts) if len(parts) > 1 else json_of)
         whole = grammars[0] if len(grammars) == 1 else xgrammar.Grammar.union(*grammars)
         return self._compiler.compile_grammar(whole)
+
+
+def _literal(text: str) -> list[Any]:
+    """The grammar of a text; none of nothing."""
+    import xgrammar
+
+    return [xgrammar.Grammar.from_ebnf(f"root ::= {json.dumps(text)}")] if text else []

@@ -58,8 +58,8 @@ transformers.generation.continuous_batching.continuous_api:ContinuousBatchingMan
     left
 transformers.cli.serving.utils
   build_response_parser(processor, model, input_ids); get_response_template(processor,
-    model); response_events_to_chunks(events); ReasoningText; ToolCall | reasoning and calls in
-    answers
+    model); response_events_to_chunks(events); ReasoningText; ToolCall; Modality | reasoning and
+    calls in answers, what a model reads
 transformers.cli.serving.utils:BaseHandler
   get_processor_inputs_from_messages(messages, modality) | messages
 transformers.cli.serving.response:ResponseHandler

@@ -98,7 +98,7 @@ class Service:
         tenants: Tenants | None = None,
     ) -> None:
         self.model, self.name, self.assistant, self.tenants = model, name, assistant, tenants
-        self.limits, self.modality = limits, modality
+        self.limits = limits
         self.tokenizer = getattr(processor, "tokenizer", processor)
         if not hasattr(self.tokenizer, "backend_tokenizer"):
             kind = type(self.tokenizer).__name__

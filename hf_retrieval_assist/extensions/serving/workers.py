@@ -21,12 +21,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from ...decoding.prompt_parts import prompts_in_parts
 from ...host.positions import position_limit
-from ...system.log import get_logger
 from .batching import DraftingManager, adding_for
 from .refusals import RefusedError
 from .written import Alphabet, Failed, Likely, Written
-
-logger = get_logger(__name__)
 
 # Tokens of a prompt that are fed at once: a second or so of a small model on a CPU, and on a GPU
 # as much as keeps its static buffers for all but the longest prompts.
@@ -59,7 +56,7 @@ class Job:
         processors: further ones of its logits.
         suspects: fields of the request that may be what generating fails by.
         left: whether nobody waits for it any more.
-        begun: whether it has been looked at.
+        begun: whether its first token has come, side by side with others.
     """
 
     inputs: dict[str, Any]
@@ -198,7 +195,6 @@ class OneByOne:
 
     def _generate(self, job: Job) -> None:
         model, written, config = self._model, job.written, job.config
-        job.begun = True
         written.begin()
         own: dict[str, Any] = {"assistant": job.assistant} if job.assistant is not None else {}
         streamer: _Streamer | None = _Streamer(job)

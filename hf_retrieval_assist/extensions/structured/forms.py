@@ -12,13 +12,14 @@ stands between marks is printed.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from ...host.chat_templates import rendered_call
 
 _DEEPEST = 32  # schemas within schemas
 _LARGEST = 2000  # values of one schema, and choices for one of them
@@ -155,18 +156,7 @@ def _tool_form(tool: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], toke
     marked = _Marked(parameters)
     arguments = marked.value({"properties": {}, **parameters})
     call = {"name": function["name"], "arguments": arguments}
-    asked = [{"role": "user", "content": "?"}]
-    called = {
-        "role": "assistant",
-        "content": "",
-        # Templates that write an id want nine characters.
-        "tool_calls": [{"type": "function", "function": call, "id": chr(_STRING) * 9}],
-    }
-    render: Callable[..., str] = tokenizer.apply_chat_template
-    before = render(asked, tools=list(tools), tokenize=False, add_generation_prompt=True)
-    after = render([*asked, called], tools=list(tools), tokenize=False)
-    common = os.path.commonprefix([before, after])  # noqa: RUF071 - of characters, not of paths
-    text = after[len(common) :]
+    text = rendered_call(tokenizer, tools, call, 9 * chr(_STRING))
     if function["name"] not in text:
         raise ValueError("tools: expected a chat template that writes tool calls, got one without")
     return marked.form(text)

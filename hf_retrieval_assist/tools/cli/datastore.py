@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from typer import Argument, BadParameter, Option
 
@@ -20,6 +17,7 @@ from ...corpus.format import MANIFEST
 from ...corpus.readers import Skipped, load_encoder, read_texts
 from ...system.arguments import byte_count
 from ...types.token_tree import NamedIds
+from .signals import on_sigterm
 
 _STORE = Argument(..., help="the datastore's directory")
 _NAME = Argument(..., help="the document's, as `info --documents` shows it")
@@ -48,25 +46,13 @@ _RAY = Option(
 )
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A scope that SIGTERM ends at once, with exit code 143 and without what was staged."""
-
-    def end(*_: object) -> None:
-        corpus_build.sweep_own()
-        os._exit(143)
-
-    if threading.current_thread() is not threading.main_thread():  # which has no signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _end(*_: object) -> NoReturn:
+    """End at once, without what was staged."""
+    corpus_build.sweep_own()
+    os._exit(143)
 
 
-@_terminable()
+@on_sigterm(_end)
 def build(
     path: Path = _STORE,
     sources: list[str] = _SOURCES,
@@ -150,13 +136,13 @@ def info(
         print(f"{tokens:>11,} {_printable(name) or '(without a name)'}")
 
 
-@_terminable()
+@on_sigterm(_end)
 def remove(path: Path = _STORE, name: str = _NAME) -> None:
     """Take a document out of a datastore."""
     _print_summary(Datastore.open(path).remove(name))
 
 
-@_terminable()
+@on_sigterm(_end)
 def replace(
     path: Path = _STORE,
     name: str = _NAME,
@@ -180,7 +166,7 @@ def verify(path: Path = _STORE) -> None:
     print(f"{path}: all files are as they were built")
 
 
-@_terminable()
+@on_sigterm(_end)
 def compact(
     path: Path = _STORE, memory: int = _MEMORY, workers: int = _WORKERS, quiet: bool = _QUIET
 ) -> None:

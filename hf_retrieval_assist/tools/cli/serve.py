@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from typer import Argument, Option
 
 from ...system.arguments import byte_count
 from .models import DTYPE, loaded
+from .signals import on_sigterm
 
 _PROBES = ("/health", "/ready", "/metrics")  # which would fill the log
 _FINISHING = 7.0  # seconds in which answers may be finished after SIGTERM
@@ -43,6 +43,12 @@ _PROMPT = Option(
 _ANSWER = Option(None, min=1, metavar="N", help="tokens of an answer; default: the same")
 
 
+def _ended(*_: Any) -> NoReturn:
+    raise SystemExit(0)
+
+
+# The first process of a container ignores the signal until somebody handles it.
+@on_sigterm(_ended)
 def serve(
     model: str = Argument(..., help="path or hub id of the model, the only one that is served"),
     memory: str | None = _MEMORY,
@@ -72,8 +78,6 @@ def serve(
     """Serve a model by an OpenAI-compatible API, with drafts, until interrupted."""
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise FileNotFoundError(f"MODEL: expected a folder or hub id, got {model}, which is none")
-    # The first process of a container ignores the signal until somebody handles it.
-    signal.signal(signal.SIGTERM, _ended)
     from transformers import ContinuousBatchingConfig
 
     uvicorn, build_app = _server()
@@ -180,9 +184,11 @@ def _tenants(named: str | None, admin_key: Path | None, private: bool, make: _As
     if key == "":
         raise ValueError(f"{admin_key}: expected a key, got an empty file")
     kind, _, header = named.partition(":")
-    whose: dict[str, Any] = {"keys": read_keys(Path(named))} if kind != "header" else {}
-    if kind == "header":
-        whose = {"header": header}
+    whose: dict[str, Any] = {"header": header}
+    if kind != "header":
+        whose = {"keys": read_keys(Path(named))}
+    elif not header:
+        raise ValueError("--tenants: expected header:NAME, got no name")
     return Tenants(make.of_tenant, make.forget, admin_key=key, **whose)
 
 
@@ -196,10 +202,6 @@ def _server() -> tuple[Any, Any]:
         needed = "fastapi openai prometheus-client uvicorn"
         raise ImportError(f"serve needs: pip install {needed} ({error})") from error
     return uvicorn, build_app
-
-
-def _ended(*_: Any) -> NoReturn:
-    raise SystemExit(0)
 
 
 def _run(uvicorn: Any, app: Any, **options: Any) -> None:

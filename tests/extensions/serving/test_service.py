@@ -1,6 +1,7 @@
 """The server's bounds: what may wait, how long, whose it is, and what ends when somebody leaves."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -316,10 +317,13 @@ def test_keys_of_tenants_are_read_from_a_file(tmp_path):
         (["/nosuch"], "expected a folder or hub id, got /nosuch, which is none"),
         (["{}", "--private", "--memory", "x"], "--private: expected no --memory"),
         (["{}", "--private", "--tenants", "header:x"], "--private: expected no --tenants"),
+        (["{}", "--tenants", "header:"], "--tenants: expected header:NAME, got no name"),
         (["{}", "--admin-key", "x"], "--admin-key: expected --tenants beside it"),
         (["{}", "--tenants", "header:x", "--continuous-batching"], "tenants: expected none beside"),
     ],
 )
 def test_commands_that_cannot_serve_say_why(folder, capsys, options, told):
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["serve", *[one.format(folder) for one in options]]) == 1
     assert told in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before

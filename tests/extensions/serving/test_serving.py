@@ -501,6 +501,9 @@ def test_probabilities_are_the_models_own(alone, folder):
     told = create(max_tokens=5, logprobs=3, temperature=2, seed=1).choices[0].logprobs
     assert sorted(told.top_logprobs[0].values()) == near(sorted(best.values.tolist()), terms=1000)
     assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 5
+    chunks = create(max_tokens=5, logprobs=3, temperature=2, seed=1, stream=True)
+    shown = [one.choices[0].logprobs for one in chunks if one.choices[0].logprobs]
+    assert [at for one in shown for at in one.text_offset] == told.text_offset
     whole = alone.ask("list", logprobs=True, top_logprobs=2, stop="1. item").choices[0]
     likely = whole.logprobs.content
     assert "".join(one.token for one in likely) == LIST[: LIST.index("1. item")]
@@ -551,6 +554,7 @@ def test_responses_are_whole_unless_a_stream_is_asked_for(served):
     assert events[-1].response.usage == answer.usage
     tool = {"type": "function", **TOOL["function"]}
     called = create(input="rain?", tools=[tool])
+    assert called.tools[0].name == "weather"
     (call,) = called.output
     assert (call.type, call.name) == ("function_call", "weather")
     events = [*create(input="rain?", tools=[tool], stream=True)]
