@@ -62,6 +62,7 @@ def test_texts_are_those_of_whole_prompts(kind, sample, budget):
             found, looked = in_parts(model, assistant=assistant, **options)
             assert torch.equal(found, plain)
             assert looked == (1 if "ids" in options else LOOKS)
+            assert assistant.stats.last.tier == "tree"
     total = assistant.stats.total
     assert total.calls == 6
     assert total.seconds["prefill"] < total.seconds["total"]

@@ -198,7 +198,7 @@ class CompletionAnswer(_Choices):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._offsets = [0] * len(self.written)  # of the next token's text
+        self._offsets = [0] * len(self.written)  # where the next token of each begins
 
     def choice(self, number: int, written: Written) -> _Object:
         likely = written.likely
