@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .types.evidence import EvidenceClasses as EvidenceClasses
     from .types.token_tree import NamedIds as NamedIds
     from .types.token_tree import TokenTree as TokenTree
+    from .verification.engine import release_memory as release_memory
 
 require_compiled()
 
@@ -61,6 +62,7 @@ _NAMES = {
     "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
     "simulation": "SimulationReport simulate",
     "types.token_tree": "NamedIds TokenTree",
+    "verification.engine": "release_memory",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

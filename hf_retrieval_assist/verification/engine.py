@@ -189,6 +189,9 @@ class Engine:
         scope = self.scope(options.by_kernels)
         return TreeVerifier(*arguments, bounds, attention=attention, scope=scope)
 
+    def release(self, module: torch.nn.Module) -> None:
+        """Drop what is kept of a module, none of its children's, for calls to come."""
+
     def holds(self, cache: SlotCache) -> bool:
         """Whether a cache's layers may stay in memory in which forwards are recorded."""
         return False
@@ -223,3 +226,24 @@ def _engines() -> tuple[Engine, ...]:
 def engine_of(device: torch.device) -> Engine:
     """The engine that computes on a device."""
     return next(engine for engine in _engines() if engine.serves(device))
+
+
+def release_memory(model: torch.nn.Module) -> None:
+    """Give back the memory that calls have left for the next ones with a model.
+
+    That is static buffers and recorded forwards on a GPU, recorded forwards and copies of weights
+    on a CPU. The next call makes them anew, as far as they pay; the model is not tested again. A
+    call that runs meanwhile goes on with what it has, and leaves it as always. PyTorch's allocator
+    keeps a GPU's memory for the process until :func:`torch.cuda.empty_cache`.
+
+    Args:
+        model: a model or head, or a module round some.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for engine in _engines():
+        for module in model.modules():
+            engine.release(module)

@@ -139,10 +139,7 @@ class Recordings:
         faults: why computations with these keys are not recorded.
         short: whether there was no memory for one of them: the next call may find enough.
         kinds: the recordings, by what tells them apart.
-        size: of several that would do, calls get the smallest.
     """
-
-    size = 0
 
     def __init__(self, state: Any, faults: dict[Hashable, str]) -> None:
         self.state, self.faults, self.short = state, faults, False
@@ -232,27 +229,32 @@ class Pool(Generic[Kept]):
     def lend(
         self,
         model: Any,
-        state: Any,
         make: Callable[[dict[Hashable, str]], Kept],
-        serves: Callable[[Kept], bool] = lambda _: True,
-        reserved: Kept | None = None,
+        serves: Callable[[Kept], bool],
+        rank: Callable[[Kept], Any] = lambda _: 0,
     ) -> Kept:
-        """Idle ones of a model in this state that serve the call, else new ones.
+        """Idle ones of a model that serve the call, else new ones.
+
+        Those of other states stay: a model may come back to them, as one does whose adapters are
+        switched from call to call.
 
         Args:
             make: makes these, given the faults that are known of the model.
-            reserved: that the call has already.
+            rank: of several that serve the call it gets those of the lowest.
         """
         with self._lock:
             idle = self._idle.setdefault(model, [])
-            # What was recorded of a model that was changed will not be used again.
-            self._drop_others(idle, [kept for kept in idle if kept.fit(state)])
-            if (found := reserved or self._taken(idle, serves)) is not None:
+            if (found := self._taken(idle, serves, rank)) is not None:
                 return found
             # Others make room before the new ones take their memory.
             self._drop_oldest(idle, self.most - 1)
             faults = self._faults.setdefault(model, {})
         return make(faults)
+
+    def release(self, model: Any) -> None:
+        """Drop what waits for a model's calls."""
+        with self._lock:
+            self._drop_others(self._idle.pop(model, []), [])
 
     def give_back(self, model: Any, kept: Kept, spared: int = 1) -> None:
         """Keep what was recorded for the model's next calls; a large one only if it is spared."""
@@ -268,9 +270,11 @@ class Pool(Generic[Kept]):
                 self._drop_oldest(idle, self.most, spared)
 
     @staticmethod
-    def _taken(idle: list[Kept], serves: Callable[[Kept], bool]) -> Kept | None:
-        """The smallest ones that serve a call, and of these the last that were used."""
-        found = min(filter(serves, reversed(idle)), key=lambda kept: kept.size, default=None)
+    def _taken(
+        idle: list[Kept], serves: Callable[[Kept], bool], rank: Callable[[Kept], Any]
+    ) -> Kept | None:
+        """Those of the lowest rank that serve a call, and of these the last that were used."""
+        found = min(filter(serves, reversed(idle)), key=rank, default=None)
         if found is not None:
             idle.remove(found)
             found.enter()

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import SimpleNamespace
 
@@ -51,6 +51,88 @@ def test_calls_of_a_model_that_was_changed_and_changed_back_are_plain(name, memo
         assert torch.equal(text(), before) == (name == "autocast")
         assert (assistant.stats.last.repeated > 0) == (name in RECORDABLE)
     assert torch.equal(text(), before)
+
+
+def adapted(model):
+    """The model with two adapters."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config, adapter_name="one").eval()
+    adapted.add_adapter("other", config)
+    return adapted
+
+
+@contextmanager
+def switched(model):
+    model.set_adapter("other")
+    try:
+        yield
+    finally:
+        model.set_adapter("one")
+
+
+IN_TURNS = {
+    "adapters": switched,
+    "an adapter and none": lambda model: model.disable_adapter(),
+    "inference mode": lambda model: torch.inference_mode(),
+    **{name: CHANGES[name] for name in ("a setting", "another order", "the configuration")},
+}
+
+
+@needs("engines/cpu")
+@pytest.mark.parametrize("memory", ["that grows", "in place"])
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_what_changes_in_turns_is_recorded_once_in_each_state(name, memory, monkeypatch):
+    if memory == "in place":
+        serve_in_place(monkeypatch)
+    model = build()
+    if "adapter" in name:
+        model = adapted(model)
+    states = [IN_TURNS[name], lambda model: nullcontext()]
+    plain, assistants = [], []
+    for state in states:
+        with state(model):
+            plain.append(run(model, max_new_tokens=40))
+            assistants.append(knowing(plain[-1], budget=2))
+    for turn in range(5):
+        for i, state in enumerate(states):
+            with state(model):
+                assert torch.equal(run(model, max_new_tokens=40, assistant=assistants[i]), plain[i])
+            last = assistants[i].stats.last
+            assert turn < 3 or 0 == last.recordings < last.repeated == last.forwards
+
+
+def test_the_oldest_of_many_states_are_forgotten(monkeypatch):
+    serve_in_place(monkeypatch)
+    monkeypatch.setattr("hf_retrieval_assist.engines.cuda.workspace._MOST_STATES", 3)
+    model = build()
+    assistant, attention = knowing(run(model), budget=2), model.model.layers[0].self_attn
+
+    def recorded(scaling):
+        attention.scaling = scaling
+        same(model, assistant=assistant, max_new_tokens=14)
+        return assistant.stats.last.recordings > 0
+
+    assert [recorded(scaling) for scaling in (1.0, 2.0, 3.0)] == [True] * 3
+    assert [recorded(scaling) for scaling in (1.0, 4.0)] == [False, True]
+    assert [recorded(scaling) for scaling in (3.0, 1.0, 2.0)] == [False, False, True]
+
+
+def test_a_model_that_had_fewer_layers_meanwhile_repeats_nothing_of_before(monkeypatch):
+    """What was recorded is of buffers that are gone."""
+    serve_in_place(monkeypatch)
+    model = build()
+    assistant = knowing(run(model), budget=2)
+    same(model, assistant=assistant, calls=3)
+    assert assistant.stats.last.repeated > 0
+    with (
+        exchanged(model.model, "layers", lambda layers: layers[:2]),
+        exchanged(model.config, "num_hidden_layers", lambda _: 2),
+    ):
+        same(model, assistant=assistant, calls=3, tier="tree")
+        assert assistant.stats.last.repeated > 0
+    same(model, assistant=assistant)
+    assert assistant.stats.last.recordings > 0
 
 
 # What changes no token of a text.

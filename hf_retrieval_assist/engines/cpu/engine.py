@@ -17,9 +17,13 @@ from ...verification.tiers import Service
 from ...verification.tree_attention import TreeAttention
 from ...verification.verified import Verified
 from ...verification.verifiers import Verifier
+from .compact import COMPACT
 from .copies import Copies
+from .few_bits import FewBits
 from .linear import MAX_ROWS
 from .norms import learn_norms
+from .quantized import IN_FOUR_BITS, WEIGHTS
+from .repeated_forward import PROGRAMS
 from .reroute import all_scopes_left, reroute
 from .tree_verifier import CpuTreeVerifier
 
@@ -50,6 +54,13 @@ class CpuEngine(Engine):
 
     def call(self, model: Any, wanted: CallOptions) -> CpuCall:
         return CpuCall(model, wanted)
+
+    def release(self, module: torch.nn.Module) -> None:
+        PROGRAMS.release(module)
+        FewBits.release(module)
+        for weight in module.parameters(recurse=False):
+            for copies in (COMPACT, WEIGHTS, IN_FOUR_BITS):
+                copies.release(weight)
 
     def tree_verifier(
         self,

@@ -124,6 +124,11 @@ class FewBits:
             del known[bits]
         return known.get(bits)
 
+    @staticmethod
+    def release(model: nn.Module) -> None:
+        """Drop those that were packed of a model."""
+        _known.pop(model, None)
+
     @classmethod
     def of(cls, model: nn.Module, bits: int, read: Callable[[], object] = lambda: None) -> FewBits:
         """Those of a model, packed if need be, which all share.

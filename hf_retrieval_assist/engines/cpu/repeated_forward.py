@@ -36,7 +36,7 @@ PATIENCE = 4
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tokens that forwards of one row are filled up to, so that there are few kinds of them."""
 
-# All programs of one model together.
+# All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20
 
 _INPUTS = ("input_ids", "position_ids", "cache_position")
@@ -120,7 +120,7 @@ class Programs(Recordings):
         return sum(kind.content[0].nbytes for kind in self.kinds.values() if kind.content)
 
 
-PROGRAMS: Pool[Programs] = Pool(most=2, skipped_calls=32)
+PROGRAMS: Pool[Programs] = Pool(most=8, most_bytes=MOST_BYTES, skipped_calls=32)
 """Looking at the state of a model takes milliseconds, so one that cannot be recorded is skipped."""
 
 
@@ -186,7 +186,9 @@ class RepeatedForward(Borrower[Programs]):
         self._programs: Programs | None = None
         if self._state is not None:
             self._programs = PROGRAMS.lend(
-                model, self._state, lambda _: Programs(self._state, lookups)
+                model,
+                lambda _: Programs(self._state, lookups),
+                lambda kept: kept.fit(self._state),
             )
         programs = self._programs
         kinds = {} if programs is None else programs.kinds

@@ -139,6 +139,12 @@ class WeightCopies(Generic[C]):
                 self._of_mark[mark] = kept
             return kept
 
+    def release(self, weight: torch.Tensor) -> None:
+        """Drop a weight's copy, and the uses that were counted."""
+        with self._lock:
+            self._of_tensor.pop(weight, None)
+            self._uses.pop(weight, None)
+
     def count_use(self, weight: torch.Tensor) -> int:
         """Count a time when a copy would have been of use; how many there were since the last one
         was packed."""

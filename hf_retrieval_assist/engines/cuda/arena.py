@@ -139,8 +139,9 @@ class Arena:
             if not layer.forgets:
                 layer.attach(refs[2 * i], refs[2 * i + 1])
 
-    def hold(self, layers: Sequence[SlotLayer]) -> None:
-        """Take the content of the layers in and make them write here.
+    def hold(self, layers: Sequence[SlotLayer]) -> bool:
+        """Take the content of the layers in and make them write here. Returns whether the tensors
+        are those of the layers that wrote here before.
 
         Layers let go of their own memory as soon as theirs is filled here, so a new arena and a
         cache take no more than one tensor above the larger of them. An arena that held a cache
@@ -150,7 +151,8 @@ class Arena:
         windows = [layer.window or 0 for layer in layers if layer.forgets]
         first = layers[0].slots.longest - max(windows) + 1 if windows else 0
         members = kinds_of(layers, MOST_BYTES, lambda layer: layer.forgets, self._capacity)
-        if members != self._members:
+        stays = members == self._members
+        if not stays:
             self._members, self._groups, self._blocks = members, [], []
         refs = self._block_refs()
         begun = [x for i, x in enumerate(layers) if refs and refs[2 * i] in x.store.block_refs]
@@ -161,11 +163,14 @@ class Arena:
         self.first = max(0, first)
         groups = enumerate(members.items())
         attach_in_turn(layers, ((group[1], self._block(i, *group)) for i, group in groups))
+        return stays
 
     def _block(self, i: int, kind: BlockShape, numbers: Sequence[int]) -> Block:
         """That of a group, which is made where it is missing."""
         if i == len(self._groups):
-            self._groups.append(kind.zeros(len(numbers), self._capacity(kind)))
+            # Those of the inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                self._groups.append(kind.zeros(len(numbers), self._capacity(kind)))
             self._blocks.append(Block(self._groups[i]))
         self._blocks[i].replace(self._groups[i], self.first if kind.apart else 0)
         return self._blocks[i]

@@ -76,6 +76,9 @@ class CudaEngine(Engine):
             choose=NodeChoices.of(options.select, fixed),
         )
 
+    def release(self, module: torch.nn.Module) -> None:
+        WORKSPACES.release(module)
+
     def holds(self, cache: SlotCache) -> bool:
         layers = cache.slot_layers
         return bool(layers) and can_stay(cache, layers[0].keys.device)

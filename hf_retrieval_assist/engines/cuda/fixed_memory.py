@@ -155,7 +155,7 @@ class FixedMemory(Borrower[Workspace]):
         shape = replace(self._shape, capacity=capacity)
         self.workspace = WORKSPACES.workspace(self._model, shape, self._state, reserved)
         self.workspace.masks.start(self._prompt_mask)
-        self.workspace.arena.hold(self._layers)
+        self.workspace.hold(self._layers)
         if reserved is not None and reserved is not self.workspace:
             # Nothing lies there any more. What was recorded there may serve the next call.
             WORKSPACES.give_back(self._model, reserved, spared=0)

@@ -7,6 +7,7 @@ forward are launched at once, and no Python of the model runs. See
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 import weakref
@@ -29,8 +30,20 @@ aten = torch.ops.aten
 # A capture that something broke ends like others since this release.
 _ENDS_BROKEN_CAPTURES = Version("2.13.0.dev0") <= Version(torch.__version__)
 
-# Whose operators may be captured before that release: others may wait where nobody sees it.
-_SAFE = ("aten", "prims", "flash_attn", "hf_retrieval_assist")
+# Whose operators may be captured before that release: they launch kernels, and compute with
+# operators of PyTorch, which tells of their waits. Others may wait where nobody sees it.
+_SAFE = {
+    *("aten", "prims", "hf_retrieval_assist"),
+    *("ao", "bitsandbytes", "flash_attn", "flash_attn_3", "torchao"),
+}
+# The same of the kernels that transformers loads, whose namespaces are those of a build.
+_SAFE_BUILDS = {
+    *("activation", "layer_norm", "liger_kernels", "relu", "rmsnorm", "rotary", "tinygrad_rms"),
+    *("flash_attn2", "flash_attn3", "flash_attn_ops", "flash_mla", "sgl_flash_attn3"),
+    *("vllm_flash_attn3", "causal_conv1d", "mamba_ssm", "finegrained_fp8", "scattermoe"),
+    *("quantization_bitsandbytes", "quantization_eetq", "quantization_gptq"),
+}
+_BUILD = re.compile(r"_(\w+?)(?:_cuda|_rocm)?_[0-9a-z]{7,}(?:_dirty)?")
 
 # PyTorch does not say that these wait.
 _WAITING = {aten._unique2, aten.unique_dim, aten.unique_consecutive}
@@ -96,9 +109,15 @@ class _Operators(TorchDispatchMode):
         crosses = len({x.device.type for x in tensors if x.dim() or packet in _COPYING}) > 1
         if packet in _WAITING or crosses:
             self.found.append(f"{func} waits for the device")
-        elif not _ENDS_BROKEN_CAPTURES and func.namespace not in _SAFE:
+        elif not (_ENDS_BROKEN_CAPTURES or _is_safe(func.namespace)):
             self.found.append(f"{func} may wait for the device (torch before 2.13)")
         return out
+
+
+def _is_safe(namespace: str) -> bool:
+    """Whether operators of a namespace are known to wait where PyTorch tells of it, if at all."""
+    build = _BUILD.fullmatch(namespace)
+    return namespace in _SAFE or (build is not None and build[1] in _SAFE_BUILDS)
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from ...cache.slot_layers import SlotLayer
 from ...verification import recorded_state
 from ...verification.recordings import Pool, Recordings
 from . import replay
@@ -24,6 +25,9 @@ MOST_MOVED = 64
 
 # The workspaces of a model that wait for calls.
 _MOST_IDLE_BYTES = 1 << 30
+
+# States of a model whose recordings a workspace keeps: they share its memory.
+_MOST_STATES = 8
 
 # Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
 _LOGITS_OF = (64, 256)
@@ -132,13 +136,28 @@ class Step(Repeated):
 RepeatedT = TypeVar("RepeatedT", bound=Repeated)
 
 
+@dataclass(eq=False)
+class _InState:
+    """What was recorded while a model was in one state.
+
+    Attributes:
+        within: the scope in which forwards are recorded, as far as they give there what they give
+            outside of it; None: none.
+        kinds: the recordings, by what tells them apart.
+        place: where they leave their logits.
+    """
+
+    state: Any = None
+    within: AbstractContextManager[Any] | None = None
+    kinds: dict[Hashable, Any] = field(default_factory=dict)
+    place: LogitsBuffer = field(default_factory=LogitsBuffer)
+
+
 class Workspace(Recordings):
-    """The memory of one shape, and what was recorded in it.
+    """The memory of one shape, and what was recorded in it, state by state of the model.
 
     Attributes:
         record: what records in it; None: nothing does.
-        within: the scope in which forwards are recorded, as far as they give there what they give
-            outside of it; None: none.
         states: [layers, batch, width], see `Shape`.
     """
 
@@ -146,34 +165,63 @@ class Workspace(Recordings):
         self,
         shape: Shape,
         record: Record | None = None,
-        state: Any = None,
         faults: dict[Hashable, str] | None = None,
-        within: AbstractContextManager[Any] | None = None,
     ) -> None:
-        super().__init__(state, {} if faults is None else faults)
-        self.shape, self.record, self.within = shape, record, within
-        self.size = shape.capacity
-        self.arena, self.masks = Arena(shape), FixedMasks(shape)
-        self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+        super().__init__(None, {} if faults is None else faults)
+        self.shape, self.record = shape, record
+        # The present state is the last one.
+        self._in_states = [_InState(kinds=self.kinds)]
         layers, width = shape.states
         states = layers, shape.batch, width
-        self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
+        # Tensors of the inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.arena, self.masks = Arena(shape), FixedMasks(shape)
+            self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+            self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
         self._left: torch.cuda.Event | None = None
-        self._place = LogitsBuffer()
+
+    def turn_to(self, state: Any, model: Any) -> None:
+        """Go on with what was recorded while the model was in a state, which it is in now."""
+        found = self._found(state)
+        if found is None:
+            found = _InState(state, fusing(model) if self.shape.fused else None)
+        others = [one for one in self._in_states if one is not found and one.kinds]
+        self._keep([*others[1 - _MOST_STATES :], found])
+
+    def knows(self, state: Any) -> bool:
+        """Whether a model was in a state before."""
+        return self._found(state) is not None
+
+    def _found(self, state: Any) -> _InState | None:
+        return next((one for one in self._in_states if one.state == state), None)
+
+    def _keep(self, kept: Sequence[_InState]) -> None:
+        """Drop what was recorded in other states; the present one is the last."""
+        if {*map(id, self._in_states)} - {*map(id, kept)}:
+            self.wait()
+        self._in_states = [*kept]
+        self.state, self.kinds = kept[-1].state, kept[-1].kinds
+
+    def hold(self, layers: Sequence[SlotLayer]) -> None:
+        """Let layers write here, see :meth:`Arena.hold`. Where others did before, in tensors of
+        other shapes, nothing is left of what was recorded there."""
+        if not self.arena.hold(layers) and self.made:
+            present = self._in_states[-1]
+            self._keep([_InState(present.state, present.within)])
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
         # Kernels look up holes of prompts only where there are some.
         kind = width, columns, self.masks.gapless
-        fields = self.masks.fields(width, columns)
+        fields, present = self.masks.fields(width, columns), self._in_states[-1]
 
         def made(record: Record | None, spare: bool) -> Step:
-            step = Step(self.shape, record, width, fields, self._place)
+            step = Step(self.shape, record, width, fields, present.place)
             step.spare = spare
             return step
 
-        if self.within is not None and self.record is not None:
-            record = partial(self.record, within=self.within)
+        if present.within is not None and self.record is not None:
+            record = partial(self.record, within=present.within)
             found = self.cached((*kind, "within"), lambda: made(record, True))
             if not found.computes:
                 return found
@@ -190,6 +238,11 @@ class Workspace(Recordings):
     @property
     def nbytes(self) -> int:
         return self.arena.nbytes
+
+    @property
+    def made(self) -> int:
+        kinds = [kind for one in self._in_states for kind in one.kinds.values()]
+        return sum(kind.content is not None for kind in kinds)
 
     @property
     def lasts(self) -> bool:
@@ -227,7 +280,11 @@ class Workspaces(Pool[Workspace]):
         few = (1 << 62, _MOST_IDLE_BYTES)
         with self._lock:
             idle = self._idle.get(model, [])
-            found = self._taken(idle, lambda kept: kept.shape.has_room(batch, slots))
+            found = self._taken(
+                idle,
+                lambda kept: kept.shape.has_room(batch, slots),
+                lambda kept: kept.shape.capacity,
+            )
             if found is None:
                 fits = [k for k in idle if k.nbytes <= few[k.shape.capacity < slots]]
                 self._drop_others(idle, fits)
@@ -236,24 +293,25 @@ class Workspaces(Pool[Workspace]):
     def workspace(
         self, model: Any, shape: Shape, state: Any, reserved: Workspace | None = None
     ) -> Workspace:
-        """The smallest idle workspace of a model that fits, else a new one.
+        """An idle workspace of a model that serves the call: the smallest of those in which the
+        model was in this state before, else the smallest; a new one if there is none.
 
         Args:
             state: that recordings take for granted; None: nothing is recorded.
             reserved: that the call has already, and takes if it fits.
         """
-        if reserved is not None and not (
-            reserved.shape.serves(shape) and state in (None, reserved.state)
-        ):
-            reserved = None
+        found = reserved if reserved is not None and reserved.shape.serves(shape) else None
         if state is None:
-            return reserved or Workspace(shape)
-
-        def made(faults: dict[Hashable, str]) -> Workspace:
-            within = fusing(model) if shape.fused else None
-            return Workspace(shape, replay.recorder(shape.device), state, faults, within)
-
-        return self.lend(model, state, made, lambda kept: kept.shape.serves(shape), reserved)
+            return found or Workspace(shape)
+        if found is None:
+            found = self.lend(
+                model,
+                lambda faults: Workspace(shape, replay.recorder(shape.device), faults),
+                lambda kept: kept.shape.serves(shape),
+                lambda kept: (not kept.knows(state), kept.shape.capacity),
+            )
+        found.turn_to(state, model)
+        return found
 
 
 WORKSPACES = Workspaces()

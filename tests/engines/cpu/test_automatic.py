@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist import SamAssistant, SuffixAssistant, release_memory
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
@@ -126,6 +126,20 @@ def test_calls_share_what_was_packed_until_weights_change(packed):
     assert {*packed[3:]} == {FewBits.known_of(model, 4)} != {before}
     # Drafts of other weights are hardly ever right.
     assert assistant.stats.last.accepted > NEW / 2
+
+
+def test_what_was_packed_is_given_back(packed):
+    gc.collect()
+    model, assistant, known = model_of(), automatic(), IN_FOUR_BITS.nbytes()
+    same(model, assistant=assistant)
+    assert IN_FOUR_BITS.nbytes() > known
+    release_memory(model)
+    packed.clear()
+    gc.collect()
+    assert FewBits.known_of(model, 4) is None
+    assert IN_FOUR_BITS.nbytes() == known
+    same(model, assistant=assistant)
+    assert packed == [FewBits.known_of(model, 4)]
 
 
 WITHOUT = {

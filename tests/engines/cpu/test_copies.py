@@ -7,13 +7,15 @@ import torch
 import transformers
 from torch import nn
 from transformers import LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
-from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist import Assistant, SamAssistant, release_memory, reroute
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import compact, copies, linear
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
 from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
+from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
@@ -80,6 +82,42 @@ def test_memory_is_the_users_to_give(limit, read):
         assert bool(products) == (limit >= 2 * HIDDEN * TOKENS and bool(options))
     taken = WEIGHTS.nbytes() + COMPACT.nbytes() - known
     assert taken <= (limit if "compact" in read else 2 * limit)
+
+
+@pytest.mark.parametrize("where", ["between two calls", "within one"])
+def test_copies_and_recordings_are_given_back(where):
+    model, known = rounded(), WEIGHTS.nbytes() + COMPACT.nbytes()
+    assistant, plain = SamAssistant(budget=2), run(model, max_new_tokens=40)
+
+    class Releasing(BaseStreamer):
+        def put(self, value):
+            release_memory(nn.Sequential(model))
+
+        def end(self):
+            gc.collect()
+
+    def text(**options):
+        return run(model, assistant=assistant, max_new_tokens=40, **options)
+
+    for _ in range(2):
+        for options in ({}, {"output_logits": True}):
+            text(**options)
+    assert assistant.stats.last.repeated > 0
+    assert WEIGHTS.nbytes() + COMPACT.nbytes() > known
+    if where == "within one":
+        assert torch.equal(text(streamer=Releasing()), plain)
+    release_memory(model)
+    gc.collect()
+    assert not PROGRAMS.report(model).idle
+    assert WEIGHTS.nbytes() + COMPACT.nbytes() == known
+    assert torch.equal(text(), plain)
+    assert torch.equal(text(), plain)
+    assert PROGRAMS.report(model).made > 0
+
+
+def test_memory_is_a_modules():
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got str"):
+        release_memory("gpt2")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, m
     def held(memory, layers):
         if layers[0].slots.longest == inputs["input_ids"].shape[1]:
             lent.append(first not in WORKSPACES.report(model).idle)
-        hold(memory, layers)
+        return hold(memory, layers)
 
     agreeing(model, inputs, **OPTIONS)
     first = idle(model)

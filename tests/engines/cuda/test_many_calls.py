@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 
-from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist import SuffixAssistant, release_memory
 from hf_retrieval_assist.cache.blocks import Block, OwnTensors
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.engines.cuda.arena import Arena, capacity_bucket
@@ -64,6 +64,23 @@ def alive():
     tensors += [states for one in own for states in (one.keys, one.values)]
     storages = [x.untyped_storage() for x in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def test_static_buffers_and_recordings_are_given_back(assistant):
+    gc.collect()
+    others = alive()
+    model = build()
+    plain = run(model, max_new_tokens=40)
+    for _ in range(3):
+        assert torch.equal(run(model, max_new_tokens=40, assistant=assistant), plain)
+    assert assistant.stats.last.repeated > 0
+    assert alive() > others
+    release_memory(model)
+    gc.collect()
+    assert alive() == others
+    assert not WORKSPACES.report(model).idle
+    assert torch.equal(run(model, max_new_tokens=40, assistant=assistant), plain)
+    assert assistant.stats.last.recordings > 0
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
