@@ -7,13 +7,12 @@ import glob
 import json
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-
-import platformdirs
 
 _CACHE = "hf_retrieval_assist"
 _MOST_KEPT = 1 << 22  # bytes of a file that is kept to save time
@@ -24,15 +23,23 @@ T = TypeVar("T")
 def user_cache_directory() -> Path | None:
     """The package's folder in the user's cache directory, which may not exist yet. None, and one
     warning in a process, where the user has no home, as an arbitrary user of a container."""
-    try:
-        folder = Path(platformdirs.user_cache_dir(_CACHE))
-    except RuntimeError:  # newer platformdirs: no home
-        folder = Path()
-    # Older ones leave the ~ of a home that they do not find.
+    folder = _caches() / _CACHE
     if folder.is_absolute():
         return folder
     _tell_of_no_home()
     return None
+
+
+def _caches() -> Path:
+    """Where a user's programs keep what they can make again, as each system has it; a relative path
+    where nobody knows."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given
+    # What is empty names no home, nor does a ~ that stays.
+    home = Path(os.environ.get("HOME", os.path.expanduser("~")))
+    places = {"darwin": "Library/Caches", "win32": "AppData/Local"}
+    return home / places.get(sys.platform, ".cache")
 
 
 @functools.cache

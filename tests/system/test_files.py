@@ -1,7 +1,9 @@
 """Files: replacement in one step, the cache directory, JSON lines."""
 
+import sys
 import warnings
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_no_more_is_read_of_a_kept_file_than_it_may_have(tmp_path):
 
 
 def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "hf_retrieval_assist"
     (folder / "gemma-3-270m-f32").mkdir(parents=True)
     places = [
@@ -57,11 +59,30 @@ def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
     assert {place.parent for place in places} == {folder}
 
 
+@pytest.mark.parametrize(
+    ("system", "given", "folder"),
+    [
+        ("linux", "", "{home}/.cache"),
+        ("linux", "{home}/elsewhere", "{home}/elsewhere"),
+        ("linux", "elsewhere", "{home}/.cache"),
+        ("darwin", "", "{home}/Library/Caches"),
+        ("win32", "", "{home}/AppData/Local"),
+    ],
+)
+def test_the_directory_is_the_systems_or_the_users_choice(
+    system, given, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", given.format(home=tmp_path))
+    expected = Path(folder.format(home=tmp_path), "hf_retrieval_assist")
+    assert files.user_cache_directory() == expected
+
+
 HOMES = {
     "none": {},
     "empty": {"HOME": ""},
     "relative": {"HOME": "here", "XDG_CACHE_HOME": "here"},
-    "unresolved": {},
 }
 
 
@@ -78,8 +99,6 @@ def no_home(request, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     for name, value in HOMES[request.param].items():
         monkeypatch.setenv(name, value)
-    if request.param == "unresolved":  # older platformdirs leave it so
-        monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")
     monkeypatch.chdir(tmp_path)
     files._tell_of_no_home.cache_clear()
     yield tmp_path
