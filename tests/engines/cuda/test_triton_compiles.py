@@ -22,6 +22,9 @@ from hf_retrieval_assist.engines.cuda.triton_attention import (  # noqa: E402
 
 # What one program may take of a card's shared memory, in bytes.
 CARDS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+# AMD's, with the threads of a warp.
+AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}
+AMD_SHARED = 65536
 # Depths of keys and of values: the usual ones, MLA's, and what is no power of two.
 HEADS = [(depth, depth) for depth in (64, 80, 96, 128, 160, 192, 256, 512)] + [(192, 128)]
 SIZES = {"fp32": 4, "bf16": 2}
@@ -33,6 +36,12 @@ STRIDES = {
     for tensor in ("query", "key", "value")
     for axis in ("row", "head", "node", "slot")
 }
+
+
+def target_of(architecture):
+    if architecture in AMD:
+        return GPUTarget("hip", architecture, AMD[architecture])
+    return GPUTarget("cuda", architecture, 32)
 
 
 def compiled(kernel, dtype, constants, architecture, **options):
@@ -50,7 +59,7 @@ def compiled(kernel, dtype, constants, architecture, **options):
         if name in STRIDES or types[name].startswith("*"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=target_of(architecture), options=options)
 
 
 def spilled(kernel, tmp_path):
@@ -63,6 +72,20 @@ def spilled(kernel, tmp_path):
     return int(fields["STACK"])
 
 
+def attention(dtype, depth, out_depth, queries, architecture):
+    """What attends to one part."""
+    few, tiles = (
+        tiles_of(depth, out_depth, SIZES[dtype], some, architecture in AMD)
+        for some in (16, queries)
+    )
+    if queries > 16 and tiles == few:
+        pytest.skip("the same program as for few queries")
+    options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
+    kinds = {"LIMITED": True, "HOLES": True, "CAPPED": True}
+    constants = {"DEPTH": depth, "OUT_DEPTH": out_depth, **tiles, **kinds}
+    return compiled(attend_parts, dtype, constants, architecture, **options)
+
+
 @pytest.mark.parametrize("architecture", CARDS)
 @pytest.mark.parametrize("queries", [16, 64])
 @pytest.mark.parametrize(("depth", "out_depth"), HEADS)
@@ -70,17 +93,28 @@ def spilled(kernel, tmp_path):
 def test_compiles_within_the_limits_of_a_card(
     dtype, depth, out_depth, queries, architecture, tmp_path
 ):
-    tiles = tiles_of(depth, out_depth, SIZES[dtype], queries)
-    if queries > 16 and tiles == tiles_of(depth, out_depth, SIZES[dtype], 16):
-        pytest.skip("the same program as for few queries")
-    options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
-    kinds = {"LIMITED": True, "HOLES": True, "CAPPED": True}
-    constants = {"DEPTH": depth, "OUT_DEPTH": out_depth, **tiles, **kinds}
-    kernel = compiled(attend_parts, dtype, constants, architecture, **options)
+    kernel = attention(dtype, depth, out_depth, queries, architecture)
     assert kernel.metadata.shared <= CARDS[architecture]
     assert spilled(kernel, tmp_path) <= MOST_SPILLED
     if dtype != "fp32":
         assert any(name in kernel.asm["ptx"] for name in ("mma.sync", "wgmma", "tcgen05"))
+
+
+@pytest.mark.parametrize("architecture", AMD)
+@pytest.mark.parametrize("queries", [16, 64])
+@pytest.mark.parametrize("depth", [64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_compiles_for_amds_cards(dtype, depth, queries, architecture):
+    kernel = attention(dtype, depth, depth, queries, architecture)
+    assert kernel.metadata.shared <= AMD_SHARED
+    if dtype != "fp32":
+        assert any(name in kernel.asm["amdgcn"] for name in ("v_mfma", "v_wmma"))
+
+
+@pytest.mark.parametrize("architecture", AMD)
+def test_parts_are_merged_on_amds_cards(architecture):
+    constants = {"DEPTH": 128, "DEPTH2": 128, "SINKS": True, "SOME": parts_at_once(128)}
+    assert compiled(merge_parts, "bf16", constants, architecture).asm["amdgcn"]
 
 
 @pytest.mark.parametrize("architecture", CARDS)
