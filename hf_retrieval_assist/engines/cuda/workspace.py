@@ -205,9 +205,12 @@ class Workspace(Recordings):
     def hold(self, layers: Sequence[SlotLayer]) -> None:
         """Let layers write here, see :meth:`Arena.hold`. Where others did before, in tensors of
         other shapes, nothing is left of what was recorded there."""
-        if not self.arena.hold(layers) and self.made:
-            present = self._in_states[-1]
-            self._keep([_InState(present.state, present.within)])
+        stays, present = False, self._in_states[-1]
+        try:
+            stays = self.arena.hold(layers)
+        finally:  # the memory may not suffice
+            if not stays and self.made:
+                self._keep([_InState(present.state, present.within)])
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
