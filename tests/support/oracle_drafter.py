@@ -117,6 +117,6 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True
     if assistant.stats.last.keeps_seed:
         assert torch.equal(torch.get_rng_state(), left)
     if tier:
-        assert assistant.stats.last.tier == tier
+        assert assistant.stats.last.tier == tier, assistant.stats.last.reason
         assert (assistant.stats.last.accepted > 0) == (tier != "plain")
     return plain, assisted, assistant

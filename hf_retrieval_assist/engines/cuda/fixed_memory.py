@@ -14,6 +14,7 @@ import torch
 
 from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
+from ...system.memory import SHORTAGES
 from ...verification.recorded_state import recorded_state
 from ...verification.recordings import Borrower
 from .arena import Shape, capacity_bucket, with_room
@@ -107,11 +108,22 @@ class FixedMemory(Borrower[Workspace]):
         if slots > self.workspace.shape.capacity:
             self.show()
             states = self.workspace.states
-            self.grow(slots + slots // 4 + self._room)
+            self._move_on(slots)
             self.workspace.states.copy_(states)
         elif near is not None and slots - arena.first > near:
             self.move()
             arena.begin_with(max(0, self._longest - (self._shape.window or 0) + 1))
+
+    def _move_on(self, slots: int) -> None:
+        """Go on where there is room for so many slots, and for more if memory suffices."""
+        short = False
+        try:
+            self.grow(slots + slots // 4 + self._room)
+        except SHORTAGES:
+            short = True
+        if short:  # the error keeps nothing alive by now
+            WORKSPACES.release(self._model)
+            self.grow(slots + self._room)
 
     def move_later(self, lengths: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
         """Move paths with the next forward, see :func:`~...cache.kv_cache.moved_from`."""

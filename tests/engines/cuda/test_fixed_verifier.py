@@ -22,6 +22,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cuda import arena, fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda.arena import Arena
+from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host.transformers_private import CACHE
@@ -68,6 +69,44 @@ def test_buffers_grow_in_mid_call(monkeypatch):
     for inputs in INPUTS.values():
         agreeing(model, inputs, do_sample=False, max_new_tokens=60)
     assert len(set(capacities)) > 3
+
+
+@pytest.mark.parametrize("made", [0, 1])
+def test_buffers_grow_by_little_where_memory_is_short(made, monkeypatch):
+    """Some layers may have moved by then."""
+    model, _ = build(Gemma3ForCausalLM), growing(monkeypatch, 8)
+    move_on, grow, made_block = FixedMemory._move_on, FixedMemory.grow, Arena._block
+    wanted, failed = [], []
+
+    def moved_on(memory, slots):
+        wanted.clear()
+        move_on(memory, slots)
+        little = slots + memory._room
+        assert wanted[0] > little
+        assert wanted[1:] in ([], [little])
+
+    def grown(memory, slots, reserved=None):
+        wanted.append(slots)
+        grow(memory, slots, reserved)
+
+    def short(arena, i, *kind):
+        if i == made and len(wanted) == 1 and arena.shape.capacity >= wanted[0]:
+            failed.append(i)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made_block(arena, i, *kind)
+
+    for inputs in INPUTS.values():
+        agreeing(model, inputs, "tree", do_sample=False, max_new_tokens=60)
+    for owner, name, stand_in in (
+        (FixedMemory, "_move_on", moved_on),
+        (FixedMemory, "grow", grown),
+        (Arena, "_block", short),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    for inputs in INPUTS.values():
+        wanted[:] = [0, 0]
+        agreeing(model, inputs, "tree", do_sample=False, max_new_tokens=60)
+    assert len(failed) > 1
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
