@@ -21,6 +21,7 @@ from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
+from tests.support.op_recorder import serve_in_place
 
 PART = 5
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
@@ -91,6 +92,22 @@ def test_others_generate_in_between(kind):
     assert torch.equal(found, plain)
     assert looked == len(seen) == LOOKS
     assert all(torch.equal(text, plain_other) for text in seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_parts_were_fed_into_moves_into_static_buffers(kind, monkeypatch):
+    serve_in_place(monkeypatch)
+    model, assistant = build(kind), SamAssistant(budget=6)
+    plain, plain_other = run(model), run(model, ids=OTHER)
+
+    def between():
+        assert torch.equal(run(model, ids=OTHER, assistant=assistant), plain_other)
+
+    for _ in range(4):
+        found, looked = in_parts(model, between, assistant=assistant)
+        assert torch.equal(found, plain)
+        assert (looked, assistant.stats.last.tier) == (LOOKS, "tree")
+    assert assistant.stats.last.repeated > 0
 
 
 def test_plain_steps_are_not_timed_behind_windows_that_have_passed(monkeypatch):
