@@ -10,6 +10,7 @@ import torch
 from hf_retrieval_assist.tools import demo_model
 
 from .support.byte_model import small_model
+from .support.parts import since
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -23,7 +24,14 @@ def blocks_of(page):
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def runs(page):
+    """A page, as a parameter."""
+    serves = "generate_batch(" in page.read_text(encoding="utf-8")
+    marks = [since("5.20", "continuous batching")] if serves else []
+    return pytest.param(page, id=page.name, marks=marks)
+
+
+@pytest.mark.parametrize("page", map(runs, WITH_CODE))
 def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
     model, tokenizer = small_model()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

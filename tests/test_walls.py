@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.parts import since
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_retrieval_assist"
 FOLDERS = [PACKAGE / "engines", PACKAGE / "extensions"]
@@ -46,6 +48,7 @@ def test_there_are_parts():
     assert {"engines/cpu", "engines/cuda", "extensions/record"} <= set(PARTS)
 
 
+@since("5.20", "the server, which is imported,")
 @pytest.mark.parametrize("parts", [*([part] for part in PARTS), ["tools"], BESIDE], ids="+".join)
 def test_the_rest_works_without(parts, tmp_path):
     copy = tmp_path / PACKAGE.name

@@ -196,11 +196,13 @@ def may_act(called: Any) -> tuple[bool, bool]:
 def _acts(code: CodeType) -> tuple[bool, bool]:
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("SWAP", "COPY")]
     named = any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
-    slices = any(step.opname in ("BUILD_SLICE", "STORE_SLICE") for step in steps)
+    # Python 3.14 makes slices of constants beforehand.
+    slices = any(step.opname == "BUILD_SLICE" or type(step.argval) is slice for step in steps)
     acts = named or any(
         (step.opname == "RETURN_CONST" and step.argval is not None)
         or (step.opname == "RETURN_VALUE" and (step.is_jump_target or not _is_none(last)))
         or (step.opname == "STORE_SUBSCR" and slices)
+        or step.opname == "STORE_SLICE"
         or (step.opname == "STORE_ATTR" and step.argval == "data")
         or (_is_in_place(last) and step.opname.startswith(("STORE_FAST", "STORE_SUBSCR")))
         for last, step in pairwise(steps)

@@ -27,6 +27,7 @@ from tests.support.benchmarks import phrases, quick, rows, silent
 from tests.support.byte_model import small_model
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
+from tests.support.parts import since
 from tests.support.rounding import near
 
 
@@ -257,7 +258,12 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+NEEDS = {"requests": since("5.20", "continuous batching")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in COMMANDS]
+)
 def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypatch):
     """Its figures are none below 0, and its texts plain decoding's."""
     benchmark = BENCHMARKS[name]

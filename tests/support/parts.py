@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from hf_retrieval_assist import plugins
 
@@ -49,3 +51,9 @@ def needs(*parts):
     """Skips a test in a tree without one of these folders of the package."""
     lacking = [part for part in parts if not (PACKAGE / part).is_dir()]
     return pytest.mark.skipif(bool(lacking), reason=f"a tree without {lacking}")
+
+
+def since(release, what):
+    """Skips a test under earlier releases of transformers, which do not have what it needs."""
+    old = Version(transformers.__version__) < Version(release)
+    return pytest.mark.skipif(old, reason=f"{what} needs transformers {release}")

@@ -25,8 +25,8 @@ from .batching import DraftingManager, adding_for
 from .refusals import RefusedError
 from .written import Alphabet, Failed, Likely, Written
 
-# Tokens of a prompt that are fed at once: a second or so of a small model on a CPU. A GPU feeds more
-# in that time, and what parts leave has to move into static buffers.
+# Tokens of a prompt that are fed at once: a second or so of a small model on a CPU. A GPU feeds
+# more in that time, and what parts leave has to move into static buffers.
 PART, _PART_OF_GPU = 1024, 8192
 
 _LONGEST_WAIT = 60  # seconds that a client is asked to wait at most

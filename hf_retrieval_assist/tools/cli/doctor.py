@@ -29,7 +29,7 @@ _SOURCES = _PACKAGE.parent / "cython_ext"
 _SUFFIX = EXTENSION_SUFFIXES[0]
 
 # What the package builds on, and what a model or a call may bring that it meets.
-_BUILT_ON = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece")
+_BUILT_ON = ("transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece")
 _MET = (
     *("accelerate", "bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance"),
     *("lm-eval", "openai", "optimum-quanto", "outlines", "peft", "prometheus-client", "pyarrow"),
@@ -67,6 +67,8 @@ def doctor(
 def _versions() -> Facts:
     yield "hf_retrieval_assist", __version__
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
+    # Its package does not say what it was built for.
+    yield "torch", torch.__version__
     for package in (*_BUILT_ON, *_MET):
         try:
             yield package, version(package)

@@ -20,8 +20,11 @@ from tests.support.feature_following import TEXT, chains_of, features_of, seen
 from tests.support.heads import assisted
 from tests.support.lossless import PHRASE, build, knowing, run, same
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
+from tests.support.parts import since
 from tests.support.plain_layers import PlainLayers
 from tests.support.tiny_models import VOCAB
+
+pytestmark = since("5.20", "fallback='mtp'")
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",
