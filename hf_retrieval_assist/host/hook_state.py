@@ -196,8 +196,7 @@ def may_act(called: Any) -> tuple[bool, bool]:
 def _acts(code: CodeType) -> tuple[bool, bool]:
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("SWAP", "COPY")]
     named = any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
-    # Python 3.14 makes slices of constants beforehand.
-    slices = any(step.opname == "BUILD_SLICE" or type(step.argval) is slice for step in steps)
+    slices = any(step.opname == "BUILD_SLICE" or _has_slice(step.argval) for step in steps)
     acts = named or any(
         (step.opname == "RETURN_CONST" and step.argval is not None)
         or (step.opname == "RETURN_VALUE" and (step.is_jump_target or not _is_none(last)))
@@ -208,6 +207,12 @@ def _acts(code: CodeType) -> tuple[bool, bool]:
         for last, step in pairwise(steps)
     )
     return acts, any("_IF_" in step.opname for step in steps)
+
+
+def _has_slice(constant: Any) -> bool:
+    """Python 3.14 makes slices of constants beforehand."""
+    parts = constant if type(constant) is tuple else (constant,)
+    return any(type(part) is slice for part in parts)
 
 
 def _is_in_place(step: dis.Instruction) -> bool:

@@ -264,6 +264,11 @@ class Late:
         if len(self.noted) > 5:
             out.data[:] = out + PUSH
 
+    def in_columns(self, module, args, out):
+        self.noted.append(1)
+        if len(self.noted) > 5:
+            out.data[:, :] = out + PUSH
+
     def by_content(self, module, args, out):
         return out + PUSH if out.shape[1] == 1 and out[0, 0, 0] > 0 else None
 
