@@ -292,8 +292,8 @@ def test_what_only_the_loop_calls_is_not_among_a_users_names():
     assert "assistant = SamAssistant(" in SamAssistant.__doc__
     own = " ".join(SamAssistant.__doc__.split())
     assert "The other arguments are those of :class:`Assistant`" in own
-    told = SamAssistant.__doc__ + Assistant.__doc__
-    assert all(f"\n        {name}: " in told for name in inspect.signature(SamAssistant).parameters)
+    told = "\n".join(map(inspect.getdoc, (SamAssistant, Assistant)))
+    assert all(f"\n    {name}: " in told for name in inspect.signature(SamAssistant).parameters)
 
 
 def test_a_class_in_an_objects_place_is_named(model):

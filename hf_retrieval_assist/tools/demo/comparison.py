@@ -50,7 +50,7 @@ class Written(NamedTuple):
     origin: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A call to `generate`.
 

@@ -278,7 +278,8 @@ def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
     text = "".join(Page(shown).text)
     assert "SamAssistant" in text
     assert "text, memory, corpus" in text
-    assert f"float32, 1 x {key.cache_length} tokens in the cache" in shown
+    kind = f"{key.dtype}, {key.batch_size} x {key.cache_length}"
+    assert f"{kind} tokens in the cache" in shown
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         assert f"<th>{tokens}</th>" in shown
         assert f"<td>{1e3 * cost.seconds(tokens):.2f}</td>" in shown

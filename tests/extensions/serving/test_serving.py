@@ -599,7 +599,7 @@ def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, 
 
 
 def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
-    """It fails after its first token, when the status has gone out."""
+    """It fails behind its first tokens; unless these came together, the status has gone out."""
     fed = []
 
     def fail(self, text):
@@ -610,7 +610,7 @@ def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
 
     monkeypatch.setattr(Parser, "feed", fail)
     status, text = hello(served, stream=True)
-    assert status == 200
+    assert status in (200, 500)
     assert '{"error": {"message": "the answer could not be completed", "type"' in text
     assert "secret" not in text
 
