@@ -309,6 +309,12 @@ class _TextFile:
             path.rename(path.with_name(f"{name}.{part}"))
         return Shard(name, self.documents, self.tokens, self.name_bytes)
 
+    def abandon(self) -> None:
+        """Leave the files, whatever was still to be written to them."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+
 
 def _free_name(digest: bytes, taken: set[str]) -> str:
     """A shard's name, from what it holds and from which names are taken; it is taken from now on.
@@ -330,16 +336,20 @@ def _write_texts(
 ) -> Iterator[Shard]:
     """Write tokens files, and yield each when it is full or the last."""
     text: _TextFile | None = None
-    for batch in _batches(documents, options.shard_codes):
-        tokens = sum(len(piece.ids) for piece in batch)
-        if text and text.documents + text.tokens + len(batch) + tokens > options.shard_codes:
+    try:
+        for batch in _batches(documents, options.shard_codes):
+            tokens = sum(len(piece.ids) for piece in batch)
+            if text and text.documents + text.tokens + len(batch) + tokens > options.shard_codes:
+                yield text.close(taken)
+                text = None
+            text = text or _TextFile(directory, len(taken))
+            text.write(batch, options.vocab_size)
+            bar.update(tokens)
+        if text:
             yield text.close(taken)
-            text = None
-        text = text or _TextFile(directory, len(taken))
-        text.write(batch, options.vocab_size)
-        bar.update(tokens)
-    if text:
-        yield text.close(taken)
+    finally:
+        if text:
+            text.abandon()
 
 
 def _batches(documents: Iterable[Ids | NamedIds], shard_codes: int) -> Iterator[list[_Piece]]:
