@@ -58,7 +58,8 @@ class Repeated(Replay):
 
 
 class LogitsBuffer:
-    """Where the recordings of one batch leave their logits, whatever their width."""
+    """Where the recordings of one batch leave their logits, whatever their width and the state that
+    the model was in."""
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None
@@ -66,10 +67,16 @@ class LogitsBuffer:
     def of(self, logits: torch.Tensor) -> torch.Tensor:
         """The place of logits [batch, width, vocab_size]."""
         batch, width, size = logits.shape
-        if self._held is None or self._held.shape[1] < width:
+        held = self._held
+        if held is None or not (
+            held.shape[1] >= width and held.shape[2] == size and held.dtype == logits.dtype
+        ):
             room = next((room for room in _LOGITS_OF if room >= width), width)
-            self._held = logits.new_empty((batch, room, size))
-        return self._held.view(-1, size)[: batch * width].view(logits.shape)
+            # A tensor of the inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                held = torch.empty((batch, room, size), dtype=logits.dtype, device=logits.device)
+            self._held = held
+        return held.view(-1, size)[: batch * width].view(logits.shape)
 
 
 class Step(Repeated):
@@ -144,13 +151,11 @@ class _InState:
         within: the scope in which forwards are recorded, as far as they give there what they give
             outside of it; None: none.
         kinds: the recordings, by what tells them apart.
-        place: where they leave their logits.
     """
 
     state: Any = None
     within: AbstractContextManager[Any] | None = None
     kinds: dict[Hashable, Any] = field(default_factory=dict)
-    place: LogitsBuffer = field(default_factory=LogitsBuffer)
 
 
 class Workspace(Recordings):
@@ -179,6 +184,7 @@ class Workspace(Recordings):
             self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
             self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
         self._left: torch.cuda.Event | None = None
+        self._place = LogitsBuffer()
 
     def turn_to(self, state: Any, model: Any) -> None:
         """Go on with what was recorded while the model was in a state, which it is in now."""
@@ -219,7 +225,7 @@ class Workspace(Recordings):
         fields, present = self.masks.fields(width, columns), self._in_states[-1]
 
         def made(record: Record | None, spare: bool) -> Step:
-            step = Step(self.shape, record, width, fields, present.place)
+            step = Step(self.shape, record, width, fields, self._place)
             step.spare = spare
             return step
 
