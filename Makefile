@@ -10,8 +10,8 @@ SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
 .PHONY: demo test test-all test-arm test-capabilities test-contract test-core test-coverage test-debug test-deepspeed \
 	test-ecosystem test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm \
-	test-walls $(TRANSFORMERS:%=test-transformers-%) $(TRITON:%=test-triton-%) bench bench-models bench-recorded results docs recording quality \
-	style build wheel clean
+	test-walls $(TRANSFORMERS:%=test-transformers-%) $(TRITON:%=test-triton-%) bench bench-models bench-recorded \
+	results docs recording quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 # What is compiled stays in build/, and what compiles it in the environment, so that a change of

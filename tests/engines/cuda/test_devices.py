@@ -245,7 +245,7 @@ def operator_of(namespace):
     return double
 
 
-# The first may wait where nobody sees it.
+# Whether their operators may wait where nobody sees it.
 NAMESPACES = {
     **dict.fromkeys(("hf_retrieval_assist_tests", "_megablocks_cuda_0a1b2c3"), True),
     **dict.fromkeys(("_activation", "_activation_x_cuda_0a1b2c3"), True),
@@ -282,6 +282,22 @@ def test_a_call_on_another_stream_follows_what_the_last_one_did(cuda, monkeypatc
         assert known.workspace(model, workspace.shape, "as it was") is workspace
     assert cuda.on[-1] is cuda._first[0]
     assert other.waited_for == [workspace._left]
+
+
+def test_of_memories_alike_a_call_gets_the_one_that_knows_its_state(cuda):
+    shape = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
+    known, model = Workspaces(), nn.Linear(2, 2)
+    lent = {}
+    for state in ("one", "other"):
+        lent[state] = workspace = Workspace(shape, replay.recorder(FIRST))
+        workspace.turn_to(state, model)
+        workspace.step(1, 1)(shown)
+    for workspace in lent.values():
+        known.give_back(model, workspace)
+    assert known.workspace(model, shape, "one") is lent["one"]
+    assert known.workspace(model, shape, "a new one") is lent["other"]
+    assert lent["other"].knows("other")
+    assert not lent["other"].kinds
 
 
 WAITS = {
