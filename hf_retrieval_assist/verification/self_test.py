@@ -52,8 +52,8 @@ _PROGRESS = ((3, 3, 1), (1, 2, 1))
 _NARROW = 4
 
 
-# Other texts between two times the same one. They make eleven forwards with that, so that what acts in
-# every nth of them, up to the tenth, acts elsewhere in the text.
+# Other texts between two times the same one: eleven forwards with that one's, so that what acts in
+# every nth forward, up to the tenth, acts elsewhere in the text.
 _BETWEEN = 3
 
 # How far accelerators, on which additions meet in any order, may be off in the same text, relative
