@@ -32,7 +32,7 @@ def fallback_drafters(fallback: Any, memory: OutputMemory | None = None) -> list
 
     Args:
         fallback: see :class:`~hf_retrieval_assist.presets.SamAssistant`.
-        memory: of the preset, with which goes what the model thought likely.
+        memory: of the preset, with which go the tables of what the model thought likely.
 
     Raises:
         ValueError: an unknown name.
@@ -67,7 +67,7 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
     if fallback == "logit_ngrams":
         return LogitNgramDrafter(memory)
     if fallback == "token_recycling":
-        return TokenRecyclingDrafter()
+        return TokenRecyclingDrafter(memory=memory)
     if isinstance(fallback, str):
         if fallback not in names:
             raise ValueError(f"fallback: expected {expected}, got {fallback!r}")
