@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_array import BLOCK_ENTRIES, block_sums, damage
-from ..system.files import replacing
+from ..system.files import replacing, sync
 from ..system.lazy import cached_property
 
 MAGIC = "hf-retrieval-assist datastore"
@@ -206,24 +206,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     envelope = {**header, "contents": contents}
     with replacing(path / MANIFEST, alone=True) as file:
         file.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
-    sync_directory(path)
-
-
-def sync_file(file: Any) -> None:
-    """Wait until what was written to an open file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk, where the system can say so."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
 
 
 @dataclass(frozen=True)
