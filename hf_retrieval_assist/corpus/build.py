@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ..structures.suffix_array import block_sums
-from ..system.arguments import kind_of, whole_number
+from ..system.arguments import require_several, whole_number
 from ..system.files import named_errors, sync
 from ..system.versions import of_extra
 from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
@@ -86,17 +86,6 @@ class BuildOptions:
         """Codes (tokens and ends of documents) that one shard may hold."""
         in_memory = self.memory // (self.workers * self.bytes_per_code)
         return min(in_memory, MAX_BYTES // code_width(self.vocab_size))
-
-
-def require_documents(name: str, documents: Any) -> None:
-    """TypeError for the argument `name` if it is no iterable of documents: a text, a mapping or a
-    table, whose parts would be taken for documents."""
-    parts = isinstance(documents, (str, bytes, Mapping)) or hasattr(documents, "columns")
-    if parts or isinstance(documents, type) or not isinstance(documents, Iterable):
-        hint = "; of a table, its column of texts" if parts else ""
-        raise TypeError(
-            f"{name}: expected documents, a path or a Datastore, got {kind_of(documents)}{hint}"
-        )
 
 
 @contextmanager
@@ -249,7 +238,7 @@ def build_shards(
         OSError: the disk is full or not writable.
         ImportError: the `corpus` extra is not installed.
     """
-    require_documents("documents", documents)
+    require_several("documents", documents, "documents of token ids")
     of_extra(*_SORTER)  # rather than after all documents were read
     shards: list[Shard] = []
     running: deque[Future[Shard]] = deque()

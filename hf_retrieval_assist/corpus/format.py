@@ -38,6 +38,7 @@ from ..system.lazy import cached_property
 MAGIC = "hf-retrieval-assist datastore"
 VERSION = 3
 MANIFEST = "manifest.json"
+HOW_TO_BUILD = "Datastore.build and `hf-retrieval-assist build` make datastores"
 SUMMED = ("tokens", "suffixes", "starts", "documents", "names")
 PARTS = (*SUMMED, "sums")
 MAX_VOCAB = 2**26  # more than any tokenizer's; tables of this many entries still fit anywhere
@@ -172,7 +173,7 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: it holds no manifest, or one that is altered, malformed or of a newer format.
     """
     if not path.is_dir():
-        raise FileNotFoundError(f"no datastore at {path}")
+        raise FileNotFoundError(f"no datastore at {path}; {HOW_TO_BUILD}")
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} is not a datastore: it has no {MANIFEST}")
     try:

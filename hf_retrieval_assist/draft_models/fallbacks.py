@@ -63,7 +63,10 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
     if isinstance(fallback, PreTrainedModel):
         return DraftModelDrafter(fallback)
     names = ["auto", "logit_ngrams", "token_recycling", *paths("fallbacks")]
-    expected = ", ".join(map(repr, names))
+    expected = (
+        f"{', '.join(map(repr, names))}, a draft model, an EagleHead (of "
+        "EagleHead.from_pretrained(folder, model)), a drafter, a list of these or None"
+    )
     if fallback == "logit_ngrams":
         return LogitNgramDrafter(memory)
     if fallback == "token_recycling":
@@ -73,7 +76,4 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
             raise ValueError(f"fallback: expected {expected}, got {fallback!r}")
         drafter: Drafter = load("fallbacks", fallback)()
         return drafter
-    raise TypeError(
-        f"fallback: expected {expected}, a draft model, an EagleHead, a drafter, a list of these "
-        f"or None, got {kind_of(fallback)}"
-    )
+    raise TypeError(f"fallback: expected {expected}, got {kind_of(fallback)}")

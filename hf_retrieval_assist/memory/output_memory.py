@@ -84,7 +84,7 @@ class OutputMemory:
     Raises:
         ValueError: if the file at `path` is not a log of outputs, `max_bytes` is too little,
             another number is out of range, or `url` lacks a password or is none of the client's.
-        TypeError: if an argument is no number.
+        TypeError: if an argument is no number, or `max_bytes` is a text of another form.
         OSError: if the file at `path` cannot be read, or locked, or closed to others.
         ImportError: with `url`, if the `redis` extra is not installed.
     """
@@ -101,7 +101,12 @@ class OutputMemory:
     ) -> None:
         self.max_depth = whole_number("max_depth", max_depth, 1, MAX_DEPTH)
         smallest = 2 * SuffixTree(self.max_depth).nbytes
-        self.max_bytes = whole_number("max_bytes", byte_count(max_bytes, "max_bytes"), smallest)
+        given = os.fspath(max_bytes) if isinstance(max_bytes, os.PathLike) else max_bytes
+        try:
+            size = byte_count(given, "max_bytes")
+        except ValueError as error:
+            raise TypeError(f"{error}; path= keeps outputs in a file, url= on a server") from None
+        self.max_bytes = whole_number("max_bytes", size, smallest)
         if half_life is not None and not real_number("half_life", half_life) > 0:
             raise ValueError(f"half_life: expected None or a number above 0, got {half_life}")
         self.half_life = half_life
