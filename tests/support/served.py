@@ -71,7 +71,6 @@ def learned(path):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.generation_config.do_sample = False
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)

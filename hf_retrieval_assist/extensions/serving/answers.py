@@ -105,15 +105,11 @@ class _Choices(Answer):
         options = self.fields.stream_options
         apart = bool(options and options.include_usage)
         usage = self.usage() if last and not apart else None
-        yield from self._before_end(number)
         yield self._chunk(number, self.delta(number, Text("")), (), piece.reason, usage)
         if last:
             if apart:
                 yield _event(self._of(self.chunk_kind, []) | {"usage": self.usage()})
             yield "data: [DONE]\n\n"
-
-    def _before_end(self, number: int) -> Iterable[str]:
-        return ()
 
     def fail(self, refusal: RefusedError) -> Iterable[str]:
         return [_event(refusal.body)]
@@ -204,17 +200,13 @@ class CompletionAnswer(_Choices):
         likely = written.likely
         return {
             "index": number,
-            "text": written.text + (self.fields.suffix or ""),
+            "text": written.text,
             "logprobs": None if likely is None else self.probabilities(number, likely),
             "finish_reason": written.reason,
         }
 
     def delta(self, number: int, piece: Any) -> _Object:
         return {"text": piece.text}
-
-    def _before_end(self, number: int) -> Iterator[str]:
-        if self.fields.suffix:
-            yield self._chunk(number, {"text": self.fields.suffix})
 
     def probabilities(self, number: int, likely: Sequence[Likely]) -> _Object:
         offsets = []

@@ -81,12 +81,19 @@ def build_app(
     registry = CollectorRegistry()
     registry.register(figures)
 
+    testing: list[asyncio.Future[None]] = []
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        warming = asyncio.ensure_future(warm_up())
+        test()
         yield
-        warming.cancel()
+        testing.pop().cancel()
         await asyncio.to_thread(service.close)
+
+    def test() -> None:
+        """Have the model tested, unless that was begun."""
+        if not testing:
+            testing.append(asyncio.ensure_future(warm_up()))
 
     async def warm_up() -> None:
         await service.warm_up()
@@ -103,13 +110,14 @@ def build_app(
     )
     app.state.service = service
     app.add_middleware(_Bounded)
+    app.add_middleware(_Failing)
     if enable_cors:
         all_ = ["*"]
         app.add_middleware(
             CORSMiddleware, allow_origins=all_, allow_methods=all_, allow_headers=all_
         )
     _refuse(app)
-    _answer(app, service)
+    _answer(app, service, test)
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -146,7 +154,7 @@ def _loaded(
     return Service(found, processor, model, modality, assistant, wanted, batching, tenants)
 
 
-def _answer(app: FastAPI, service: Service) -> None:
+def _answer(app: FastAPI, service: Service, test: Callable[[], None]) -> None:
     """The routes that answer."""
 
     @app.post("/v1/chat/completions")
@@ -180,7 +188,8 @@ def _answer(app: FastAPI, service: Service) -> None:
         return _state(service.worker.is_alive and service.is_sound, "alive")
 
     @app.get("/ready")
-    def ready() -> JSONResponse:
+    async def ready() -> JSONResponse:
+        test()  # an application that is mounted into another one has no lifespan
         return _state(service.worker.is_alive and service.is_ready, "ready")
 
     @app.delete("/tenants/{name}")
@@ -215,10 +224,29 @@ def _refuse(app: FastAPI) -> None:
         code = _CODES.get(error.status_code, "invalid_value")
         return told(RefusedError(message, code=code, status=error.status_code))
 
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        logger.error("a request failed", exc_info=error)
-        return told(FAILED)
+
+class _Failing:
+    """Answers where a request fails. Starlette's own handler of exceptions raises them again behind
+    its answer, by which the server would close the connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def noted(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if began or scope["type"] != "http":
+                raise
+            logger.error("a request failed", exc_info=error)
+            await JSONResponse(FAILED.body, FAILED.status)(scope, receive, send)
 
 
 class _Bounded:

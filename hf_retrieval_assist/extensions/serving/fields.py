@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -51,36 +52,29 @@ def _expect(condition: object, expected: str) -> None:
         raise ValueError(f"expected {expected}")
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """One or several prompts, texts or token ids all."""
+def _prompts(value: Any) -> list[Any]:
+    """One or several prompts; token ids alone are one."""
     several = value if isinstance(value, list) else [value]
-    if value == several and all(type(one) is int for one in several):
-        several = [value]
-    texts = bool(several) and all(isinstance(one, str) and one for one in several)
-    ids = bool(several) and all(
-        isinstance(one, list) and one and all(type(n) is int and n >= 0 for n in one)
-        for one in several
-    )
-    _expect(texts or ids, "a text, a list of texts, or token ids, none of them empty")
-    _expect(len(several) <= _MOST_CHOICES, f"at most {_MOST_CHOICES} prompts")
-    return several
+    ids = value == several and several and all(type(one) is int for one in several)
+    return [several] if ids else several
 
 
-def _stops(value: Any) -> list[str]:
-    several = [value] if isinstance(value, str) else value
-    texts = isinstance(several, list) and all(isinstance(s, str) and s for s in several)
-    _expect(texts and len(several) <= _MOST_STOPS, f"a text, or up to {_MOST_STOPS}, none empty")
-    return list(dict.fromkeys(several))
+def _prompt(value: Any) -> str | list[int]:
+    ids = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    _expect(value and (ids or isinstance(value, str)), "a text or token ids, at least one")
+    return value
 
 
-def _items(value: Any) -> str | list[_Object]:
+def _items(value: Any) -> Any:
     """What a response goes on from: a text, or items of a conversation."""
-    objects = isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
-    _expect(objects or (isinstance(value, str) and value), "a text, or a list of items")
-    if objects:
-        kind = value[0].get("type") if "role" not in value[0] else None
-        begins = kind not in ("function_call", "function_call_output", "reasoning")
-        _expect(begins, "a message or content first")
+    _expect(value and isinstance(value, (str, list)), "a text, or a list of items")
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _begun(value: list[_Object]) -> list[_Object]:
+    kind = value[0].get("type") if "role" not in value[0] else None
+    begins = kind not in ("function_call", "function_call_output", "reasoning")
+    _expect(begins, "a message or content first")
     return value
 
 
@@ -98,22 +92,17 @@ def _schema(value: Any) -> _Object | None:
     return dict(schema)
 
 
-def _tools(value: Any) -> list[_Object]:
-    """Functions, as chat templates take them."""
-    _expect(isinstance(value, list), "a list")
-    tools = []
-    for tool in value:
-        _expect(isinstance(tool, dict), "an object for each tool")
-        if tool.get("type", "function") != "function":
-            raise _unserved("function")
-        inner = {name: held for name, held in tool.items() if name != "type"}
-        function = tool.get("function", inner)
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        _expect(named and function["name"], "a function with a name")
-        parameters = function.get("parameters")
-        _expect(isinstance(parameters, dict | None), "an object under parameters")
-        tools.append({"type": "function", "function": function})
-    return tools
+def _tool(value: Any) -> _Object:
+    """A function, as chat templates take it."""
+    _expect(isinstance(value, dict), "an object for each tool")
+    if value.get("type", "function") != "function":
+        raise _unserved("function")
+    inner = {name: held for name, held in value.items() if name != "type"}
+    function = value.get("function", inner)
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    _expect(named and function["name"], "a function with a name")
+    _expect(isinstance(function.get("parameters"), dict | None), "an object under parameters")
+    return {"type": "function", "function": function}
 
 
 def _choice(value: Any) -> str | tuple[str]:
@@ -124,33 +113,6 @@ def _choice(value: Any) -> str | tuple[str]:
     name = named.get("name") if isinstance(named, dict) else None
     _expect(isinstance(name, str) and name, "none, auto, required or a function by its name")
     return (str(name),)
-
-
-def _text(value: Any) -> str:
-    """What an answer is expected to resemble."""
-    held = value if isinstance(value, dict) and value.get("type") == "content" else {}
-    content = held.get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    found = [text for text in texts if isinstance(text, str)]
-    _expect(len(found) == len(texts), "content of type content, a text or parts with texts")
-    return "".join(found)
-
-
-def _settings(value: Any) -> _Object:
-    """Settings of `generate` in JSON, none of which takes all memory or all time."""
-    found = json.loads(value) if isinstance(value, str) else None
-    _expect(isinstance(found, dict), "an object of settings as JSON in a text")
-    settings: _Object = dict(found or {})
-    for name, number in settings.items():
-        # Beams and their like take memory each; of others a tensor has to hold the number.
-        most = 1000 if name.startswith("num_") else 2**63 - 1
-        if isinstance(number, (int, float)):
-            _expect(abs(number) <= most, f"{name} of at most {most}")
-    # An answer has no place for the one; the other outlives a call that fails.
-    for name, only in (("num_return_sequences", 1), ("assistant_early_exit", None)):
-        _expect(settings.get(name) in (None, only), f"no {name}")
-    return settings
 
 
 def _effort(value: Any) -> str | None:
@@ -177,16 +139,43 @@ def _included(value: Any) -> list[str]:
 
 
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # hides lengths from who reads along: nothing is added
 
 
-_Count = Annotated[int, Field(ge=1)]
-_Few = Annotated[int, Field(ge=0, le=20)]
+class _Part(BaseModel):
+    text: str
+
+
+class _Prediction(BaseModel):
+    """What an answer is expected to resemble."""
+
+    type: Literal["content"]
+    content: Annotated[
+        list[_Part], BeforeValidator(lambda one: [{"text": one}] if isinstance(one, str) else one)
+    ]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
+# JSON does not tell 8 from 8.0.
+_WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+_Count = Annotated[int, Field(ge=1), _WHOLE]
+_Few = Annotated[int, Field(ge=0, le=20), _WHOLE]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
-_Biases = dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]]
+# The names of JSON's objects are texts.
+_Token = Annotated[int, Field(ge=0, strict=False)]
+_Biases = dict[_Token, Annotated[float, Field(ge=-100, le=100)]]
+_Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=_MOST_STOPS),
+    BeforeValidator(lambda one: [one] if isinstance(one, str) else one),
+    AfterValidator(lambda several: list(dict.fromkeys(several))),
+]
 
 
 class Fields(BaseModel):
@@ -197,7 +186,7 @@ class Fields(BaseModel):
         length_field: the name of the one that bounds the answer.
     """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     text_field: ClassVar[str]
 
     model: str | None = None
@@ -205,9 +194,15 @@ class Fields(BaseModel):
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    generation_config: Annotated[Any, _read(_settings)] = None
-    prediction: Annotated[Any, _read(_text)] = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _WHOLE] | None = None
+    # Further ones of vLLM's and llama.cpp's servers; -1 stands for all tokens, as 0 does.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _WHOLE] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # Logits that are divided by less, or multiplied by more, may be numbers no longer.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
+    ignore_eos: bool | None = None
+    prediction: _Prediction | None = None
     # Nothing is kept of a client, so that these say nothing here.
     user: str | None = None
     metadata: _Object | None = None
@@ -254,7 +249,7 @@ class Fields(BaseModel):
 class Conversation(Fields):
     """Requests that a chat template renders."""
 
-    tools: Annotated[Any, _read(_tools)] = None
+    tools: list[Annotated[Any, AfterValidator(_tool)]] | None = None
     tool_choice: Annotated[Any, _read(_choice)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: _Object | None = None
@@ -263,9 +258,9 @@ class Conversation(Fields):
 class _Choices(Fields):
     """Requests that may ask for several answers."""
 
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES), _WHOLE] | None = None
     max_tokens: _Count | None = None
-    stop: Annotated[Any, _read(_stops)] = None
+    stop: _Stops | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: _Biases | None = None
@@ -313,8 +308,12 @@ class CompletionFields(_Choices):
 
     text_field: ClassVar[str] = "prompt"
 
-    prompt: Annotated[Any, AfterValidator(_prompts)]
-    suffix: str | None = None
+    prompt: Annotated[
+        list[Annotated[Any, AfterValidator(_prompt)]],
+        Field(min_length=1, max_length=_MOST_CHOICES),
+        BeforeValidator(_prompts),
+    ]
+    suffix: Annotated[Any, _only("")] = None
     logprobs: _Few | None = None
     best_of: Annotated[Any, _only(1)] = None
     echo: Annotated[Any, _only(False)] = None
@@ -333,7 +332,7 @@ class ResponseFields(Conversation):
 
     text_field: ClassVar[str] = "input"
 
-    input: Annotated[Any, AfterValidator(_items)]
+    input: Annotated[list[_Object], BeforeValidator(_items), AfterValidator(_begun)]
     instructions: str | None = None
     max_output_tokens: _Count | None = None
     text: Annotated[Any, _read(_text_format)] = None
@@ -353,8 +352,7 @@ class ResponseFields(Conversation):
 
     @property
     def top(self) -> int | None:
-        asked = self.include or self.top_logprobs is not None
-        return (self.top_logprobs or 0) if asked else None
+        return (self.top_logprobs or 0) if self.include or self.top_logprobs else None
 
     @property
     def schema_in_json(self) -> _Object | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,10 @@ _BY_A_REQUEST = (
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("text", "input_text", "output_text")
-# What messages hold besides; that it is nothing, in answers that come back as part of a prompt.
 _OF_MESSAGES = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+# What answers hold besides that come back as part of a prompt: nothing, or the same once more.
 _NOTHING = {"refusal", "audio", "function_call", "annotations"}
+_AGAIN = {"parsed", "provider_specific_fields"}
 # Arguments of `apply_chat_template` that are no variables of a template.
 _OF_THE_SERVER = inspect.signature(
     PreTrainedTokenizerBase.apply_chat_template
@@ -114,10 +116,16 @@ class Prompts:
                 "unsupported_value",
             )
         messages = [
-            {name: value for name, value in one.items() if value is not None} for one in messages
+            {name: value for name, value in one.items() if value is not None and name not in _AGAIN}
+            for one in messages
         ]
         for number, message in enumerate(messages):
             self._check(f"{field}.{number}", field, message)
+            if calls := message.get("tool_calls"):
+                place = f"{field}.{number}.tool_calls"
+                message["tool_calls"] = [
+                    _called(f"{place}.{at}", field, call) for at, call in enumerate(calls)
+                ]
         variables = self._variables(fields)
         read = BaseHandler.get_processor_inputs_from_messages(messages, self._modality)
         for one, given in zip(read, messages, strict=True):
@@ -216,6 +224,24 @@ class Prompts:
                     field,
                     "unsupported_value",
                 )
+
+
+def _called(place: str, field: str, call: Any) -> dict[str, Any]:
+    """A call of a tool in a conversation, without what clients add to it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+        expected = "a function with a name and arguments"
+        raise RefusedError(f"{place}: expected {expected}, got {call!r:.80}", field)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except ValueError as error:
+            said = f"{place}.function.arguments: expected JSON, got {arguments!r:.80}"
+            raise RefusedError(said, field) from error
+    # Clients write a call without arguments as an empty text, or as null.
+    own = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    return {name: call[name] for name in ("id", "type") if name in call} | {"function": own}
 
 
 def _messages(fields: ResponseFields) -> list[dict[str, Any]]:

@@ -59,12 +59,15 @@ FAILED = RefusedError("the answer could not be completed", code="server_error", 
 def of_faults(faults: Iterable[Any]) -> RefusedError:
     """The refusal of a body with faults that pydantic found, of which the first counts."""
     fault = next(iter(faults))
-    place = [part for part in fault["loc"] if part != "body"]
+    place = fault["loc"][1:]  # the first part is "body"
     kind, param = fault["type"], str(place[0]) if place else None
     message = fault["msg"].removeprefix("Value error, ")
-    if not place and kind != "json_invalid":
+    if kind == "json_invalid":
+        said = f"body: expected JSON, got {fault['ctx']['error']} at character {place[0]}"
+        return RefusedError(said)
+    if not place:
         message = "expected a JSON object, sent as content-type: application/json"
-    elif kind not in ("missing", "extra_forbidden", "json_invalid"):
+    elif kind not in ("missing", "extra_forbidden"):
         message += f", got {fault['input']!r:.{_SHOWN}}"
     path = ".".join(map(str, place)) or "body"
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")

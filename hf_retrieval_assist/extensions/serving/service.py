@@ -6,14 +6,13 @@ import asyncio
 import copy
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers import GenerationConfig
 from transformers.cli.serving.utils import Modality
 
 from ...drafters.expected import ExpectedTexts, expected_ids
@@ -38,10 +37,10 @@ _GREEDY = 1e-5  # a temperature that logits are divided by is above this
 _WARM_UP = 8  # tokens
 _COUNTING = 100  # looks whether that answer was counted, as side by side the next step does
 # Where answers are decoded together, they share how tokens are chosen.
-_ALONE = (
-    *("seed", "generation_config", "logit_bias", "presence_penalty", "frequency_penalty"),
-    *("logprobs", "top_logprobs", "include"),
-)
+_ALONE = ("logit_bias", "presence_penalty", "frequency_penalty", "min_tokens")
+# Fields that say what tokens are drawn from, and what continuous batching draws from where neither
+# a request nor the model's configuration says anything.
+_OF_DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,8 @@ class Service:
         running = _Running(self.worker, math.inf)
         form = Form(self.tokenizer, self.model, ids[0].tolist(), self._ends, _WARM_UP)
         inputs = {"input_ids": ids.to(self.model.device)}
-        running.add(form, inputs, config, self.assistant.private())
+        job = running.add(form, inputs, config, None)
+        self._draft_for(job, self.assistant.private())
         total = self.assistant.stats.total
         before = total.calls
         running.begin()
@@ -214,45 +214,52 @@ class Service:
             self._refuse_alone(fields)
         prompts = self._prompts.of(fields)
         config = self._configured(fields)
-        ends = _ids(config.eos_token_id) or self._ends
         choice = getattr(fields, "tool_choice", None)
         name = choice[0] if isinstance(choice, tuple) else None
         for inputs in prompts:
             prompt_ids = inputs["input_ids"][0].tolist()
-            most = self._most(fields, config, len(prompt_ids))
+            most = self._most(fields, len(prompt_ids))
             for _ in range(getattr(fields, "n", None) or 1):
                 own = copy.copy(config)
                 own.max_new_tokens = most
-                form = Form(self.tokenizer, self.model, prompt_ids, ends, most, top=fields.top)
+                form = Form(
+                    self.tokenizer, self.model, prompt_ids, self._ends, most, top=fields.top
+                )
                 form.stops = getattr(fields, "stop", None) or ()
+                form.least, form.ignores_ends = fields.min_tokens or 0, bool(fields.ignore_eos)
                 form.parts = isinstance(fields, Conversation)
                 form.tools = (getattr(fields, "tools", None) or ()) if choice != "none" else ()
                 form.single = getattr(fields, "parallel_tool_calls", None) is False
                 processors = self._processors(fields, len(prompt_ids))
                 if name is not None or choice == "required":
+                    self._refuse_longer(fields, "tool_choice")
                     held, form.forced = self._held.to_call(form.tools, name)
                     processors.append(held)
                 elif fields.schema_in_json is not None:
                     field, schema = _schema_field(fields), fields.schema_in_json
+                    self._refuse_longer(fields, field)
                     processors.append(self._held.to_schema(field, schema))
                 job = running.add(form, inputs, own, None)
                 job.processors = processors
                 if fields.seed is not None:
                     seed = fields.seed + len(running.jobs) - 1
                     job.seed = seed if seed < 2**64 else seed - 2**64
-                job.suspects = [
-                    n for n in ("generation_config", "stop") if getattr(fields, n, None)
-                ]
+                job.suspects = ["stop"] if form.stops else ()
                 self._give(job, fields, assistant)
 
     def _give(self, job: Job, fields: Fields, assistant: Any) -> None:
-        """Let an assistant draft for an answer, where the way of decoding leaves room for it."""
+        """Give an answer the assistant of its request."""
         if fields.prediction is not None:
-            ids = expected_ids(fields.prediction, self.tokenizer)
+            ids = expected_ids(fields.prediction.text, self.tokenizer)
             job.written.form.expected = ExpectedTexts([ids])
             assistant = assistant.expecting(ids)
+        if assistant is not self.assistant:
+            self._draft_for(job, assistant)
+
+    def _draft_for(self, job: Job, assistant: Any) -> None:
+        """Let an assistant draft for an answer, where the way of decoding leaves room for it."""
         call = {"generation_config": job.config, "tokenizer": self.tokenizer}
-        if assistant is not self.assistant and why_not(self.model, call) is None:
+        if why_not(self.model, call) is None:
             job.assistant = assistant
 
     def _processors(self, fields: Fields, length: int) -> list[Any]:
@@ -260,24 +267,26 @@ class Service:
         frequency = getattr(fields, "frequency_penalty", None) or 0.0
         return [Penalties(presence, frequency, length)] if presence or frequency else []
 
+    def _refuse_longer(self, fields: Fields, field: str) -> None:
+        """Refuse what would let an answer go on that ends with what it is held to."""
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(fields, name):
+                message = f"{name}: expected none beside {field}, by which the answer ends, got one"
+                raise RefusedError(message, name)
+
     def _refuse_alone(self, fields: Fields) -> None:
         """Refuse what answers that are decoded together cannot have each for itself."""
         asked = [name for name in _ALONE if getattr(fields, name, None)]
+        if fields.top is not None:
+            told = ("logprobs", "top_logprobs", "include")
+            asked += [name for name in told if getattr(fields, name, None) is not None]
         if fields.schema_in_json is not None:
             asked.append(_schema_field(fields))
         if (tools := getattr(fields, "tool_choice", None)) not in (None, "none", "auto"):
             asked.append("tool_choice")
-        config = self._configured(fields)
-        shared, drawn = self._shared, config.do_sample
-        asked += [
-            name
-            for name in ("temperature", "top_p")
-            if getattr(fields, name) is not None
-            if drawn != shared.do_sample
-            or (drawn and getattr(config, name) != getattr(shared, name))
-        ]
-        if asked == ["seed"] and not config.do_sample:
-            return
+        if fields.repetition_penalty not in (None, 1):
+            asked.append("repetition_penalty")
+        asked += self._draws_alone(fields)
         if asked:
             raise RefusedError(
                 f"{asked[0]}: expected none, since this server decodes answers together "
@@ -287,15 +296,28 @@ class Service:
                 "unsupported_parameter",
             )
 
-    def _configured(self, fields: Fields | None) -> GenerationConfig:
+    def _draws_alone(self, fields: Fields) -> Iterator[str]:
+        """The fields by which a text would be drawn in another way than those beside it."""
+        config, shared = self._configured(fields), self._shared
+        if config.do_sample != shared.do_sample and fields.temperature is not None:
+            yield "temperature"
+        if not config.do_sample:
+            return
+        for name, usual in _OF_DRAWS.items():
+            common = getattr(shared, name) if shared.do_sample else None
+            differs = (getattr(config, name) or usual) != (common or usual)
+            if differs and getattr(fields, name) is not None:
+                yield name
+        if fields.seed is not None:
+            yield "seed"
+
+    def _configured(self, fields: Fields | None) -> Any:
         """The settings of `generate` for a request; None: of one that says nothing."""
         config = copy.deepcopy(self.model.generation_config)
-        if fields is not None and fields.generation_config is not None:
-            try:
-                config = GenerationConfig(**fields.generation_config)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise RefusedError(f"generation_config: {error}", "generation_config") from error
+        # Any setting may be None, which asks for nothing.
+        config.do_sample = bool(config.do_sample)
         config.return_dict_in_generate = False
+        config.num_return_sequences = 1  # an answer has no place for more
         if self._together:
             config.use_cache = False  # it has one of its own
         if fields is None:
@@ -303,29 +325,36 @@ class Service:
         if fields.temperature is not None:
             config.do_sample = fields.temperature >= _GREEDY
             config.temperature = fields.temperature if config.do_sample else None
-        if fields.top_p is not None:
-            config.top_p = fields.top_p
+        elif (fields.top_p or 1) < 1 or (fields.top_k or 0) > 0 or fields.min_p:
             # Texts are drawn where nobody says anything, as the API has it.
-            config.do_sample |= fields.temperature is None and fields.top_p < 1
+            config.do_sample = True
+        for name in ("top_p", "min_p", "repetition_penalty"):
+            if (given := getattr(fields, name)) is not None:
+                setattr(config, name, given)
+        if fields.top_k is not None:
+            config.top_k = max(fields.top_k, 0)
+        if fields.min_tokens is not None:
+            config.min_new_tokens = fields.min_tokens
+        if fields.ignore_eos and self._ends:
+            if config.pad_token_id is None:
+                config.pad_token_id = min(self._ends)  # transformers takes it from those that end
+            config.eos_token_id = []
         if biases := getattr(fields, "logit_bias", None):
             last = len(self.model.get_output_embeddings().weight) - 1
             if max(biases) > last:
                 message = f"logit_bias: expected ids up to {last}, got {max(biases)}"
                 raise RefusedError(message, "logit_bias")
             config.sequence_bias = {(token,): bias for token, bias in biases.items()}
-        if (stops := getattr(fields, "stop", None)) and not self._together:
+        stops = getattr(fields, "stop", None)
+        if stops and not self._together and not fields.min_tokens:
             config.stop_strings = stops
         return config
 
-    def _most(self, fields: Fields, config: GenerationConfig, length: int) -> int:
+    def _most(self, fields: Fields, length: int) -> int:
         """Tokens that an answer behind a prompt may have."""
         # The last one is not fed.
         room = min(self.most_answer, self.most_tokens + 1 - length)
         field, wanted = fields.length_field, getattr(fields, fields.length_field)
-        if wanted is None and fields.generation_config is not None:
-            field, wanted = "generation_config", config.max_new_tokens
-            if wanted is None and config.max_length is not None:
-                wanted = max(1, config.max_length - length)
         if wanted is not None and not 1 <= wanted <= room:
             raise RefusedError(
                 f"{field}: expected 1 to {room} tokens behind {length} of the prompt, "
@@ -333,8 +362,13 @@ class Service:
                 field,
                 "context_length_exceeded",
             )
-        usual = max(_DEFAULT, self.model.generation_config.max_new_tokens or 0)
-        return min(usual, room) if wanted is None else int(wanted)
+        least = fields.min_tokens or 0
+        usual = max(_DEFAULT, self.model.generation_config.max_new_tokens or 0, least)
+        most = min(usual, room) if wanted is None else int(wanted)
+        if least > most:
+            message = f"min_tokens: expected at most {most}, which the answer may have, got {least}"
+            raise RefusedError(message, "min_tokens")
+        return most
 
 
 class _Running:
@@ -424,17 +458,20 @@ class _Stream(StreamingResponse):
 async def _events(
     running: _Running, answer: Answer, first: list[tuple[int, Piece]]
 ) -> AsyncIterator[str]:
-    yield "".join(answer.begin())
     found = first
-    while True:
-        yield "".join(text for came in found for text in answer.go_on(*came))
-        if not running.open:
-            return
-        try:
+    try:
+        yield "".join(answer.begin())
+        while True:
+            yield "".join(text for came in found for text in answer.go_on(*came))
+            if not running.open:
+                return
             found = await running.next()
-        except RefusedError as error:
-            yield "".join(answer.fail(error))
-            return
+    except RefusedError as error:
+        refusal = error
+    except Exception as error:
+        logger.error("an answer failed", exc_info=error)
+        refusal = FAILED
+    yield "".join(answer.fail(refusal))
 
 
 class _GoneError(Exception):

@@ -336,7 +336,11 @@ class SideBySide:
         self._manager = self._model.init_continuous_batching(
             generation_config=self._config, continuous_batching_config=self._batching
         )
-        self._manager.start()
+        # A thread is a daemon where the one is that starts it; any other would keep a process that
+        # does not close this worker.
+        starting = threading.Thread(target=self._manager.start, daemon=True)
+        starting.start()
+        starting.join()
         # It makes the cache, which says how long a request may become.
         while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)

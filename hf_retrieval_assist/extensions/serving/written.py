@@ -101,6 +101,8 @@ class Form:
         top: likely tokens that are told at each place; None: no probabilities are.
         ends: ids of tokens that end it.
         most: tokens that it may have.
+        least: tokens that it has at least; in their text nothing stops it.
+        ignores_ends: whether it goes on behind tokens that end it, whose text it leaves out.
         forced: gives the call that a text spells which was held to be one; None: none was.
         single: whether it ends behind a call.
         expected: what it is expected to resemble, and how much of that came.
@@ -117,6 +119,8 @@ class Form:
     top: int | None = None
     forced: Callable[[str], Call | None] | None = None
     single: bool = False
+    least: int = 0
+    ignores_ends: bool = False
     expected: ExpectedTexts | None = None
 
 
@@ -164,9 +168,12 @@ class Written:
             if self.ended:
                 return
             self.token_ids.append(token)
-            text = self._stream.step(self.form.tokenizer.backend_tokenizer, token) or ""
+            ends = token in self.form.ends
+            text = ""
+            if not (ends and self.form.ignores_ends):
+                text = self._stream.step(self.form.tokenizer.backend_tokenizer, token) or ""
             self._raw += text
-            if likely and token not in self.form.ends:
+            if likely and not ends:
                 self._likely.append((len(self._whole) + len(self._raw), likely[number]))
             self._release(text)
 
@@ -174,7 +181,8 @@ class Written:
         """Deliver what cannot be part of a stop."""
         if not new:
             return
-        stops, raw = self.form.stops, self._raw
+        raw = self._raw
+        stops = self.form.stops if len(self.token_ids) > self.form.least else ()
         found = min((at for stop in stops if (at := raw.find(stop)) >= 0), default=-1)
         if found >= 0:
             self.ended, self._raw = True, raw[:found]
@@ -225,7 +233,7 @@ class Written:
         """Why it has ended."""
         if self._calls:
             return "tool_calls"
-        last = self.token_ids[-1] if self.token_ids else None
+        last = self.token_ids[-1] if self.token_ids and not self.form.ignores_ends else None
         whole = self.ended or last in self.form.ends
         return "stop" if whole or len(self.token_ids) < self.form.most else "length"
 
@@ -248,8 +256,11 @@ class Written:
             return Message(text, None, [])
         found = _taken_apart(form, text)
         if found is None:
-            text = form.tokenizer.decode(self.token_ids, skip_special_tokens=True)
-            cuts = (at for stop in form.stops if (at := text.find(stop)) >= 0)
+            first, text = (
+                form.tokenizer.decode(ids, skip_special_tokens=True)
+                for ids in (self.token_ids[: form.least], self.token_ids)
+            )
+            cuts = (at for stop in form.stops if (at := text.find(stop, len(first))) >= 0)
             return Message(text[: min(cuts, default=len(text))], None, [])
         return found
 

@@ -1,0 +1,413 @@
+"""What the fields of requests mean: how tokens are chosen, whose faults are told, which histories
+are read."""
+
+import http.client
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from fastapi import FastAPI
+from pydantic import ValidationError
+from transformers import ContinuousBatchingConfig, Qwen2ForCausalLM, set_seed
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.extensions.serving.answers import ChatAnswer, CompletionAnswer
+from hf_retrieval_assist.extensions.serving.app import build_app
+from hf_retrieval_assist.extensions.serving.fields import (
+    ChatFields,
+    CompletionFields,
+    ResponseFields,
+)
+from hf_retrieval_assist.extensions.serving.prompts import _called
+from hf_retrieval_assist.extensions.serving.refusals import of_faults
+from hf_retrieval_assist.extensions.serving.service import Service
+from tests.support.memories import wait_until
+from tests.support.served import ANSWERS, TOOL, get, listening, serving, tokenizer_of_bytes
+
+ASKED = [{"role": "user", "content": "hello"}]
+ROUTES = {
+    "chat/completions": (ChatFields, {"messages": ASKED}),
+    "completions": (CompletionFields, {"prompt": "<|im_start|>user\n"}),
+    "responses": (ResponseFields, {"input": "hello"}),
+}
+BLOCKS = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=64)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "side by side"])
+def served(folder, request):
+    with serving(folder, batching=request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    with serving(folder) as found:
+        yield found
+
+
+def posted(served, route, **body):
+    """The status and the answer to a request that is well otherwise."""
+    status, text = get(f"{served.url}/v1/{route}", ROUTES[route][1] | body)
+    return status, json.loads(text)
+
+
+def text_of(answer):
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
+    (choice,) = answer["choices"]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+# What requests ask for, and the arguments of `generate` that mean the same.
+MEANINGS = [
+    ({"top_p": 0.9}, {"do_sample": True, "top_p": 0.9}),
+    ({"top_k": 3}, {"do_sample": True, "top_k": 3}),
+    ({"min_p": 0.05}, {"do_sample": True, "min_p": 0.05}),
+    ({"temperature": 2.5, "top_k": -1}, {"do_sample": True, "temperature": 2.5, "top_k": 0}),
+    (
+        {"temperature": 2.5, "top_k": 9, "min_p": 0},
+        {"do_sample": True, "temperature": 2.5, "top_k": 9},
+    ),
+    ({"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1}, {"do_sample": False}),
+    ({"top_k": -1, "min_p": 0, "top_p": 1, "repetition_penalty": 1}, {"do_sample": False}),
+    ({"repetition_penalty": 1.7}, {"do_sample": False, "repetition_penalty": 1.7}),
+    ({"min_tokens": 33}, {"do_sample": False, "min_new_tokens": 33}),
+    ({"ignore_eos": True}, {"do_sample": False, "eos_token_id": 999}),
+    ({"ignore_eos": True, "min_tokens": 40}, {"do_sample": False, "eos_token_id": 999}),
+]
+
+
+@pytest.mark.parametrize(("asked", "plain"), MEANINGS, ids=[str(one) for one, _ in MEANINGS])
+def test_how_tokens_are_chosen(alone, folder, asked, plain):
+    """As `generate` chooses them behind the same seed; a field that says what is drawn from draws,
+    as `top_p` does."""
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    tokenizer = tokenizer_of_bytes()
+    inputs = tokenizer(ROUTES["completions"][1]["prompt"], return_tensors="pt")
+    found = {}
+    for seed in (7, 8):
+        status, answer = posted(alone, "completions", max_tokens=40, seed=seed, **asked)
+        assert status == 200, answer
+        set_seed(seed)
+        ids = model.generate(**inputs, max_new_tokens=40, **plain)[0, inputs.input_ids.shape[1] :]
+        found[text_of(answer)] = tokenizer.decode(ids, skip_special_tokens=True)
+        assert answer["usage"]["completion_tokens"] == len(ids)
+    assert [*found] == [*found.values()]
+    assert len(found) == (2 if plain["do_sample"] else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_answer_goes_on_behind_its_end(served, route, stream):
+    """Of which no text is shown, and which ends by its length."""
+    most = "max_output_tokens" if route == "responses" else "max_tokens"
+    body = ROUTES[route][1] | {"ignore_eos": True, most: 40, "temperature": 0, "stream": stream}
+    _, text = get(f"{served.url}/v1/{route}", body)
+    assert "<|im_end|>" not in text
+    assert ("incomplete" if route == "responses" else '"length"') in text
+    assert '_tokens": 40' in text or '_tokens":40' in text
+
+
+@pytest.mark.parametrize(
+    ("least", "text"), [(0, "hello"), (5, "hello"), (6, "hello, and hello again"), (9, None)]
+)
+def test_texts_are_not_stopped_before_their_least_tokens(alone, least, text):
+    body = {"temperature": 0, "stop": [", a", " again!"], "min_tokens": least, "max_tokens": 23}
+    status, answer = posted(alone, "chat/completions", **body)
+    assert status == 200
+    assert text_of(answer) == (ANSWERS["hello"] if text is None else text)
+
+
+def test_the_least_is_no_more_than_the_most(alone):
+    """And an answer whose length nobody bounds gets as long."""
+    for body in ({"max_tokens": 5, "min_tokens": 6}, {"min_tokens": 10**6}):
+        status, answer = posted(alone, "completions", **body)
+        assert (status, answer["error"]["param"]) == (400, "min_tokens")
+    status, answer = posted(alone, "completions", min_tokens=1030)
+    assert answer["usage"]["completion_tokens"] == 1030
+
+
+@pytest.mark.parametrize("field", [{"min_tokens": 3}, {"ignore_eos": True}], ids=str)
+@pytest.mark.parametrize(
+    ("route", "held"),
+    [
+        ("chat/completions", {"response_format": {"type": "json_object"}}),
+        ("chat/completions", {"tools": [TOOL], "tool_choice": "required"}),
+        ("responses", {"text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_what_ends_an_answer_is_not_ignored_silently(alone, route, held, field):
+    status, answer = posted(alone, route, **held, **field)
+    assert (status, answer["error"]["param"]) == (400, *field)
+
+
+def settings(folder, to, **changes):
+    """A copy of a model whose generation configuration says something more."""
+    shutil.copytree(folder, to)
+    path = Path(to) / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return str(to)
+
+
+def test_what_is_drawn_side_by_side_is_the_models_own(folder, tmp_path):
+    """What asks for the same as the configuration is served, said or left out there."""
+    draws = settings(folder, tmp_path / "draws", do_sample=True, top_k=4)
+    with serving(draws, batching=True) as served:
+        same = {"temperature": 1, "top_p": 1, "top_k": 4, "min_p": 0, "repetition_penalty": 1}
+        status, answer = posted(served, "chat/completions", **same)
+        assert status == 200, answer
+        for field, value in (
+            *(("temperature", 0), ("temperature", 0.5), ("top_p", 0.9)),
+            *(("top_k", -1), ("top_k", 5), ("min_p", 0.1), ("seed", 0)),
+        ):
+            status, answer = posted(served, "chat/completions", **{field: value})
+            assert (status, answer["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_beams": 2},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"repetition_penalty": 1.7},
+        {"prompt_lookup_num_tokens": 3},
+        {"pad_token_id": None, "min_new_tokens": 30},
+    ],
+    ids=str,
+)
+def test_the_models_own_settings_are_those_of_answers(folder, tmp_path, own):
+    """Other ways of decoding, too, beside which predictions are told; a request has its say."""
+    path = settings(folder, tmp_path / "model", **own)
+    model = Qwen2ForCausalLM.from_pretrained(path)
+    tokenizer = tokenizer_of_bytes()
+    prompt = ROUTES["completions"][1]["prompt"]
+    inputs = tokenizer(prompt, return_tensors="pt")
+    set_seed(5)
+    ids = model.generate(**inputs, max_new_tokens=40, num_return_sequences=1)
+    plain = tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    prediction = {"type": "content", "content": "hello"}
+    with serving(path) as served:
+        body = {"max_tokens": 40, "seed": 5, "prediction": prediction}
+        status, answer = posted(served, "completions", **body)
+        assert (status, text_of(answer)) == (200, plain)
+        assert answer["usage"]["completion_tokens_details"]
+        neutral = {"repetition_penalty": 1, "min_tokens": 0, "temperature": 0, "ignore_eos": True}
+        status, answer = posted(served, "completions", max_tokens=40, **neutral)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 40)
+
+
+def kinds_of(field):
+    return {one.get("type") for one in field.get("anyOf", [field])}
+
+
+WRONG = {"integer": ("3", True, 1.5, [3]), "number": ("0.5", True), "boolean": (1, 0, "true")}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_numbers_and_switches_are_no_texts(route):
+    """Nor is one of them the other, in any field; JSON does not tell 8 from 8.0."""
+    kind, good = ROUTES[route]
+    fields = kind.model_json_schema()["properties"]
+    tried = 0
+    for name, field in fields.items():
+        for which in kinds_of(field) & WRONG.keys():
+            for value in WRONG[which]:
+                with pytest.raises(ValidationError) as found:
+                    kind.model_validate(good | {"logprobs": True, name: value})
+                faults = [one for one in found.value.errors() if one["loc"][0] == name]
+                told = of_faults([one | {"loc": ("body", *one["loc"])} for one in faults])
+                assert (told.param, told.code) == (name, "invalid_type")
+                tried += 1
+            if which == "integer" and name != "top_logprobs":
+                kind.model_validate(good | {name: 2.0})
+    assert tried > 20
+
+
+FAULTY = {
+    "tools": ("chat/completions", [TOOL, TOOL, {"type": "function", "function": {"x": 1}}]),
+    "tools of another kind": ("responses", [TOOL, {"type": "web_search"}]),
+    "stop": ("chat/completions", ["x" * 100, ""]),
+    "messages": ("chat/completions", [*ASKED, 5]),
+    "prompt": ("completions", ["x" * 100, ["y"]]),
+    "input": ("responses", [*ASKED, "text"]),
+    "prediction": ("completions", {"type": "content", "content": [{"text": "x" * 100}, {"y": 1}]}),
+}
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_the_part_that_is_at_fault_is_shown(alone, case):
+    """And no other one of the list."""
+    field = case.split()[0]
+    route, value = FAULTY[case]
+    status, answer = posted(alone, route, **{field: value})
+    error = answer["error"]
+    parts = value["content"] if field == "prediction" else value
+    assert (status, error["param"]) == (400, field)
+    assert f".{len(parts) - 1}" in error["message"]
+    assert repr(parts[-1]) in error["message"] or "required" in error["message"]
+
+
+@pytest.mark.parametrize("suffix", ["", None])
+def test_nothing_is_appended(served, suffix):
+    _, plain = posted(served, "completions", temperature=0)
+    status, answer = posted(served, "completions", temperature=0, suffix=suffix)
+    assert (status, answer["choices"]) == (200, plain["choices"])
+
+
+def calling(arguments):
+    """A conversation in which a tool was called."""
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "c", "content": "sun"}
+    return [*ASKED, {"role": "assistant", "tool_calls": [call]}, result]
+
+
+def test_calls_without_arguments_are_read(served):
+    plain = text_of(posted(served, "chat/completions", messages=calling("{}"))[1])
+    for nothing in ("", " ", "null", None):
+        status, answer = posted(served, "chat/completions", messages=calling(nothing))
+        assert (status, text_of(answer)) == (200, plain)
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": ""}
+    back = {"type": "function_call_output", "call_id": "c", "output": "sun"}
+    status, answer = posted(served, "responses", input=[*ASKED, call, back])
+    assert (status, text_of(answer)) == (200, plain)
+
+
+def test_calls_that_cannot_be_read_are_named(alone):
+    messages = calling("{}")
+    calls = messages[1]["tool_calls"]
+    for bad, place in (
+        ({"function": {"name": "f", "arguments": "{"}}, ".function.arguments: expected JSON"),
+        ({"function": {"name": "f"}}, ": expected a function with a name and arguments"),
+        (5, ": expected a function with a name and arguments, got 5"),
+    ):
+        calls[1:] = [bad]
+        status, answer = posted(alone, "chat/completions", messages=messages)
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert answer["error"]["message"].startswith(f"messages.1.tool_calls.1{place}")
+
+
+def test_answers_come_back_as_clients_parse_them(served):
+    """With what they add to an answer, and to its calls."""
+    plain = {"role": "assistant", "content": '{"a": 1}'}
+    added = {"parsed": {"a": 1}, "refusal": None, "audio": None, "function_call": None}
+    added |= {"annotations": [], "tool_calls": None, "provider_specific_fields": {"refusal": None}}
+    texts = [
+        text_of(posted(served, "chat/completions", messages=[*ASKED, message, *ASKED])[1])
+        for message in (plain, plain | added)
+    ]
+    assert texts[0] == texts[1]
+    call = calling('{"city": "Ghent"}')[1]["tool_calls"][0]
+    parsed = call["function"] | {"parsed_arguments": {"city": "Ghent"}}
+    found = _called("x", "messages", call | {"index": 0, "function": parsed})
+    expected = call["function"] | {"arguments": {"city": "Ghent"}}
+    assert found == call | {"function": expected}
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_outlives_a_fault(alone, monkeypatch, stream):
+    """Of whatever kind, and wherever in the server; nothing of it is told."""
+    where = urlsplit(alone.url)
+    connection = http.client.HTTPConnection(where.hostname, where.port)
+    connection.auto_open = 0
+    connection.connect()
+
+    def ask():
+        body = json.dumps({"messages": ASKED, "max_tokens": 4, "stream": stream})
+        kind = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", body, kind)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+    for owner, name in ((Service, "_configured"), (Service, "answer"), (ChatAnswer, "begin")):
+        if name == "begin" and not stream:
+            owner, name = ChatAnswer, "whole"
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, raising(TypeError("the disk at /secret")))
+            status, text = ask()
+        assert status == 200 if name == "begin" else status == 500
+        assert "the answer could not be completed" in text
+        assert "secret" not in text
+    status, text = ask()
+    assert status == 200
+    connection.close()
+
+
+def test_a_stream_that_fails_says_so(alone, monkeypatch):
+    go_on, seen = CompletionAnswer.go_on, []
+
+    def fail(self, number, piece):
+        seen.append(piece)
+        if len(seen) == 4:
+            raise TypeError("the disk at /secret")
+        return go_on(self, number, piece)
+
+    monkeypatch.setattr(CompletionAnswer, "go_on", fail)
+    body = ROUTES["completions"][1] | {"stream": True, "ignore_eos": True}
+    status, text = get(f"{alone.url}/v1/completions", body)
+    assert status == 200
+    assert json.loads(text.strip().split("\n")[-1].removeprefix("data: "))["error"]
+
+
+make = partial(build_app, device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_an_application_that_is_never_served_keeps_no_process(folder, batching):
+    before = {*threading.enumerate()}
+    app = make(folder, SamAssistant(), continuous_batching=batching, cb_config=BLOCKS)
+    started = {*threading.enumerate()} - before
+    assert started
+    assert all(one.daemon for one in started)
+    assert app.state.service.close()
+    assert not {*threading.enumerate()} & started
+
+
+@pytest.mark.slow
+def test_its_process_ends(folder):
+    script = (
+        "from transformers import ContinuousBatchingConfig\n"
+        "from hf_retrieval_assist import SamAssistant\n"
+        "from hf_retrieval_assist.extensions.serving.app import build_app\n"
+        "config = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=64)\n"
+        f"build_app({folder!r}, SamAssistant(), device='cpu', continuous_batching=True, "
+        "cb_config=config)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_an_application_may_be_mounted_into_another(folder, batching):
+    """Whose lifespan alone runs: the first probe has the model tested."""
+    inner = make(folder, SamAssistant(), continuous_batching=batching, cb_config=BLOCKS)
+    ran = []
+
+    @asynccontextmanager
+    async def lifespan(_):
+        ran.append(True)
+        yield
+        inner.state.service.close()
+
+    outer = FastAPI(lifespan=lifespan)
+    outer.mount("/llm", inner)
+    with listening(outer) as url:
+        body = {"messages": ASKED, "temperature": 0}
+        status, text = get(f"{url}/llm/v1/chat/completions", body)
+        assert (status, text_of(json.loads(text))) == (200, ANSWERS["hello"])
+        wait_until(lambda: get(f"{url}/llm/ready")[0] == 200)
+    assert ran
+    assert not inner.state.service.worker.is_alive or batching
