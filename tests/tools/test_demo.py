@@ -1,21 +1,29 @@
 """The demo, with a small random model in the place of the real one."""
 
 import io
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from rich.console import Console
+from rich.text import Text
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.tools import demo_model
 from hf_retrieval_assist.tools.cli import main, models
 from hf_retrieval_assist.tools.demo import comparison, show
-from hf_retrieval_assist.tools.demo.comparison import Run, Task, Written, compare
+from hf_retrieval_assist.tools.demo.comparison import Run, Task, Written, compare, verdict, write
 from tests.support.byte_model import small_model
 from tests.support.fixed_costs import FixedCosts
+from tests.support.parts import needs
 
-SHORT = tuple(Task(task.title, task.prompt, 24, task.sampling) for task in comparison.TASKS)
+TASKS = comparison.TASKS
+SHORT = tuple(Task(task.title, task.prompt[-200:], 24, task.sampling) for task in TASKS)
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
 
@@ -30,7 +38,7 @@ def short_demo(monkeypatch, tmp_path):
         tokenizer.save_pretrained(tmp_path / name)
     monkeypatch.setattr(demo_model, "converted_model", lambda name: tmp_path / name)
     monkeypatch.setattr(comparison, "TASKS", SHORT)
-    monkeypatch.setattr(show.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(show, "_FRAMES", float("inf"))
 
 
 @pytest.mark.parametrize("options", [[], ["--model", "smollm2"]])
@@ -74,16 +82,21 @@ def test_the_model_is_on_a_gpu_where_there_is_one(gpu, monkeypatch):
     assert devices == [("cpu", "cuda")[gpu], "cpu"]
 
 
-def test_panels_on_a_terminal(monkeypatch):
-    screen = io.StringIO()
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes a terminal of so many columns and lines; the file that it writes to."""
 
-    class Terminal(show.Console):
-        def __init__(self, **options):
-            super().__init__(
-                file=screen, force_terminal=True, color_system="truecolor", width=100, height=30
-            )
+    def make(width, height):
+        size = {"width": width, "height": height, "color_system": "truecolor"}
+        make_console = partial(Console, file=io.StringIO(), force_terminal=True, **size)
+        monkeypatch.setattr(show, "Console", make_console)
+        return make_console.keywords["file"]
 
-    monkeypatch.setattr(show, "Console", Terminal)
+    return make
+
+
+def test_panels_on_a_terminal(terminal):
+    screen = terminal(100, 30)
     show.show(*small_model(), FixedCosts(lambda n: 1.0), SHORT)
     shown = screen.getvalue()
     assert "plain generate" in shown
@@ -92,10 +105,75 @@ def test_panels_on_a_terminal(monkeypatch):
     assert "48;2;0;114;178m" in shown
 
 
+def long_run():
+    """A run whose text fills more lines than a screen has."""
+    tokens = [Written(1.0 + i, "abcdefghij klmno\n", "text") for i in range(190)]
+    tokens += [Written(999.0, "x" * 1000, "logit n-grams"), Written(1000.0, "y", "quantized self")]
+    return Run(tokens, [*range(192)], 200)
+
+
+# A screen of 80 x 24 is what terminals open with.
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (81, 24), (100, 30), (60, 40)])
+def test_both_panels_stand_side_by_side_and_nothing_is_cut(terminal, monkeypatch, width, height):
+    screen, task = terminal(width, height), Task("a task", "", 192)
+    monkeypatch.setattr(show, "compare", lambda *given: (long_run(), long_run()))
+    # The longest that is said below where nothing is wrong.
+    monkeypatch.setattr(show, "verdict", lambda *given: ("said " * 47, False))
+    show.show(*small_model(), CostModels(), [task])
+    shown = Text.from_ansi(screen.getvalue()).plain.rstrip()
+    lines = shown[shown.rindex("a task, 192 tokens") :].splitlines()
+    assert len(lines) < height - 1
+    (titles,) = [line for line in lines if "plain generate" in line]
+    assert "assistant=SamAssistant()" in titles
+    (speeds,) = [line for line in lines if "tokens/s" in line]
+    assert speeds.count("192 tokens, 0.2 tokens/s") == 2
+    last = lines[lines.index(speeds) - 2]
+    assert last.count("x" * (width // 2 - 4)) == 2
+    assert {len(line) for line in lines[1 : lines.index(speeds)]} == {width // 2 * 2}
+    assert lines[-1].endswith("quantized self 1")
+
+
+def test_tokens_are_shown_as_they_are_written(terminal, monkeypatch):
+    """The plain run's first, while the assisted one has none."""
+    seen = []
+    frame = show._frame
+
+    def noted(console, task, runs):
+        seen.append([len(run.tokens) for run in runs])
+        return frame(console, task, runs)
+
+    terminal(80, 24)
+    monkeypatch.setattr(show, "_frame", noted)
+    show.show(*small_model(), FixedCosts(lambda n: 1.0), SHORT[:1])
+    assert seen[:26] == [*([n, 0] for n in range(25)), [24, 0]]
+    assert seen == sorted(seen)
+    assert len({tuple(counts) for counts in seen[26:]}) > 3
+    assert seen[-1] == [24, 24]
+
+
+def test_what_showing_takes_is_no_time_of_the_runs(monkeypatch):
+    now = [0.0]
+
+    def shown(plain, assisted):
+        now[0] += 100
+
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for run in compare(*small_model(), SHORT[0], CostModels(), shown):
+        assert {token.seconds for token in run.tokens} == {0.0}
+    assert now[0] > 2500
+
+
+def test_the_first_task_is_a_short_one():
+    assert TASKS[0].new_tokens == min(task.new_tokens for task in TASKS)
+
+
 @pytest.mark.parametrize("task", SHORT)
 def test_a_comparison_tells_of_every_token(task):
-    plain, assisted = compare(*small_model(), task, CostModels())
-    assert comparison.verdict(plain, assisted).endswith("identical text")
+    model, tokenizer = small_model()
+    plain, assisted = compare(model, tokenizer, task, CostModels())
+    said, is_bug = verdict(model, tokenizer, task, plain, assisted)
+    assert said.endswith("as fast, identical text")
+    assert not is_bug
     for run in (plain, assisted):
         assert "".join(token.text for token in run.tokens) == "".join(t.text for t in plain.tokens)
         assert len(run.tokens) == 24
@@ -103,31 +181,128 @@ def test_a_comparison_tells_of_every_token(task):
     assert assisted.forwards <= plain.forwards == 24
 
 
+@pytest.fixture
+def written(monkeypatch):
+    """Writes a task by plain `generate`: what `verdict` takes, and the calls that followed."""
+    calls = []
+
+    def make(dtype, task=SHORT[0]):
+        model, tokenizer = small_model()
+        model.to(dtype)
+        write(model, tokenizer, task, plain := Run())
+        generate = model.generate
+        monkeypatch.setattr(
+            model, "generate", lambda **options: calls.append(options) or generate(**options)
+        )
+        return model, tokenizer, task, plain
+
+    return make, calls
+
+
+def other(run, token):
+    """The same run with another token at a place, counted from 1."""
+    return replace(run, ids=[run_id + (i == token) for i, run_id in enumerate(run.ids, 1)])
+
+
+@needs("engines/cpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("task", SHORT[1:3])
+def test_in_half_precision_the_text_of_the_kernels_is_the_one_promised(written, dtype, task):
+    make, calls = written
+    *given, _ = make(dtype, task)
+    write(*given, assisted := Run(), SamAssistant(costs=FixedCosts(lambda n: 1.0)))
+    del calls[:]
+    said, is_bug = verdict(*given, other(assisted, 17), assisted)
+    assert not is_bug
+    assert len(calls) == 1
+    assert said.partition(", ")[2] == (
+        "the text of plain decoding by this package's kernels. PyTorch's kernels round differently "
+        f"in {str(dtype)[6:]}: from token 17 on plain generate writes another."
+    )
+
+
+def test_equal_texts_take_no_further_run(written):
+    make, calls = written
+    *given, plain = make(torch.bfloat16)
+    assert verdict(*given, plain, plain) == ("1.0 times as fast, identical text", False)
+    assert not calls
+
+
+KERNELS = "plain decoding by this package's kernels"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "than"),
+    [
+        (torch.float32, "plain generate"),
+        (torch.float64, "plain generate"),
+        pytest.param(torch.bfloat16, KERNELS, marks=needs("engines/cpu")),
+    ],
+)
+def test_a_text_that_must_be_equal_is_a_bug_to_report(written, dtype, than):
+    *given, plain = written[0](dtype)
+    write(*given, promised := Run(), by_kernels=dtype is torch.bfloat16)
+    said, is_bug = verdict(*given, other(plain, 3), other(other(promised, 17), 9))
+    assert is_bug
+    first = 9 if than == KERNELS else 3
+    assert said.startswith(f"ANOTHER TEXT than {than} writes, from token {first} on.")
+    assert "a bug" in said
+    assert "report" in said
+
+
+def test_a_text_that_ends_earlier_is_another_from_there_on(written):
+    *given, plain = written[0](torch.float32)
+    shorter = replace(plain, ids=plain.ids[:20])
+    assert "from token 21 on" in verdict(*given, plain, shorter)[0]
+    assert "from token 21 on" in verdict(*given, shorter, plain)[0]
+
+
+@needs("engines/cpu")
+@pytest.mark.parametrize("served_by", ["another device", "no kernels", "PyTorch's products"])
+def test_where_rounding_depends_on_what_is_drafted_nothing_is_alarming(
+    served_by, written, monkeypatch
+):
+    from hf_retrieval_assist.engines.cpu import linear, skinny
+
+    make, calls = written
+    model, *given, plain = make(torch.bfloat16)
+    if served_by == "another device":
+        monkeypatch.setattr(type(model), "device", torch.device("meta"))
+    elif served_by == "no kernels":
+        monkeypatch.setattr(skinny, "PATHS", ())
+    else:
+        monkeypatch.setattr(linear, "is_kernel", lambda weight: False)
+    said, is_bug = verdict(model, *given, plain, other(plain, 9))
+    assert not is_bug
+    assert "from token 9 on another text than plain generate's" in said
+    assert not calls
+
+
+def test_a_bug_is_said_in_red_and_nothing_else(terminal, monkeypatch):
+    monkeypatch.setattr(show, "compare", lambda *given: two_runs())
+    for is_bug, colour in (True, "1;31m"), (False, "1;32m"):
+        screen = terminal(80, 24)
+        monkeypatch.setattr(show, "verdict", lambda *given, is_bug=is_bug: ("said", is_bug))
+        show.show(*small_model(), CostModels(), SHORT[:1])
+        assert f"\x1b[{colour}said" in screen.getvalue()
+
+
 def two_runs():
-    ids = torch.arange(4)
     plain = [Written(1.0 + i, text, "the model") for i, text in enumerate(["<a>", "&\n", "x" * 60])]
     assisted = [Written(1.0, "<a>", "the model"), Written(1.5, "&\n", "text")]
     assisted.append(Written(1.5, "x" * 60, "text"))
-    return Run(plain, ids, 3), Run(assisted, ids, 2)
-
-
-def test_a_different_text_is_said_and_a_run_is_replayed_as_it_went():
-    plain, assisted = two_runs()
-    assert [len(run.until(1.7).tokens) for run in (plain, assisted)] == [1, 3]
-    assert plain.until(plain.seconds).tokens == plain.tokens
-    assisted.ids = torch.arange(1, 5)
-    assert comparison.verdict(plain, assisted) == "2.0 times as fast, ANOTHER TEXT"
+    return Run(plain, [5, 6, 7], 3), Run(assisted, [5, 6, 7], 2)
 
 
 def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
     from demo_picture import animation
 
-    root = ElementTree.fromstring(animation(SHORT[0], *two_runs()))
+    root = ElementTree.fromstring(animation(SHORT[0], *two_runs(), "said <b>"))
     text = "".join(root.itertext())
     assert text.count("<a>") == 2
     assert text.count("x" * 54) == 2
-    assert "2.0 times as fast, identical text" in text
+    assert "said <b>" in text
     # Nothing from the network, nothing that runs.
     assert not {"script", "image", "use"} & {element.tag.split("}")[1] for element in root.iter()}
     animated = [element for element in root.iter() if element.get("keyTimes")]

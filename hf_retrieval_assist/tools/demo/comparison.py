@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ from transformers import set_seed
 
 from ...extensions.record.pieces import PieceStream
 from ...extensions.record.steps import MODEL
+from ...plugins import paths
 from ...policy.cost_store import CostModels
 from ...presets import SamAssistant
+from ...verification.engine import engine_of
 from ..demo_model import prompt_inputs
 
 
@@ -33,9 +36,10 @@ def _text(name: str) -> str:
     return (Path(__file__).parent / "data" / name).read_text(encoding="utf-8")
 
 
+# The shortest comes first, so that a newcomer soon sees what the demo shows.
 TASKS: tuple[Task, ...] = (
-    Task("edit a Python file", _text("edit.txt"), 192),
     Task("quote from a document", _text("extract.txt"), 64),
+    Task("edit a Python file", _text("edit.txt"), 192),
     Task("open-ended text, sampled", _text("open.txt"), 64, sampling=True),
     Task("fill in JSON", _text("json.txt"), 96),
 )
@@ -52,20 +56,16 @@ class Written(NamedTuple):
 
 @dataclass(eq=False)
 class Run:
-    """A call to `generate`.
+    """A call to `generate`, as far as it is.
 
     Attributes:
-        ids: int64 [prompt and new tokens].
+        ids: the new tokens; empty until the call has ended.
         forwards: the prefill among them.
     """
 
-    tokens: list[Written]
-    ids: torch.Tensor
-    forwards: int
-
-    def until(self, seconds: float) -> Run:
-        """The same with no more than what there was so many seconds after its start."""
-        return replace(self, tokens=[token for token in self.tokens if token.seconds <= seconds])
+    tokens: list[Written] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    forwards: int = 0
 
     @property
     def seconds(self) -> float:
@@ -77,21 +77,37 @@ class Run:
         return len(self.tokens) / self.seconds if self.tokens else 0.0
 
 
-def write(model: Any, tokenizer: Any, task: Task, assistant: SamAssistant | None) -> Run:
-    """One call, from the same random state every time."""
+def write(
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    run: Run,
+    assistant: SamAssistant | None = None,
+    shown: Callable[[], None] = lambda: None,
+    by_kernels: bool = False,
+) -> None:
+    """One call, from the same random state every time.
+
+    Args:
+        run: takes what the call writes.
+        shown: called after every forward; what it takes does not count as the call's time.
+        by_kernels: whether plain decoding runs by the package's kernels.
+    """
     inputs = prompt_inputs(tokenizer, task.prompt).to(model.device)
     options: dict[str, Any] = {"max_new_tokens": task.new_tokens, "do_sample": task.sampling}
     options |= {"temperature": 0.8} if task.sampling else {}
-    run = Run([], torch.empty(0), 0)
     pieces = PieceStream(tokenizer, inputs.input_ids[0].tolist())
     set_seed(0)
     started = time.perf_counter()
 
     def written(tokens: Sequence[int], origins: Sequence[str]) -> None:
-        seconds = time.perf_counter() - started
+        nonlocal started
+        now = time.perf_counter()
         run.forwards += 1
         for token, origin in zip(tokens, origins, strict=True):
-            run.tokens.append(Written(seconds, pieces.add(token), origin))
+            run.tokens.append(Written(now - started, pieces.add(token), origin))
+        shown()
+        started += time.perf_counter() - now
 
     def put(token_ids: torch.Tensor) -> None:
         if token_ids.ndim == 1:  # not the prompt
@@ -99,21 +115,73 @@ def write(model: Any, tokenizer: Any, task: Task, assistant: SamAssistant | None
 
     if assistant is None:
         feed: Any = SimpleNamespace(put=put, end=lambda: None)
-        ids = model.generate(**inputs, **options, streamer=feed)
+        with engine_of(model.device).scope(by_kernels):
+            ids = model.generate(**inputs, **options, streamer=feed)
     else:
         with assistant.record(on_step=lambda step: written(step.token_ids.tolist(), step.credits)):
             ids = model.generate(**inputs, **options, assistant=assistant)
-    run.ids = ids[0]
-    return run
+    run.ids = ids[0, inputs.input_ids.shape[1] :].tolist()
 
 
-def compare(model: Any, tokenizer: Any, task: Task, costs: CostModels) -> tuple[Run, Run]:
-    """Plain first, then a new assistant that knows only the measured costs of forwards."""
-    plain = write(model, tokenizer, task, None)
-    return plain, write(model, tokenizer, task, SamAssistant(costs=costs))
+def compare(
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    costs: CostModels,
+    shown: Callable[[Run, Run], None] = lambda plain, assisted: None,
+) -> tuple[Run, Run]:
+    """Plain first, then a new assistant that knows only the measured costs of forwards.
+
+    Args:
+        shown: called with both runs, as far as they are, before each run and after every forward.
+    """
+    plain, assisted = Run(), Run()
+    for run, assistant in (plain, None), (assisted, SamAssistant(costs=costs)):
+        shown(plain, assisted)
+        write(model, tokenizer, task, run, assistant, lambda: shown(plain, assisted))
+    return plain, assisted
 
 
-def verdict(plain: Run, assisted: Run) -> str:
-    """ "3.2 times as fast, identical text"."""
-    same = "identical text" if torch.equal(plain.ids, assisted.ids) else "ANOTHER TEXT"
-    return f"{plain.seconds / assisted.seconds:.1f} times as fast, {same}"
+def verdict(model: Any, tokenizer: Any, task: Task, plain: Run, assisted: Run) -> tuple[str, bool]:
+    """ "3.2 times as fast, identical text", or why the texts differ; and whether that is a bug.
+
+    In half precision an assistant promises the text of plain decoding by this package's kernels,
+    which is written here where plain `generate` wrote another one.
+    """
+    fast = f"{plain.seconds / assisted.seconds:.1f} times as fast"
+    if plain.ids == assisted.ids:
+        return f"{fast}, identical text", False
+    dtype = str(model.dtype).removeprefix("torch.")
+    parts = f"from token {_first_difference(plain, assisted)} on"
+    promised, by = plain, "plain generate"
+    if model.dtype.itemsize < 4:
+        if not _only_kernels_multiply(model):
+            said = f"{fast}; {parts} another text than plain generate's. Here rounding in {dtype} "
+            said += "depends on how many tokens a forward takes; in float32 the texts are equal."
+            return said, False
+        promised, by = Run(), "plain decoding by this package's kernels"
+        write(model, tokenizer, task, promised, by_kernels=True)
+        if promised.ids == assisted.ids:
+            said = f"{fast}, the text of {by}. PyTorch's kernels round differently in {dtype}: "
+            return f"{said}{parts} plain generate writes another.", False
+    said = f"ANOTHER TEXT than {by} writes, from token {_first_difference(promised, assisted)} on. "
+    said += f"In {dtype} they must be equal: this is a bug of hf_retrieval_assist. Please report "
+    said += "it in its repository as a wrong output, with what `hf-retrieval-assist doctor` prints."
+    return said, True
+
+
+def _first_difference(one: Run, other: Run) -> int:
+    """The number, from 1, of the first token that two different texts do not share."""
+    shared = zip(one.ids, other.ids, strict=False)  # one text may end where the other goes on
+    return 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], shared))
+
+
+def _only_kernels_multiply(model: Any) -> bool:
+    """Whether kernels whose bits do not depend on rows serve every linear layer."""
+    if model.device.type != "cpu" or "cpu" not in paths("engines"):
+        return False
+    from ...engines.cpu.linear import is_kernel
+    from ...engines.cpu.skinny import PATHS
+
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    return bool(PATHS) and all(is_kernel(layer.weight) for layer in layers)

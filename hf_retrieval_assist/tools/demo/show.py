@@ -22,21 +22,26 @@ from .comparison import Run, Task, compare, verdict
 RUNS = ("plain generate", "assistant=SamAssistant()")
 _FRAMES = 12  # a second, at most
 _LINES = 20  # lines of text, where the terminal has room for them
+_OTHER_LINES = 11  # of a frame and what is said below it, at 80 columns
 
 
 def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -> None:
-    """Run the tasks and show them: on a terminal both runs of a task from one start, each at its
-    own speed, elsewhere as lines."""
+    """Run the tasks and show them: on a terminal both runs of a task as they write, elsewhere as
+    lines."""
     console = Console(highlight=False)
     for task in tasks:
-        console.print(f"{task.title}: recording both runs", style="dim")
-        runs = compare(model, tokenizer, task, costs)
         if console.is_terminal:
-            _replay(console, task, runs)
-            continue
-        for name, run in zip(RUNS, runs, strict=True):
-            print(f"  {name:<26}{run.rate:7.1f} tokens/s  {tally(run)}")
-        print(f"  {verdict(*runs)}", flush=True)
+            runs = _stream(console, model, tokenizer, task, costs)
+        else:
+            print(f"{task.title}: recording both runs", flush=True)
+            runs = compare(model, tokenizer, task, costs)
+            for name, run in zip(RUNS, runs, strict=True):
+                print(f"  {name:<26}{run.rate:7.1f} tokens/s  {tally(run)}")
+        with console.status("comparing the texts"):
+            said, is_bug = verdict(model, tokenizer, task, *runs)
+        console.print(said, style="bold red" if is_bug else "bold green")
+        if console.is_terminal:
+            console.print(f"{tally(runs[1])}\n", markup=False)
 
 
 def tally(run: Run) -> str:
@@ -46,34 +51,41 @@ def tally(run: Run) -> str:
     return f"{len(run.tokens)} tokens in {run.forwards} forwards: {sources}"
 
 
-def _replay(console: Console, task: Task, runs: tuple[Run, Run]) -> None:
-    started = time.perf_counter()
-    end = max(run.seconds for run in runs)
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while (now := time.perf_counter() - started) < end:
-            live.update(_frame(console, task, [run.until(now) for run in runs]), refresh=True)
-            time.sleep(1 / _FRAMES)
-    console.print(_frame(console, task, runs))
-    said = verdict(*runs)
-    console.print(f"  {said}", style="bold red" if "ANOTHER" in said else "bold green", end="")
-    console.print(f"   ({tally(runs[1])})\n", markup=False)
+def _stream(
+    console: Console, model: Any, tokenizer: Any, task: Task, costs: CostModels
+) -> tuple[Run, Run]:
+    drawn = 0.0
+    with Live(console=console, auto_refresh=False) as live:
+
+        def draw(*runs: Run) -> None:
+            nonlocal drawn
+            if time.perf_counter() - drawn >= 1 / _FRAMES:
+                live.update(_frame(console, task, runs), refresh=True)
+                drawn = time.perf_counter()
+
+        runs = compare(model, tokenizer, task, costs, draw)
+        live.update(_frame(console, task, runs), refresh=True)
+    return runs
 
 
 def _frame(console: Console, task: Task, runs: Sequence[Run]) -> Group:
     """Two panels, which keep their size while their texts grow."""
-    room = max(4, min(_LINES, console.height - 8))
+    room = max(4, min(_LINES, console.height - _OTHER_LINES))
     panels = [
         Panel(
             _last_lines(console, run, room),
-            title=f"[bold]{name}[/]  {run.rate:5.1f} tokens/s",
+            title=f"[bold]{name}[/]",
             title_align="left",
+            subtitle=f"{len(run.tokens)} tokens, {run.rate:.1f} tokens/s",
+            subtitle_align="right",
             height=room + 2,
             border_style=border,
         )
         for name, run, border in zip(RUNS, runs, ("dim", "green"), strict=True)
     ]
     title = Text(f"{task.title}, {task.new_tokens} tokens", style="bold")
-    return Group(title, Columns(panels, equal=True, expand=True, padding=0), _legend(runs[1]))
+    beside = Columns(panels, width=console.width // 2, padding=0)
+    return Group(title, beside, _legend(runs[1]))
 
 
 def _last_lines(console: Console, run: Run, room: int) -> Text:
