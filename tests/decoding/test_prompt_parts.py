@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.decoding import loop
+from hf_retrieval_assist.decoding import loop, prompt_parts
 from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.cost_store import CostModels
@@ -151,12 +151,17 @@ def test_a_call_that_is_left_leaves_nothing_behind():
     assert torch.equal(in_parts(model, assistant=assistant)[0], plain)
 
 
-def test_time_of_others_is_not_the_calls():
-    model, assistant = build(), SamAssistant()
+def test_time_of_others_is_not_the_calls(monkeypatch):
+    """They take a day each time."""
+    model, assistant, days = build(), SamAssistant(), []
     run(model, assistant=assistant)  # is tested
-    with prompts_in_parts(PART, lambda: time.sleep(0.1)):
+    own = time.perf_counter
+    for module in (time, prompt_parts):
+        monkeypatch.setattr(module, "perf_counter", lambda: own() + 86_400 * len(days))
+    with prompts_in_parts(PART, lambda: days.append(1)):
         run(model, assistant=assistant)
-    assert assistant.stats.last.seconds["total"] < 0.3
+    assert len(days) == LOOKS
+    assert assistant.stats.last.seconds["total"] < 86_400
 
 
 def test_parts_get_shorter():
