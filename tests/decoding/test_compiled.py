@@ -10,6 +10,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, same, static
 from tests.support.oracle_drafter import agreeing
+from tests.support.quick import cases
 
 ROOM = 96
 
@@ -21,15 +22,16 @@ def _compiled_anew():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("model_class", "inputs", "options"),
-    [
-        ("LlamaForCausalLM", "padded", {}),
-        ("Gemma3ForCausalLM", "one row", {}),
-        ("LlamaForCausalLM", "one row", {"do_sample": True, "top_k": 8, "repetition_penalty": 1.3}),
-        pytest.param("Qwen3ForCausalLM", "padded", {}, marks=pytest.mark.slow),
-    ],
-)
+SAMPLED = {"do_sample": True, "top_k": 8, "repetition_penalty": 1.3}
+STATIC = [
+    ("LlamaForCausalLM", "one row", SAMPLED),
+    ("LlamaForCausalLM", "padded", {}),
+    ("Gemma3ForCausalLM", "one row", {}),
+    ("Qwen3ForCausalLM", "padded", {}),
+]
+
+
+@pytest.mark.parametrize(("model_class", "inputs", "options"), cases(STATIC))
 def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, options):
     """Drafts and plain decoding are told apart by their time; only the latter is compiled."""
     model = build(model_class)
@@ -86,7 +88,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("part", COMPILED)
+@pytest.mark.parametrize("part", cases(COMPILED))
 def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
     model = build(num_hidden_layers=1)
     same(model, tier="tree")
@@ -120,7 +122,7 @@ def test_conversations_on_a_callers_static_cache():
     assert [type(layer) for layer in cache.layers] == kinds
 
 
-@pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
+@pytest.mark.parametrize("beyond", cases([0, 1, -1, 7], 2))
 def test_a_static_cache_that_is_too_small(beyond):
     model = build()
     plain = run(model)

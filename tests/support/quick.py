@@ -18,6 +18,8 @@ def cases(table, quick=1):
     """
     table = [*table]
     kept = table[:quick] if isinstance(quick, int) else quick
+    if unknown := [case for case in kept if case not in table]:
+        raise ValueError(f"quick: expected cases of the table, got {unknown}")
     return [case if case in kept else _slow(case) for case in table]
 
 
