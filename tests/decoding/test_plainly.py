@@ -15,6 +15,7 @@ from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
 from tests.support.parts import needs
+from tests.support.quick import cases, crossed
 from tests.support.watching import calls_of
 from tests.support.wrapped_models import RUNTIMES
 
@@ -269,9 +270,10 @@ def test_the_first_call_of_a_model_says_what_takes_its_time(told):
     assert " (ms: test " in str(assistant.stats.last)
 
 
-@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("kind", RUNTIMES)
+@pytest.mark.parametrize(
+    ("kind", "sample", "keyword"),
+    cases(crossed(RUNTIMES, [False, True], ["assistant", "custom_generate"]), 3),
+)
 def test_a_runtime_that_is_no_module_is_decoded_plainly(llama, told, kind, sample, keyword):
     runtime, assistant = kind(llama), SamAssistant()
     plain = run(llama, do_sample=sample)

@@ -22,6 +22,7 @@ from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
+from tests.support.quick import cases, crossed
 
 PART = 5
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
@@ -50,9 +51,9 @@ def in_parts(model, between=lambda: None, **options):
     return text, len(looked)
 
 
-@pytest.mark.parametrize("budget", [0, 6])
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sample", "budget"), cases(crossed(KINDS, [True, False], [6, 0]), 2)
+)
 def test_texts_are_those_of_whole_prompts(kind, sample, budget):
     model = build(kind)
     assistant = SamAssistant(budget=budget)
@@ -77,7 +78,7 @@ def test_calls_at_rest_feed_parts_too(monkeypatch):
     assert (looked, assistant.stats.last.tier) == (LOOKS, "at rest")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS))
 def test_others_generate_in_between(kind):
     """With the same model and assistant, whole prompts and random numbers of their own."""
     model, assistant = build(kind), SamAssistant(budget=6)
@@ -94,7 +95,7 @@ def test_others_generate_in_between(kind):
     assert all(torch.equal(text, plain_other) for text in seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS))
 def test_what_parts_were_fed_into_moves_into_static_buffers(kind, monkeypatch):
     serve_in_place(monkeypatch)
     model, assistant = build(kind), SamAssistant(budget=6)
@@ -189,7 +190,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("case", UNUSUAL)
+@pytest.mark.parametrize("case", cases(UNUSUAL, 3))
 def test_unusual_prompts_are_fed_whole(case):
     model = build()
 
