@@ -35,6 +35,7 @@ from hf_retrieval_assist.extensions.serving.fields import (
 from hf_retrieval_assist.extensions.serving.written import Failed, Form, Parser, Written
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
+from tests.support.quick import cases
 from tests.support.redis_process import free_port
 from tests.support.rounding import near
 from tests.support.served import (
@@ -44,15 +45,9 @@ from tests.support.served import (
     TOOL,
     Served,
     get,
-    learned,
     serving,
     tokenizer_of_bytes,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return learned(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["one by one", "side by side"])
@@ -237,7 +232,7 @@ def refused(served, route, field, code, body):
     return error
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", cases([False, True]))
 @pytest.mark.parametrize("field", CHATS)
 def test_bad_chats_are_told_what_is_wrong(served, field, stream):
     for code, *values in CHATS[field]:
@@ -590,7 +585,7 @@ def broken(*_, **__):
 
 
 @pytest.mark.parametrize("field", [{}, {"stop": "x"}, {"generation_config": '{"top_k": 3}'}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", cases([False, True]))
 def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, field):
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
     status, text = hello(alone, stream=stream, **field)
