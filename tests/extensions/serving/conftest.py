@@ -9,7 +9,7 @@ collect_ignore_glob = ["test_*.py"] if OLD else []
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A model that has learnt some answers by heart, which takes its seconds once."""
+    """Of a model as `save_pretrained` leaves it."""
     from tests.support.served import learned
 
     return learned(tmp_path_factory.mktemp("model"))
