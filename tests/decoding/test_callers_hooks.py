@@ -202,8 +202,7 @@ STEERING_AT_TIMES = {
 HOOKS = LOOKING | STEERING | STEERING_AT_TIMES
 
 
-# Of each kind one.
-QUICK = [("a method", True), ("steers", False), ("steers in place", False)]
+QUICK = [("a method", True), ("steers", False)]
 
 
 @pytest.mark.parametrize(("name", "inference"), cases(crossed(HOOKS, [False, True]), QUICK))
