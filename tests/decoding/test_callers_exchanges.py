@@ -42,7 +42,7 @@ CALLED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "inputs"), cases(crossed(CALLED, INPUTS), 2))
+@pytest.mark.parametrize(("kind", "inputs"), cases(crossed(CALLED, INPUTS)))
 def test_calls_of_transformers_classes_that_are_exchanged(llama, kind, inputs, monkeypatch):
     own = {"eos_token_id": 66} if kind is EosTokenCriteria else {}
     options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "inputs": inputs} | own
@@ -97,7 +97,7 @@ def second_best(self, input_ids, logits_processor, stopping_criteria, generation
     return input_ids
 
 
-@pytest.mark.parametrize("whose", cases(["all models'", "an instance's", "a class's"], 2))
+@pytest.mark.parametrize("whose", cases(["all models'", "an instance's", "a class's"]))
 def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
     model = build()
     before = agree(model, dict)
@@ -113,8 +113,7 @@ def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
         assert torch.equal(plain, model.generate(**INPUTS["one row"], **TEXT))
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("name", LOOP_METHODS)
+@pytest.mark.parametrize(("name", "inputs"), cases(crossed(LOOP_METHODS, INPUTS), 5))
 def test_methods_that_the_loop_asks(name, inputs):
     """Nobody knows what those of a caller's class say next."""
     model = build()

@@ -93,9 +93,7 @@ def test_output_is_plain(name, call, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient")
-@pytest.mark.parametrize(
-    ("name", "wrap"), cases(crossed(["eagle1_fcbias", "eagle3_d2t"], WRAPS), 2)
-)
+@pytest.mark.parametrize(("name", "wrap"), cases(crossed(["eagle1_fcbias", "eagle3_d2t"], WRAPS)))
 def test_wrapped_targets(name, wrap, tmp_path):
     case = load_case(name)
     target = wrap(case.target())
