@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import logging
 import os
 import re
@@ -74,6 +75,12 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     first, shards = map(int, config.getoption("shard").split("/"))
     items[:] = items[first - 1 :: shards]
+
+
+def pytest_collection_finish():
+    """What was imported is not looked through whenever a test collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def cpu_seconds():

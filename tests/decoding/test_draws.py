@@ -213,7 +213,7 @@ def test_a_torch_that_draws_otherwise_is_noticed(name, other, monkeypatch):
     assert not exponentials.is_fast.__wrapped__()
 
 
-@pytest.mark.parametrize("width", [1, 7, 311, 312, 313, 1000, 70_001])
+@pytest.mark.parametrize("width", cases([1, 7, 311, 312, 313, 1000, 70_001], 6))
 def test_a_token_needs_few_of_its_numbers(width):
     """As torch draws it, however many words of a block earlier draws have left."""
     own = torch.Generator().manual_seed(width)
