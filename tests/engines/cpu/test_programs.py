@@ -181,7 +181,7 @@ def test_a_model_that_is_packed_anew_is_another_variant_and_the_first_is_freed()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits"), cases(crossed([torch.float32, torch.bfloat16, torch.float16], [4, 8]), 2)
+    ("dtype", "bits"), cases(crossed([torch.bfloat16, torch.float32, torch.float16], [4, 8]))
 )
 @pytest.mark.usefixtures("few")
 def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype, bits):

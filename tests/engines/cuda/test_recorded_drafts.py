@@ -172,7 +172,8 @@ def counted_drafts(machine, owner, name, monkeypatch, fed):
     return drafts
 
 
-@pytest.mark.parametrize("rows", cases([1, 8]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8])
 def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
     case = drafting("LlamaForCausalLM")
     model = case.drafter.model
@@ -202,7 +203,9 @@ def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
 OF_A_HEAD = 3
 
 
-@pytest.mark.parametrize(("kind", "rows"), cases(crossed(["EAGLE", "MTP"], [1, 8])))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
 def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch):
     """One of the texts joins late, and one leaves."""
     case = case_of(kind)

@@ -763,7 +763,8 @@ def test_figures_are_what_was_counted(folder, batching):
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "64"]
 
 
-@pytest.mark.parametrize("batching", [[], pytest.param(BATCHING, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [[], BATCHING])
 def test_the_command_serves_until_it_is_interrupted(folder, tmp_path, batching):
     port, log = free_port(), tmp_path / "log"
     command = [sys.executable, "-m", "hf_retrieval_assist.tools.cli", "serve", folder, *batching]
