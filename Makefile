@@ -35,15 +35,21 @@ build: $(VENV)/.installed
 demo: build
 	$(BIN)/python -m hf_retrieval_assist.tools.cli demo $(DEMO)
 
+# What each change has to pass, five minutes on two cores. A test of it takes at most 3 s of CPU time, but
+# not where something makes all of them slower.
+QUICK := -m "not slow and not demo"
+UNTIMED := --seconds inf
 test: build
-	$(BIN)/python -m pytest -m "not slow and not demo" -n 2
+	$(BIN)/python -m pytest $(QUICK) -n 2
 
+# Everything, or one part of several: SHARD=2/4 is the second of four.
+SHARD ?= 1/1
 test-all: build
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --shard $(SHARD)
 
-# The share of the package's Python that they run.
+# The share of the package's Python that `make test` runs.
 test-coverage: build
-	$(BIN)/python -m pytest -m "not slow and not demo" -n 2 --cov --cov-report=term
+	$(BIN)/python -m pytest $(QUICK) $(UNTIMED) -n 2 --cov --cov-report=term
 
 # Every causal language model of the installed transformers.
 test-sweep: build
@@ -59,7 +65,7 @@ test-core: build
 	find build/core -name '*.so' -delete
 	cd build/core && ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/core && ../../$(BIN)/mypy
-	cd build/core && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 tests \
+	cd build/core && ../../$(BIN)/python -m pytest -q $(QUICK) -n 2 tests \
 		$(addprefix --ignore=tests/,benchmarks ecosystem test_design.py test_hub.py test_project_files.py test_walls.py)
 
 # All tests without one part at a time, those left out that are of it or need it: hours.
@@ -70,7 +76,7 @@ test-walls: build
 		git ls-files -z | xargs -0 cp --parents -t build/walls && \
 		for file in $$(find hf_retrieval_assist -name '*.so'); do cp $$file build/walls/$$file; done && \
 		rm -rf build/walls/hf_retrieval_assist/$$part build/walls/tests/$$part && \
-		(cd build/walls && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 \
+		(cd build/walls && ../../$(BIN)/python -m pytest -q $(QUICK) -n 2 \
 			$(addprefix --ignore=tests/test_,design.py documentation.py walls.py)) || exit 1; \
 	done
 
@@ -80,7 +86,7 @@ test-debug: build
 	cp -r setup.py pyproject.toml README.md LICENSE cython_ext hf_retrieval_assist tests benchmarks build/checked
 	find build/checked -name '*.so' -delete
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
-	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
+	cd build/checked && ../../$(BIN)/python -m pytest -q $(QUICK) $(UNTIMED) tests/structures
 
 # Four threads over shared assistants under ThreadSanitizer: first a race that it has to find. Ten minutes.
 SANITIZED := TSAN_OPTIONS=exitcode=66 LD_PRELOAD=$$(gcc -print-file-name=libtsan.so) PYTHONPATH=. \
@@ -103,10 +109,10 @@ test-arm: build
 MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
 	draft_models/test_fallbacks.py test_candidate_generator.py test_hook.py \
 	$(addprefix engines/,cpu/test_repeated_forward.py cuda/test_fixed_verifier.py cuda/test_fixed_width.py) \
-	extensions/serving) --ignore=tests/decoding/test_many_calls.py
+	extensions/serving)
 # The same tests with whatever version of transformers is there.
 test-contract: build
-	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
+	$(BIN)/python -m pytest -q $(QUICK) -n 2 $(MATRIX_TESTS)
 
 # What depends on rounding, by PyTorch's code for each kind of CPU that this one can stand for, by each
 # of the kernels' paths, and by one and two threads: hours.
@@ -120,7 +126,7 @@ test-capabilities: build
 		echo "PyTorch's code: $$capability, kernels: $$path, threads: $$threads"; \
 		unset ATEN_CPU_CAPABILITY; \
 		test $$capability = own || export ATEN_CPU_CAPABILITY=$$capability; \
-		OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -q -n 1 -m "not slow and not demo" \
+		OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -q -n 1 $(QUICK) $(UNTIMED) \
 			--kernels $$path --threads $$threads $(ROUNDING_TESTS) || exit 1; \
 	done; done; done
 
@@ -145,11 +151,11 @@ test-newest: build
 	$(call layered,.venv-newest)
 	grep ^torch== constraints.txt > .venv-newest/constraints.txt
 	$(PIP) --python .venv-newest/bin/python install --quiet --upgrade --constraint .venv-newest/constraints.txt transformers
-	.venv-newest/bin/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
+	.venv-newest/bin/python -m pytest -q $(QUICK) -n 2 $(MATRIX_TESTS)
 	.venv-newest/bin/python -m pytest -q -n 2 tests/verification/test_architectures.py
 
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
-	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q -m "not slow and not demo" \
+	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q $(QUICK) \
 		-n 2 $(MATRIX_TESTS)
 
 # Trainers and harnesses over a model with an attached assistant: TRL, lm-eval; models that torchao,
@@ -162,7 +168,7 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 
 test-ecosystem: .venv-ecosystem/.installed
 	.venv-ecosystem/bin/python -c "import bitsandbytes, lm_eval, optimum.quanto, torchao, trl"
-	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem
+	.venv-ecosystem/bin/python -m pytest -q $(UNTIMED) tests/ecosystem
 
 # Structured output with the real libraries. 400 MB, a minute.
 .venv-structured/.installed: $(VENV)/.installed
@@ -172,7 +178,7 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-structured: .venv-structured/.installed
-	.venv-structured/bin/python -m pytest -q tests/extensions/structured tests/benchmarks/test_structured.py \
+	.venv-structured/bin/python -m pytest -q $(UNTIMED) tests/extensions/structured tests/benchmarks/test_structured.py \
 		tests/test_examples.py -k structured
 
 # Triton's kernels, compiled for cards that are not here, and interpreted on the CPU by the last release: the
@@ -183,11 +189,11 @@ $(TRITON:%=.venv-triton-%/.installed): .venv-triton-%/.installed: $(VENV)/.insta
 	touch $@
 
 test-triton: $(TRITON:%=test-triton-%)
-	TRITON_INTERPRET=1 .venv-triton-$(lastword $(TRITON))/bin/python -m pytest -q \
+	TRITON_INTERPRET=1 .venv-triton-$(lastword $(TRITON))/bin/python -m pytest -q $(UNTIMED) \
 		tests/engines/cuda/test_triton_attention.py tests/engines/cuda/test_triton_calls.py
 
 $(TRITON:%=test-triton-%): test-triton-%: .venv-triton-%/.installed
-	.venv-triton-$*/bin/python -m pytest -q tests/engines/cuda/test_triton_compiles.py
+	.venv-triton-$*/bin/python -m pytest -q $(UNTIMED) tests/engines/cuda/test_triton_compiles.py
 
 # Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
 # operator. 40 MB, a minute.
@@ -206,7 +212,7 @@ test-deepspeed: .venv-deepspeed/.installed
 	touch $@
 
 test-ray: .venv-ray/.installed
-	.venv-ray/bin/python -m pytest -q tests/extensions/ray/test_cluster.py
+	.venv-ray/bin/python -m pytest -q $(UNTIMED) tests/extensions/ray/test_cluster.py
 
 # vLLM for CPUs with the proposer, on the demo model, beside its own proposers. It pins packages of
 # its own, so its environment sees none of ours: 3.4 GB, ten minutes. What is removed again does not

@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import logging
 import os
 import re
@@ -40,6 +41,10 @@ def pytest_addoption(parser):
     parser.addoption("--kernels", choices=paths, help="the newest instructions to compute by")
     # The models are tiny; threads would only wait for each other.
     parser.addoption("--threads", type=int, default=1, help="of PyTorch and the kernels")
+    most = 5.0 if "CI" in os.environ else 3.0
+    text = "of CPU time a test may take that is not marked slow; inf where all take longer"
+    parser.addoption("--seconds", type=float, default=most, help=text)
+    parser.addoption("--shard", default="1/1", help="3/4: every fourth test from the third on")
 
 
 def pytest_configure(config):
@@ -65,6 +70,38 @@ def pytest_ignore_collect(collection_path, config):
         config.stash.setdefault(_LEFT_OUT, {})[collection_path] = f"{name} needs {module}"
         return True
     return None
+
+
+def pytest_collection_modifyitems(config, items):
+    first, shards = map(int, config.getoption("shard").split("/"))
+    items[:] = items[first - 1 :: shards]
+
+
+def pytest_collection_finish():
+    """What was imported is not looked through whenever a test collects garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def cpu_seconds():
+    """This process's, and those of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Tests stay quick: a busy machine fails none, since CPU time is counted."""
+    before = cpu_seconds()
+    result = yield
+    taken, most = cpu_seconds() - before, item.config.getoption("seconds")
+    if taken > most and item.get_closest_marker("slow") is None:
+        pytest.fail(
+            f"expected at most {most:g} s of CPU time, got {taken:.1f}: mark the test slow, split "
+            "it, or keep fewer of its cases quick (tests/support/quick.py)",
+            pytrace=False,
+        )
+    return result
 
 
 def pytest_terminal_summary(terminalreporter, config):

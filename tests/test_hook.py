@@ -58,16 +58,17 @@ def test_what_callers_find_below_a_method_stays(name, decorated, reinstalled, mo
     """Gradients go through the function below transformers' `no_grad`, whose name it is."""
     hf_retrieval_assist.uninstall()
     original = getattr(GenerationMixin, name)
-    if decorated == "by others":  # who need not say what they decorate
-        original = lambda *args, below=original, **options: below(*args, **options)  # noqa: E731
-        monkeypatch.setattr(GenerationMixin, name, original)
-    hf_retrieval_assist.install()
-    wrapper = getattr(GenerationMixin, name)
-    assert wrapper is not original
-    assert getattr(wrapper, "__wrapped__", None) is getattr(original, "__wrapped__", None)
-    assert inspect.signature(wrapper) == inspect.signature(original)
-    hf_retrieval_assist.uninstall()
-    assert getattr(GenerationMixin, name) is original
+    with monkeypatch.context() as patched:
+        if decorated == "by others":  # who need not say what they decorate
+            original = lambda *args, below=original, **options: below(*args, **options)  # noqa: E731
+            patched.setattr(GenerationMixin, name, original)
+        hf_retrieval_assist.install()
+        wrapper = getattr(GenerationMixin, name)
+        assert wrapper is not original
+        assert getattr(wrapper, "__wrapped__", None) is getattr(original, "__wrapped__", None)
+        assert inspect.signature(wrapper) == inspect.signature(original)
+        hf_retrieval_assist.uninstall()
+        assert getattr(GenerationMixin, name) is original
 
 
 def gradients(model):

@@ -11,13 +11,14 @@ from hf_retrieval_assist import EagleHead, OutputMemory
 from hf_retrieval_assist.corpus.readers import Skipped, read_texts
 from hf_retrieval_assist.engines.cpu.tuning import Tuning
 from tests.support.memories import check_memory
+from tests.support.quick import cases
 
 from .support.damage import damaged
 from .support.eagle_fixtures import load_case, outputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-COUNTS = [100, pytest.param(10_000, marks=pytest.mark.slow)]
+COUNTS = cases([100, 10_000])
 VOCAB = 300
 VALUES = [
     *(None, True, 0, -1, 1, 1.5, 2**31, 2**70, 1e400, -1e400, float("nan"), "", "x", "../x"),

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.parts import since
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_retrieval_assist"
 FOLDERS = [PACKAGE / "engines", PACKAGE / "extensions"]

@@ -13,6 +13,7 @@ from tests.support.eagle_fixtures import tiny_target
 from tests.support.heads import block_drafter, eagle_head
 from tests.support.lossless import build, run, same
 from tests.support.parts import needs
+from tests.support.quick import cases, crossed
 from tests.support.scripted import Scripted
 from tests.support.tiny_models import VOCAB
 
@@ -44,8 +45,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("budget", [8, "auto"])
+@pytest.mark.parametrize(("kind", "budget"), cases(crossed(WRONG, [8, "auto"]), 5))
 def test_wrong_drafts_are_one_error_that_names_the_drafter(llama, kind, budget):
     wrong, words = WRONG[kind]
     with pytest.raises(ValueError, match="outsider") as raised:

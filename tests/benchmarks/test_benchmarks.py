@@ -30,6 +30,8 @@ from tests.support.op_recorder import serve_in_place
 from tests.support.parts import since
 from tests.support.rounding import near
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trace_folder(tmp_path_factory):

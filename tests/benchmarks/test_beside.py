@@ -13,6 +13,8 @@ from tests.support.rounding import near
 from ..support.benchmarks import quick, rows, silent
 from ..support.byte_model import small_model
 
+pytestmark = pytest.mark.slow
+
 OURS = ["plain", "static cache, compiled", "prompt lookup", "kernels", "no drafts", "SamAssistant"]
 THEIRS = ["llama.cpp, bfloat16", "llama.cpp, Q8_0"]
 

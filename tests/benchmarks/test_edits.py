@@ -11,6 +11,8 @@ from benchmarks import edits
 
 from ..support.benchmarks import quick, silent
 
+pytestmark = pytest.mark.slow
+
 FILE = '''
 import os
 

@@ -1,9 +1,13 @@
 """The benchmark of groups of samples, on a model that is small and random."""
 
+import pytest
+
 from benchmarks import groups
 
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
+
+pytestmark = pytest.mark.slow
 
 
 def test_groups_write_plains_texts_and_are_counted(monkeypatch):

@@ -13,6 +13,8 @@ from tests.support.benchmarks import quick, silent
 from tests.support.lossless import build
 from tests.support.rounding import near, within
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -14,6 +14,8 @@ from hf_retrieval_assist import SamAssistant
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def repository(tmp_path):

@@ -8,6 +8,8 @@ from hf_retrieval_assist.simulation import simulate
 
 from ..support.benchmarks import phrases
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def way(monkeypatch):

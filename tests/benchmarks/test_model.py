@@ -17,6 +17,8 @@ from tests.support.rounding import near
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["plain", "prompt lookup", "prompt lookup in reroute", "kernels"]
 NAMES += ["+ copies", "+ recordings", "+ drafts", "+ drafts, a dozen before"]
 

@@ -1,6 +1,7 @@
 """Published drafters by their papers' rules, on texts small enough to draft for by hand."""
 
 import numpy as np
+import pytest
 import torch
 
 from benchmarks import peers
@@ -10,6 +11,8 @@ from hf_retrieval_assist.verification.verified import TopLogits
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
 from ..support.trees import paths
+
+pytestmark = pytest.mark.slow
 
 B = peers.BREADTH
 

@@ -11,6 +11,8 @@ from benchmarks import tables
 from benchmarks.__main__ import BENCHMARKS, chosen
 from benchmarks.report import Report
 
+pytestmark = pytest.mark.slow
+
 
 def test_tables_refuse_unknown_columns_and_print_dashes():
     table = Report("x", {}).table("Title", {"name": "name", "value": "value/s"})

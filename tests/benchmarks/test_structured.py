@@ -11,6 +11,8 @@ from benchmarks.schemas import SIZES
 from ..support.benchmarks import quick, rows, silent
 from ..support.byte_model import small_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report():

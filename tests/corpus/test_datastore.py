@@ -23,9 +23,10 @@ from tests.support.documents import (
     contents,
     make_documents,
 )
+from tests.support.quick import cases
 
 
-@pytest.mark.parametrize("vocab_size", [1, 255, 256, 65_535, 65_536, 1 << 24, 1 << 26])
+@pytest.mark.parametrize("vocab_size", cases([1, 255, 256, 65_535, 65_536, 1 << 24, 1 << 26], 6))
 def test_round_trip_at_every_width(tmp_path, vocab_size):
     documents = [[vocab_size - 1, 0, vocab_size - 1], [0]]
     datastore = build(documents, tmp_path / "store", vocab_size=vocab_size)
@@ -78,7 +79,7 @@ def as_ids(documents):
     return found
 
 
-@pytest.mark.parametrize("memory", [1 << 32, SMALL * 4, SMALL])
+@pytest.mark.parametrize("memory", cases([1 << 32, SMALL * 4, SMALL], 2))
 def test_documents_keep_their_names_and_places(tmp_path, memory):
     """Whatever shards they are cut into, appended to and compacted."""
     texts = {f"the é/{i}.txt": ids.tolist() for i, ids in enumerate(make_documents(tokens=200))}

@@ -14,6 +14,7 @@ from hf_retrieval_assist.corpus.build import clean
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.documents import SMALL, assert_holds, build, contents, drafts, make_documents
+from tests.support.quick import cases
 
 IDS = 4  # so few that nearly every suffix stands elsewhere too
 
@@ -53,7 +54,7 @@ def same_as_rebuilt(store, documents, path, texts):
     assert_places_are_there(store, texts, documents)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     documents=NAMED,
     added=NAMED,
@@ -117,7 +118,7 @@ class KilledError(BaseException):
     """The process is gone."""
 
 
-@pytest.mark.parametrize("change", [Datastore.remove, replace])
+@pytest.mark.parametrize("change", cases([replace, Datastore.remove]))
 def test_a_change_that_is_killed_leaves_the_old_or_the_new_store(tmp_path, monkeypatch, change):
     """Whatever it was about to do; what it leaves is swept, and nothing of the document with it."""
     documents = [NamedIds(f"{i}.txt", ids) for i, ids in enumerate(make_documents(documents=9))]

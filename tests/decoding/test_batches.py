@@ -11,6 +11,7 @@ from hf_retrieval_assist.decoding import call
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant, sequences_of
+from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, within
 from tests.support.watching import Spectator, a_librarys
 
@@ -23,7 +24,7 @@ TIERS = {
 }
 
 
-@pytest.fixture(scope="module", params=TIERS)
+@pytest.fixture(scope="module", params=cases(TIERS, ["Gemma3ForCausalLM", "BartForCausalLM"]))
 def model(request):
     return build(request.param)
 
@@ -115,7 +116,7 @@ def compare(model, inputs, make, **options):
     return plain, assisted, assistant
 
 
-@pytest.mark.parametrize(("rows", "sample"), [(1, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("rows", "sample"), cases([(4, True), (1, True), (4, False)]))
 def test_what_follows_all_rows_couples_them_and_is_shown_what_plain_decoding_shows(
     model, rows, sample
 ):
@@ -144,8 +145,7 @@ def test_guidance_follows_the_batch(model):
     equal(model, padded(3), do_sample=False, **options)
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "sample"), cases(crossed([1, 3], [False, True]), 2))
 def test_streamers_are_sent_the_next_tokens_of_all_rows(model, rows, sample):
     inputs = padded(rows)
     free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]

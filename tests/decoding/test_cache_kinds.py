@@ -13,6 +13,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.verifiers import Verifier
 from tests.support.lossless import build, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.quick import cases, crossed
 from tests.support.watching import results_of
 
 PROMPTS = torch.tensor(
@@ -38,28 +39,26 @@ def _streams(monkeypatch):
 
 
 # A batch of each, and one row of the commonest.
-CASES = [("LlamaForCausalLM", 1), *((model_class, 2) for model_class in TIERS)]
+CASES = {f"{model_class}-2": (model_class, 2) for model_class in TIERS}
+CASES["LlamaForCausalLM-1"] = ("LlamaForCausalLM", 1)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module")
 def case(request):
-    model_class, rows = request.param
+    model_class, rows = CASES[request.param]
     return build(model_class), PROMPTS[:rows]
 
 
 # Static ones become dynamic ones, which hold the same; the others stay what the caller wanted.
-@pytest.mark.parametrize(
-    ("kind", "drafts"),
-    [
-        ("dynamic", True),
-        ("static", True),
-        ("offloaded", False),
-        ("offloaded_static", False),
-        ("sliding_window", False),
-    ],
-)
-def test_caches_that_generate_makes(case, kind, drafts):
-    model, prompts = case
+DRAFTED = {
+    **{"static": True, "dynamic": True},
+    **{"offloaded": False, "offloaded_static": False, "sliding_window": False},
+}
+
+
+@pytest.mark.parametrize(("case", "kind"), cases(crossed(CASES, DRAFTED), 3), indirect=["case"])
+def test_caches_that_generate_makes(case, kind):
+    (model, prompts), drafts = case, DRAFTED[kind]
     inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
     options = {"do_sample": False, "max_new_tokens": 10, "cache_implementation": kind}
     agreeing(model, inputs, tier=TIERS[type(model).__name__] if drafts else "plain", **options)
@@ -79,7 +78,10 @@ def turn(model, ids, cache, assistant=None):
     return run(model, ids, max_new_tokens=8, **{CACHE: cache}, assistant=assistant)
 
 
-@pytest.mark.parametrize("kind", CALLERS)
+QUICK = [("Gemma3ForCausalLM-2", "dynamic")]
+
+
+@pytest.mark.parametrize(("case", "kind"), cases(crossed(CASES, CALLERS), QUICK), indirect=["case"])
 def test_two_turns_with_a_cache_of_the_caller(case, kind):
     model, prompts = case
     cache = CALLERS[kind](model.config)
@@ -116,26 +118,29 @@ def test_a_cache_of_another_model_is_refused(layers):
         turn(model, first, cache, oracle_assistant(first))
 
 
-@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(model_class):
-    model = build(model_class)
+ROWS = {
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "reset": (lambda cache: cache.reset(), [0, 1]),
+}
+if Version(transformers.__version__) < Version("5.23"):
+    del ROWS["reset"]  # it leaves the lengths of layers
+
+
+@pytest.mark.parametrize(
+    ("name", "model_class"),
+    cases(crossed(ROWS, ["Gemma3ForCausalLM", "LlamaForCausalLM"]), 2),
+)
+def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(name, model_class):
+    model, (change, rows) = build(model_class), ROWS[name]
     first = turn(model, PROMPTS[:2], None)
-    changes = {
-        "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-        "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-        "reset": (lambda cache: cache.reset(), [0, 1]),
-    }
-    if Version(transformers.__version__) < Version("5.23"):
-        del changes["reset"]  # it leaves the lengths of layers
-    for change, rows in changes.values():
-        for again in (None, "assisted"):
-            cache = DynamicCache(config=model.config)
-            turn(model, PROMPTS[:2], cache, oracle_assistant(first))
-            change(cache)
-            expected = turn(model, first[rows], None)
-            helped = oracle_assistant(expected) if again else None
-            assert torch.equal(turn(model, first[rows], cache, helped), expected)
+    expected = turn(model, first[rows], None)
+    for again in (None, oracle_assistant(expected)):
+        cache = DynamicCache(config=model.config)
+        turn(model, PROMPTS[:2], cache, oracle_assistant(first))
+        change(cache)
+        assert torch.equal(turn(model, first[rows], cache, again), expected)
 
 
 def test_windows_hold_what_they_show_and_little_more(monkeypatch):
@@ -162,8 +167,10 @@ def sizes(verifier):
     return [(layer.store.block_refs[0].block.states.shape[3], layer.window) for layer in layers]
 
 
-@pytest.mark.parametrize("window", [6, 20])
-@pytest.mark.parametrize("kind", ["MistralForCausalLM", "Phi3ForCausalLM", "Starcoder2ForCausalLM"])
+WINDOWED = ["MistralForCausalLM", "Phi3ForCausalLM", "Starcoder2ForCausalLM"]
+
+
+@pytest.mark.parametrize(("kind", "window"), cases(crossed(WINDOWED, [6, 20]), 2))
 def test_one_token_behind_the_only_window_of_a_model(kind, window):
     """It makes its own mask there, whether its window is longer than the self-test's text or not:
     steps without a draft show what it lets them see."""
@@ -175,9 +182,11 @@ def test_one_token_behind_the_only_window_of_a_model(kind, window):
     assert last.drafted < 8 * last.steps
 
 
-@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "MistralForCausalLM"])
-@pytest.mark.parametrize("turns", [(True, False), (False, True)], ids=["ours first", "ours second"])
-def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
+@pytest.mark.parametrize(
+    ("model_class", "first"),
+    cases(crossed(["LlamaForCausalLM", "MistralForCausalLM"], ["ours", "plain"]), 2),
+)
+def test_plain_turns_that_stop_a_step_late(model_class, first, monkeypatch):
     """Plain decoding on MPS asks a step late whether to stop, and takes that step back."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):
@@ -205,4 +214,4 @@ def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
 
     plain = conversation((False, False))
     assert any(late)
-    assert conversation(turns) == plain
+    assert conversation((first == "ours", first != "ours")) == plain

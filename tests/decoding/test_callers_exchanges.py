@@ -24,37 +24,30 @@ from hf_retrieval_assist.host.plain_step import LOOP_METHODS
 from hf_retrieval_assist.host.transformers_private import loop
 from tests.support.callers import START, TEXT, Each, agree, both
 from tests.support.lossless import INPUTS, build
+from tests.support.quick import cases, crossed
+
+CALLED = {
+    TemperatureLogitsWarper: lambda self, ids, scores: (
+        scores / (0.05 + (ids.shape[1] + len(ids)) % 3)
+    ),
+    StoppingCriteriaList: lambda self, ids, scores, **_: torch.full(
+        (len(ids),), ids.shape[1] >= START + 11
+    ),
+    TopKLogitsWarper: lambda self, ids, scores: scores.roll(int(ids[0, -1]), -1),
+    LogitsProcessorList: lambda self, ids, scores, **_: scores.roll(ids.shape[1] % 5, -1),
+    MaxLengthCriteria: lambda self, ids, scores, **_: torch.full(
+        (len(ids),), ids.shape[1] >= START + 9
+    ),
+    EosTokenCriteria: lambda self, ids, scores, **_: ids[:, -1] % 7 == 3,
+}
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [
-        (
-            TemperatureLogitsWarper,
-            lambda self, ids, scores: scores / (0.05 + (ids.shape[1] + len(ids)) % 3),
-        ),
-        (TopKLogitsWarper, lambda self, ids, scores: scores.roll(int(ids[0, -1]), -1)),
-        (LogitsProcessorList, lambda self, ids, scores, **_: scores.roll(ids.shape[1] % 5, -1)),
-        (
-            MaxLengthCriteria,
-            lambda self, ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= START + 9),
-        ),
-        (
-            EosTokenCriteria,
-            lambda self, ids, scores, **_: ids[:, -1] % 7 == 3,
-        ),
-        (
-            StoppingCriteriaList,
-            lambda self, ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= START + 11),
-        ),
-    ],
-)
-def test_calls_of_transformers_classes_that_are_exchanged(llama, kind, call, inputs, monkeypatch):
+@pytest.mark.parametrize(("kind", "inputs"), cases(crossed(CALLED, INPUTS)))
+def test_calls_of_transformers_classes_that_are_exchanged(llama, kind, inputs, monkeypatch):
     own = {"eos_token_id": 66} if kind is EosTokenCriteria else {}
     options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "inputs": inputs} | own
     agree(llama, dict, **options)
-    monkeypatch.setattr(kind, "__call__", call)
+    monkeypatch.setattr(kind, "__call__", CALLED[kind])
     agree(llama, dict, **options)
     agree(llama, dict, **options | {"do_sample": False})
     monkeypatch.undo()
@@ -72,9 +65,12 @@ def chooses_otherwise(name):
     return torch, lambda probs, num_samples: draw(probs, num_samples, generator=own.manual_seed(3))
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("name", ["argmax", "multinomial", "softmax"])
+CHOOSING = ["argmax", "multinomial", "softmax"]
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "inputs"), cases(crossed(CHOOSING, [False, True], INPUTS), 2)
+)
 def test_functions_that_choose_are_asked(llama, name, within, inputs, monkeypatch):
     agree(llama, dict, do_sample=True, top_k=0, inputs=inputs)  # draws are known from here on
     space, function = chooses_otherwise(name)
@@ -101,7 +97,7 @@ def second_best(self, input_ids, logits_processor, stopping_criteria, generation
     return input_ids
 
 
-@pytest.mark.parametrize("whose", ["all models'", "a class's", "an instance's"])
+@pytest.mark.parametrize("whose", cases(["all models'", "an instance's", "a class's"]))
 def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
     model = build()
     before = agree(model, dict)
@@ -117,8 +113,7 @@ def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
         assert torch.equal(plain, model.generate(**INPUTS["one row"], **TEXT))
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("name", LOOP_METHODS)
+@pytest.mark.parametrize(("name", "inputs"), cases(crossed(LOOP_METHODS, INPUTS), 5))
 def test_methods_that_the_loop_asks(name, inputs):
     """Nobody knows what those of a caller's class say next."""
     model = build()

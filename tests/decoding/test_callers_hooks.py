@@ -13,6 +13,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host import callers_hooks
 from hf_retrieval_assist.host.callers_hooks import HookWatch
 from tests.support.lossless import PROMPT, build, equal, knowing, run, same
+from tests.support.quick import cases, crossed
 
 TENTH = PROMPT.shape[1] + 10
 
@@ -93,10 +94,11 @@ def steer_input(module, args):
     return (args[0] * torch.linspace(0.5, 1.5, args[0].shape[-1]),)
 
 
-@pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
-)
-@pytest.mark.parametrize("rows", [1, 3])
+# The tiers: tree, chain, convolutions, replay.
+RAISING = ["LlamaForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
+
+
+@pytest.mark.parametrize(("name", "rows"), cases(crossed(RAISING, [3, 1]), 1))
 def test_a_forward_that_raises_over_a_draft_is_repeated_without(name, rows, told):
     model = build(name)
     ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3, 1)])[:rows]
@@ -200,8 +202,10 @@ STEERING_AT_TIMES = {
 HOOKS = LOOKING | STEERING | STEERING_AT_TIMES
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("name", HOOKS)
+QUICK = [("a method", True), ("steers", False)]
+
+
+@pytest.mark.parametrize(("name", "inference"), cases(crossed(HOOKS, [False, True]), QUICK))
 def test_hooks_that_look_leave_calls_assisted_and_hooks_that_steer_belong_to_the_model(
     name, inference
 ):
@@ -280,8 +284,10 @@ class Late:
         return self.counts(module, args, out)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", [name for name in vars(Late) if name[0] != "_"])
+LATE = [name for name in vars(Late) if name[0] != "_"]
+
+
+@pytest.mark.parametrize(("name", "sampled"), cases(crossed(LATE, [True, False]), 2))
 def test_hooks_that_steer_late_or_by_what_they_keep(name, sampled):
     model, late = build(), Late()
     options = {"do_sample": sampled}
@@ -366,13 +372,10 @@ def cast_weights(model):
     model.lm_head.register_forward_hook(back)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(cast_inputs_and_keywords, cast_there_and_back, cast_embeddings),
-        *(repair, cast_weights),
-    ],
-)
+NEEDED = [cast_there_and_back, cast_inputs_and_keywords, cast_embeddings, repair, cast_weights]
+
+
+@pytest.mark.parametrize("change", cases(NEEDED))
 def test_hooks_without_which_a_model_fails_are_part_of_it(change):
     model = build()
     change(model)

@@ -23,10 +23,12 @@ from tests.support.changes import CHANGES
 from tests.support.lossless import INPUTS, build, knowing, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import sequences_of
+from tests.support.quick import cases, crossed
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize(
+    ("model_class", "inputs"), cases(crossed(["LlamaForCausalLM", "GPT2LMHeadModel"], INPUTS), 2)
+)
 def test_an_instances_forward_that_takes_anything(model_class, inputs):
     """`generate` hands it no positions, so it computes its own."""
     model = build(model_class)
@@ -38,14 +40,20 @@ def test_an_instances_forward_that_takes_anything(model_class, inputs):
 
 
 CASES = [
-    *((change, "criterion", "that grows") for change in CHANGES),
-    *((change, way, "that grows") for change in ("a setting", "a hook") for way in ASKED),
-    ("a setting", "criterion", "in place"),
+    ("a setting", "criterion", "in place", "one row"),
+    ("a hook", "streamer", "that grows", "padded"),
+    ("a setting", "criterion", "in place", "padded"),
+    *((change, "criterion", "that grows", inputs) for change in CHANGES for inputs in INPUTS),
+    *(
+        (change, way, "that grows", inputs)
+        for change in ("a setting", "a hook")
+        for way in ASKED
+        for inputs in INPUTS
+    ),
 ]
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize(("change", "way", "memory"), dict.fromkeys(CASES))
+@pytest.mark.parametrize(("change", "way", "memory", "inputs"), cases(dict.fromkeys(CASES), 2))
 def test_a_model_that_is_changed_within_a_call(change, way, memory, inputs, monkeypatch):
     if memory == "in place":
         serve_in_place(monkeypatch)
@@ -111,19 +119,19 @@ def test_ids_that_a_callers_code_writes_into_are_the_text_from_there_on(llama):
             agree(llama, options, inputs=inputs, do_sample=sampled, top_k=0)
 
 
-@pytest.mark.parametrize("way", ASKED)
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize(
-    ("make", "name", "values"),
-    [
-        (lambda: TemperatureLogitsWarper(1.0), "temperature", (0.2, 1.2, 2.2)),
-        (lambda: TopKLogitsWarper(5), "top_k", (2, 20, 1)),
-        (lambda: TopPLogitsWarper(0.9), "top_p", (0.2, 0.9, 0.6)),
-        (lambda: MinPLogitsWarper(0.1), "min_p", (0.9, 0.01, 0.3)),
-        (lambda: TopKLogitsWarper(5), "filter_value", (-1.0, -2.0, -float("inf"))),
-    ],
-)
-def test_settings_of_warpers_are_read_at_each_token(llama, make, name, values, inputs, way):
+MOVED = {
+    "temperature": (lambda: TemperatureLogitsWarper(1.0), (0.2, 1.2, 2.2)),
+    "top_k": (lambda: TopKLogitsWarper(5), (2, 20, 1)),
+    "top_p": (lambda: TopPLogitsWarper(0.9), (0.2, 0.9, 0.6)),
+    "min_p": (lambda: MinPLogitsWarper(0.1), (0.9, 0.01, 0.3)),
+    "filter_value": (lambda: TopKLogitsWarper(5), (-1.0, -2.0, -float("inf"))),
+}
+
+
+@pytest.mark.parametrize(("name", "inputs", "way"), cases(crossed(MOVED, INPUTS, ASKED), 3))
+def test_settings_of_warpers_are_read_at_each_token(llama, name, inputs, way):
+    make, values = MOVED[name]
+
     def options():
         warper = make()
         moved = ASKED[way](lambda length: setattr(warper, name, values[length % 3]))
@@ -168,9 +176,9 @@ def test_suppressed_tokens_that_are_written_in_place_count_at_once(llama, write)
         agree(llama, options, do_sample=sampled, top_k=0)
 
 
-@pytest.mark.parametrize("way", ASKED)
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("to", [22, 25, 34, 17])
+@pytest.mark.parametrize(
+    ("to", "first", "way"), cases(crossed([22, 25, 34, 17], [False, True], ASKED), 3)
+)
 def test_a_limit_that_is_moved(llama, to, first, way):
     def options():
         limit = MaxLengthCriteria(max_length=30)
@@ -181,8 +189,10 @@ def test_a_limit_that_is_moved(llama, to, first, way):
     agree(llama, options, max_new_tokens=40)
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("place", ["another tensor", "written in place", "other memory"])
+PLACES = ["another tensor", "written in place", "other memory"]
+
+
+@pytest.mark.parametrize(("place", "inputs"), cases(crossed(PLACES, INPUTS), 3))
 def test_an_end_token_that_is_moved(llama, place, inputs):
     text = sequences_of(run(llama, **TEXT))[0]
 

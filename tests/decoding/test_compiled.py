@@ -15,6 +15,7 @@ from hf_retrieval_assist import SamAssistant, attach
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, same, static
 from tests.support.oracle_drafter import agreeing
+from tests.support.quick import cases
 
 ROOM = 96
 
@@ -26,13 +27,14 @@ def _compiled_anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_class", "inputs", "options"),
     [
         ("LlamaForCausalLM", "padded", {}),
         ("Gemma3ForCausalLM", "one row", {}),
         ("LlamaForCausalLM", "one row", {"do_sample": True, "top_k": 8, "repetition_penalty": 1.3}),
-        pytest.param("Qwen3ForCausalLM", "padded", {}, marks=pytest.mark.slow),
+        ("Qwen3ForCausalLM", "padded", {}),
     ],
 )
 def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, options):
@@ -50,7 +52,7 @@ def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, optio
 
 
 def test_settings_of_the_model_ask_for_it_too():
-    model = build()
+    model = build(num_hidden_layers=1)
     for name, value in static().items():
         setattr(model.generation_config, name, value)
     before = compilations()
@@ -58,23 +60,21 @@ def test_settings_of_the_model_ask_for_it_too():
     assert compilations() == before + 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache_implementation": "static", "compile_config": CompileConfig()},
-        static(cache_implementation=None),
-        static(disable_compile=True),
-        static(return_dict_in_generate=True, output_hidden_states=True),
-    ],
-    ids=["CPU", "dynamic", "disabled", "states"],
-)
-def test_every_way_to_ask_for_it_or_not(options):
-    model = build()
-    same(model, tier="tree", **options)
+WAYS = {
+    "CPU": {"cache_implementation": "static", "compile_config": CompileConfig()},
+    "dynamic": static(cache_implementation=None),
+    "disabled": static(disable_compile=True),
+    "states": static(return_dict_in_generate=True, output_hidden_states=True),
+}
+
+
+@pytest.mark.parametrize("way", cases(WAYS, 2))
+def test_every_way_to_ask_for_it_or_not(way):
+    same(build(), tier="tree", **WAYS[way])
 
 
 def test_inference_mode_in_one_call_and_not_in_the_next():
-    model = build()
+    model = build(num_hidden_layers=1)
     options = static(max_new_tokens=8)
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
@@ -91,7 +91,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("part", COMPILED)
+@pytest.mark.parametrize("part", cases(COMPILED, ["body"]))
 def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
     model = build(num_hidden_layers=1)
     same(model, tier="tree")
@@ -211,7 +211,7 @@ def test_a_compiled_wrapper_generates_as_its_model():
 
 
 def test_conversations_on_a_callers_static_cache():
-    model, options = build(), static(max_new_tokens=14)
+    model, options = build(num_hidden_layers=1), static(max_new_tokens=14)
     del options["cache_implementation"]
     before, cache = compilations(), StaticCache(config=model.config, max_cache_len=ROOM)
     kinds, text = [type(layer) for layer in cache.layers], PROMPT
@@ -227,7 +227,7 @@ def test_conversations_on_a_callers_static_cache():
     assert [type(layer) for layer in cache.layers] == kinds
 
 
-@pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
+@pytest.mark.parametrize("beyond", cases([0, 1, -1, 7], 2))
 def test_a_static_cache_that_is_too_small(beyond):
     model = build()
     plain = run(model)

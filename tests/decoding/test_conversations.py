@@ -36,6 +36,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build, rope_model
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.quick import cases
 from tests.support.watching import Interrupt, interrupted_forward
 
 LONGEST = 70  # tokens, from which on no turn begins
@@ -393,16 +394,18 @@ MANY = int(os.environ.get("HFRA_CONVERSATIONS", "250"))
 
 
 @pytest.mark.parametrize(
-    ("conversations", "turns"), [(25, 6), pytest.param(MANY, 10, marks=pytest.mark.slow, id="many")]
+    ("conversations", "turns", "number"),
+    cases([*((3, 6, number) for number in range(6)), (MANY, 10, None)], 6),
 )
-def test_conversations_are_plain_decoding(conversations, turns):
+def test_conversations_are_plain_decoding(conversations, turns, number):
+    number = number if SEED is None else int(SEED) + (number or 0)
     run_state_machine_as_test(
-        Conversation if SEED is None else seed(int(SEED))(Conversation),
+        Conversation if number is None else seed(number)(Conversation),
         settings=settings(
             max_examples=conversations,
             stateful_step_count=turns,
             deadline=None,
-            derandomize=SEED is None,
+            derandomize=number is None,
             database=None,
             # What fails is told as it was found; making it small takes minutes.
             phases=[Phase.generate],

@@ -16,6 +16,7 @@ from hf_retrieval_assist.structures.draws import Numbers
 from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, late_token, padded, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.quick import cases, crossed
 from tests.support.tiny_models import VOCAB
 
 WIDTHS = [7, 16, 17, 1000, 70_001]
@@ -124,22 +125,19 @@ class Stops(StoppingCriteria):
 Stops.__module__ = "transformers.generation.stopping_criteria"
 
 
-@pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM"]
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"top_k": 9, "temperature": 0.7},
-        {"top_p": 0.8, "repetition_penalty": 1.3},
-        {"stopping_criteria": [Stops()]},
-    ],
-    ids=["plain", "top_k", "top_p", "stops"],
-)
-def test_sampled_batches_keep_the_seed(name, options):
+CLASSES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM"]
+SAMPLINGS = {
+    "plain": {},
+    "top_k": {"top_k": 9, "temperature": 0.7},
+    "top_p": {"top_p": 0.8, "repetition_penalty": 1.3},
+    "stops": {"stopping_criteria": [Stops()]},
+}
+
+
+@pytest.mark.parametrize(("name", "sampling"), cases(crossed(CLASSES, SAMPLINGS), 3))
+def test_sampled_batches_keep_the_seed(name, sampling):
     model, inputs = build(name), padded(3)
-    options = {"do_sample": True, "max_new_tokens": 24} | options
+    options = {"do_sample": True, "max_new_tokens": 24} | SAMPLINGS[sampling]
     torch.manual_seed(4)
     free = model.generate(**inputs, **options)
     options["eos_token_id"] = [late_token(text[18:], 7) for text in (free[0], free[-1])]
@@ -215,7 +213,7 @@ def test_a_torch_that_draws_otherwise_is_noticed(name, other, monkeypatch):
     assert not exponentials.is_fast.__wrapped__()
 
 
-@pytest.mark.parametrize("width", [1, 7, 311, 312, 313, 1000, 70_001])
+@pytest.mark.parametrize("width", cases([1, 7, 311, 312, 313, 1000, 70_001], 6))
 def test_a_token_needs_few_of_its_numbers(width):
     """As torch draws it, however many words of a block earlier draws have left."""
     own = torch.Generator().manual_seed(width)

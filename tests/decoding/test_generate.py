@@ -11,11 +11,12 @@ from transformers import GenerationConfig, pipeline
 from tests.support.byte_model import byte_tokenizer
 from tests.support.lossless import NEW_TOKENS, PROMPT, build, equal, knowing, run
 from tests.support.oracle_drafter import agreeing
+from tests.support.quick import cases, crossed
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
 
 # It compiles a kernel for every length.
-FLEX = pytest.param("flex_attention", marks=pytest.mark.slow)
+ATTENTION = ["eager", "sdpa", "flex_attention"]
 
 
 def compiled_plainly(model):
@@ -30,8 +31,10 @@ def compiled_plainly(model):
         pytest.skip(f"the compiler rejects PyTorch's own kernel: {said.rpartition('error: ')[2]}")
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", FLEX])
-@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("model_class", "attention"),
+    cases(crossed(["LlamaForCausalLM", "Gemma3ForCausalLM"], ATTENTION), 2),
+)
 def test_greedy_and_sampled(model_class, attention):
     model = build(model_class, attn_implementation=attention)
     compiled_plainly(model)

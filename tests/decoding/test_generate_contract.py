@@ -17,6 +17,7 @@ from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.dense_attention import flash_like
 from tests.support.lossless import build, late_token, outcome, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.quick import cases, crossed
 from tests.support.watching import a_librarys
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
@@ -160,16 +161,16 @@ def test_flash_attention_that_is_not_there_fails_as_without_assistant():
     assert ours in plain
 
 
-@pytest.mark.parametrize(
-    ("model_class", "rows"),
-    [
-        ("BartForConditionalGeneration", 1),
-        ("MarianMTModel", 1),
-        ("T5ForConditionalGeneration", 1),
-        ("T5ForConditionalGeneration", 4),
-        ("WhisperForConditionalGeneration", 1),
-    ],
-)
+ENCODERS = [
+    ("BartForConditionalGeneration", 1),
+    ("T5ForConditionalGeneration", 4),
+    ("MarianMTModel", 1),
+    ("T5ForConditionalGeneration", 1),
+    ("WhisperForConditionalGeneration", 1),
+]
+
+
+@pytest.mark.parametrize(("model_class", "rows"), cases(ENCODERS, 2))
 def test_encoder_decoder(model_class, rows):
     model = build(model_class)
     inputs = padded(rows)
@@ -181,7 +182,7 @@ def test_encoder_decoder(model_class, rows):
     equal(model, inputs, tier="chain", max_new_tokens=20, **options)
 
 
-@pytest.mark.parametrize("shortage", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("shortage", cases([torch.OutOfMemoryError, MemoryError]))
 def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
     model = build()
     plain = model.generate(**INPUTS, max_new_tokens=8)
@@ -240,7 +241,7 @@ class TakingPlaceholders(nn.Embedding):
         return super().forward(ids.clamp(0, self.num_embeddings - 1))
 
 
-@pytest.mark.parametrize("placeholder", [-200, -1, 67, 2**31 - 1, 2**31 + 5, 2**40])
+@pytest.mark.parametrize("placeholder", cases([-200, 2**40, -1, 67, 2**31 - 1, 2**31 + 5], 2))
 def test_placeholders_among_the_ids(placeholder):
     model = build()
     model.get_input_embeddings().__class__ = TakingPlaceholders
@@ -279,17 +280,16 @@ SYNTHID = transformers.SynthIDTextWatermarkingConfig(
 )
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
-        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
-        SYNTHID,
-    ],
-    ids=["lefthash", "selfhash", "SynthID"],
-)
-def test_watermarks(llama, config, rows):
+MARKS = {
+    "lefthash": transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
+    "SynthID": SYNTHID,
+    "selfhash": transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
+}
+
+
+@pytest.mark.parametrize(("name", "rows"), cases(crossed(MARKS, [1, 3]), 2))
+def test_watermarks(llama, name, rows):
+    config = MARKS[name]
     inputs, options = padded(rows), {"do_sample": config is SYNTHID, "seed": 1}
     marked, _, _ = equal(llama, inputs, watermarking_config=config, **options)
     assert not torch.equal(marked, equal(llama, inputs, **options)[0])

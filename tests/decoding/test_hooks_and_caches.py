@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import PROMPT, build, equal, knowing, run, same
+from tests.support.quick import cases, crossed
 
 TENTH = PROMPT.shape[1] + 10
 
@@ -104,11 +105,13 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "known"), [(evict, False), (blank, True)])
-@pytest.mark.parametrize("place", SHOWN.values(), ids=SHOWN)
-def test_hooks_that_are_shown_the_cache(place, spoil, known):
-    model = build()
-    if known:  # there is no test in the first call with the hook then
+SPOILT = {"evicted": evict, "blanked": blank}
+
+
+@pytest.mark.parametrize(("name", "spoilt"), cases(crossed(SHOWN, SPOILT), 2))
+def test_hooks_that_are_shown_the_cache(name, spoilt):
+    model, place, spoil = build(), SHOWN[name], SPOILT[spoilt]
+    if spoilt == "blanked":  # there is no test in the first call with the hook then
         equal(model)
     unhooked, handle = run(model), place(model, Press(spoil))
     try:
@@ -116,7 +119,7 @@ def test_hooks_that_are_shown_the_cache(place, spoil, known):
     finally:
         handle.remove()
     assert not torch.equal(plain, unhooked)
-    if place not in (SHOWN["by position"], SHOWN["a module that takes anything"]):
+    if name not in ("by position", "a module that takes anything"):
         equal(model)
 
 
@@ -153,17 +156,17 @@ def mixes(scale, module, args, out):
 
 
 BOUND = {
+    "nested": lambda scale: partial(partial(Bound(scale).hook), 1),
     "a number": lambda scale: partial(mixes, scale),
     "a tensor": lambda scale: partial(mixes, torch.tensor(float(scale))),
     "a dictionary": lambda scale: partial(mixes, {"by": scale}),
     "a method": lambda scale: partial(Bound(scale).hook, 1),
     "an object": lambda scale: partial(Bound(scale)),
-    "nested": lambda scale: partial(partial(Bound(scale).hook), 1),
     "a closure": lambda scale: lambda *shown: mixes(scale, *shown),
 }
 
 
-@pytest.mark.parametrize("bind", BOUND.values(), ids=BOUND)
+@pytest.mark.parametrize("bind", cases(BOUND.values()), ids=BOUND)
 def test_hooks_are_told_by_what_they_call_and_keep(bind):
     """What was found out of a hook that changes nothing is not believed of another in its place."""
     model = build()

@@ -6,6 +6,7 @@ import transformers
 
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.quick import cases
 from tests.support.tiny_models import tiny_config, tiny_model
 
 IMAGE, VIDEO, START, END = 64, 65, 62, 63
@@ -102,7 +103,17 @@ class SquareImages:
         return {"token_type_ids": (ids == IMAGE).int()} if self.name in typed else {}
 
 
-@pytest.fixture(scope="module", params=[*QWEN, *OTHERS], ids=lambda kind: kind.__name__)
+# Positions by rows and columns, a mask of its own for images, states that are replayed.
+QUICK = [
+    transformers.Qwen2VLForConditionalGeneration,
+    transformers.Gemma3ForConditionalGeneration,
+    transformers.Qwen3_5ForConditionalGeneration,
+]
+
+
+@pytest.fixture(
+    scope="module", params=cases([*QWEN, *OTHERS], QUICK), ids=lambda kind: kind.__name__
+)
 def images(request):
     return (QwenImages if request.param in QWEN else SquareImages)(request.param)
 

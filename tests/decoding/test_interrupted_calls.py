@@ -10,6 +10,7 @@ from hf_retrieval_assist.policy.account import Account
 from tests.support.interruptions import INTERRUPTIONS, code_that_interrupts
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
+from tests.support.quick import cases
 from tests.support.watching import Interrupt
 
 # Bart's decoder starts with token 2.
@@ -51,8 +52,17 @@ CASES = [
 ]
 
 
+# Each loop, and a cache that is replayed.
+QUICK = [
+    (*KINDS[0], "at rest", *STEP),
+    (*KINDS[5], "drafted", PROMPT[0], True),
+    (*KINDS[0], "in place", "a drafter", False),
+]
+
+
 @pytest.mark.parametrize(
-    ("model_class", "kind", "stays", "loop", "place", "filled"), dict.fromkeys(CASES)
+    ("model_class", "kind", "stays", "loop", "place", "filled"),
+    cases(dict.fromkeys(CASES), QUICK),
 )
 def test_another_call_goes_on_from_what_is_left(
     model_class, kind, stays, loop, place, filled, monkeypatch

@@ -13,6 +13,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import PROMPT, build, knowing, late_token, outcome, run, same
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, within
 
 PROMPTS = torch.cat([PROMPT, PROMPT.flip(1)])
@@ -85,10 +86,16 @@ LEAVING = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(
-    ("model_class", "kind"), [(one, kind) for one, kinds in LEAVING.items() for kind in kinds]
-)
+LEFT_BY = [(one, kind, n) for one, kinds in LEAVING.items() for kind in kinds for n in (1, 2)]
+# Windows, states that are replayed, and an encoder's.
+QUICK = [
+    ("Gemma3ForCausalLM", "of unknown layers", 2),
+    ("Qwen3NextForCausalLM", "returned", 2),
+    ("T5ForConditionalGeneration", "static", 1),
+]
+
+
+@pytest.mark.parametrize(("model_class", "kind", "rows"), cases(LEFT_BY, QUICK))
 def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
     """Its classes, its attributes, as many entries, and nothing that names this package."""
     # Few heads and places make scores of the indexer equal by chance.
@@ -138,7 +145,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("kind", cases(STRANGE, 2))
 def test_a_cache_that_keeps_others_than_the_models_own_is_filled_plainly(kind):
     model_class, cache_class, change = STRANGE[kind]
     model, assistant = build(model_class), SamAssistant(budget=8)
@@ -182,9 +189,10 @@ def precise_turn(model, ids, change, assistant, make=dynamic):
     return found, [(layer.keys.dtype, layer.values.dtype) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM"])
-@pytest.mark.parametrize("kind", PRECISIONS)
+CLASSES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM"]
+
+
+@pytest.mark.parametrize(("kind", "name", "rows"), cases(crossed(PRECISIONS, CLASSES, [1, 2]), 3))
 def test_caches_of_another_precision(name, kind, rows):
     """Plain decoding's layers promote what they hold to what is written behind it, or raise."""
     model, ids = build(name), PROMPTS[:rows]
@@ -297,8 +305,16 @@ def looked_at(model, make, crops, place, assistant):
     return outcome(lambda: run(model, PROMPTS[:1], **options).tolist()), looks.seen
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("model_class", "make", "crops"), WATCHED)
+SEEN = [(*kind, place) for kind in WATCHED for place in PLACES]
+# Tokens that are cropped, a static cache, and convolutions.
+QUICK = [
+    (*WATCHED[1], "streamer"),
+    (*WATCHED[2], "criterion"),
+    (*WATCHED[4], "processor"),
+]
+
+
+@pytest.mark.parametrize(("model_class", "make", "crops", "place"), cases(SEEN, QUICK))
 def test_code_of_the_callers_sees_its_cache_as_in_plain_decoding(model_class, make, crops, place):
     model = build(model_class)
     plain, seen = looked_at(model, make, crops, place, None)

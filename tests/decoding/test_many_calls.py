@@ -12,6 +12,8 @@ from hf_retrieval_assist.cache.kv_cache import SlotCache
 from tests.support.lossless import build
 from tests.support.watching import profiled, results_of
 
+pytestmark = pytest.mark.slow
+
 PIECES = 10
 PROBES = range(1_000_000, 1_000_006)
 SMALL = 300_000  # bytes; full after some 200 outputs
@@ -61,7 +63,7 @@ def later(pieces, name):
     return sum(figures[-half:]) / sum(figures[:half])
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, 5000])
 def test_work_and_memory_stay_level(count):
     model = build(num_hidden_layers=1)
     assistant = SamAssistant(memory=OutputMemory(SMALL), budget=8)

@@ -15,6 +15,7 @@ from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.policy import AssistantSession
 from tests.support.lossless import build, static
 from tests.support.parts import needs
+from tests.support.quick import cases, crossed
 from tests.support.watching import calls_of
 from tests.support.wrapped_models import RUNTIMES
 
@@ -162,7 +163,7 @@ def test_a_call_of_one_token_says_nothing_of_the_next_ones(model, monkeypatch):
 
 
 def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
-    model, options = build(), static(max_new_tokens=40)
+    model, options = build(num_hidden_layers=1), static(max_new_tokens=40)
     plain, compiled = run(model, **options), compilations()
     assistant = SamAssistant()
     for _ in range(2):
@@ -174,7 +175,7 @@ def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
 
 def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     torch._dynamo.reset()
-    model, options = build(), static(max_new_tokens=40)
+    model, options = build(num_hidden_layers=1), static(max_new_tokens=40)
     assistant, pace = SamAssistant(), []
     account = assistant.policy.account(replace(cost_key(model, PROMPTS), cost_variant="compiled"))
     eager = assistant.policy.account(cost_key(model, PROMPTS))
@@ -200,7 +201,7 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     assert not eager._calls
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", cases([True, False]))
 def test_calls_whose_forwards_are_repeated_are_not_tried_plainly(graphs, monkeypatch):
     """Whatever drafts cost there."""
     # Its drafts have few widths, which are recorded soon.
@@ -269,9 +270,10 @@ def test_the_first_call_of_a_model_says_what_takes_its_time(told):
     assert " (ms: test " in str(assistant.stats.last)
 
 
-@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("kind", RUNTIMES)
+@pytest.mark.parametrize(
+    ("kind", "sample", "keyword"),
+    cases(crossed(RUNTIMES, [False, True], ["assistant", "custom_generate"]), 3),
+)
 def test_a_runtime_that_is_no_module_is_decoded_plainly(llama, told, kind, sample, keyword):
     runtime, assistant = kind(llama), SamAssistant()
     plain = run(llama, do_sample=sample)

@@ -16,12 +16,13 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.decoding import loop
+from hf_retrieval_assist.decoding import loop, prompt_parts
 from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
 from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
+from tests.support.quick import cases, crossed
 
 PART = 5
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
@@ -50,9 +51,9 @@ def in_parts(model, between=lambda: None, **options):
     return text, len(looked)
 
 
-@pytest.mark.parametrize("budget", [0, 6])
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "sample", "budget"), cases(crossed(KINDS, [True, False], [6, 0]), 2)
+)
 def test_texts_are_those_of_whole_prompts(kind, sample, budget):
     model = build(kind)
     assistant = SamAssistant(budget=budget)
@@ -77,7 +78,7 @@ def test_calls_at_rest_feed_parts_too(monkeypatch):
     assert (looked, assistant.stats.last.tier) == (LOOKS, "at rest")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS))
 def test_others_generate_in_between(kind):
     """With the same model and assistant, whole prompts and random numbers of their own."""
     model, assistant = build(kind), SamAssistant(budget=6)
@@ -94,7 +95,7 @@ def test_others_generate_in_between(kind):
     assert all(torch.equal(text, plain_other) for text in seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS))
 def test_what_parts_were_fed_into_moves_into_static_buffers(kind, monkeypatch):
     serve_in_place(monkeypatch)
     model, assistant = build(kind), SamAssistant(budget=6)
@@ -151,12 +152,17 @@ def test_a_call_that_is_left_leaves_nothing_behind():
     assert torch.equal(in_parts(model, assistant=assistant)[0], plain)
 
 
-def test_time_of_others_is_not_the_calls():
-    model, assistant = build(), SamAssistant()
+def test_time_of_others_is_not_the_calls(monkeypatch):
+    """They take a day each time."""
+    model, assistant, days = build(), SamAssistant(), []
     run(model, assistant=assistant)  # is tested
-    with prompts_in_parts(PART, lambda: time.sleep(0.1)):
+    own = time.perf_counter
+    for module in (time, prompt_parts):
+        monkeypatch.setattr(module, "perf_counter", lambda: own() + 86_400 * len(days))
+    with prompts_in_parts(PART, lambda: days.append(1)):
         run(model, assistant=assistant)
-    assert assistant.stats.last.seconds["total"] < 0.3
+    assert len(days) == LOOKS
+    assert assistant.stats.last.seconds["total"] < 86_400
 
 
 def test_parts_get_shorter():
@@ -184,7 +190,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("case", UNUSUAL)
+@pytest.mark.parametrize("case", cases(UNUSUAL, 3))
 def test_unusual_prompts_are_fed_whole(case):
     model = build()
 

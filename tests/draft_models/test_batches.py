@@ -8,6 +8,7 @@ from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from tests.support.drafted_texts import ROWS, Texts
 from tests.support.feature_following import assert_same
 from tests.support.heads import assisted, layers_of
+from tests.support.quick import cases
 
 NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows", "early exit"]
 # Heads of windows, of several layers, and of layers that read tokens in a row.
@@ -48,7 +49,7 @@ def counted(batch):
     hook.remove()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, 4))
 def test_a_batch_takes_the_forwards_of_one_text(name):
     batch = batch_of(name)
     proposed(batch, *ROWS)
@@ -68,7 +69,7 @@ def test_a_batch_takes_the_forwards_of_one_text(name):
         assert len(forwards) >= depth
 
 
-@pytest.mark.parametrize("name", [*NAMES, *HEADS])
+@pytest.mark.parametrize("name", cases([*NAMES, *HEADS], ["EAGLE", "windows"]))
 def test_texts_come_and_go(name):
     batch = batch_of(name)
     proposed(batch, *ROWS[:5])

@@ -13,6 +13,7 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import PHRASE, PROMPT, build, run, same
 from tests.support.oracle_drafter import agreeing
+from tests.support.quick import cases, crossed
 
 VOCAB = 48
 
@@ -148,6 +149,7 @@ def perturbed(model):
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 1.5}, {"top_k": 12, "repetition_penalty": 1.2}]
 )
@@ -213,8 +215,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("draft_class", TABLES)
+@pytest.mark.parametrize(("draft_class", "rows"), cases(crossed(TABLES, [1, 2]), 2))
 def test_drafts_end_at_the_draft_models_table_of_positions(draft_class, rows):
     target = build()
     draft = build(draft_class, **TABLES[draft_class])

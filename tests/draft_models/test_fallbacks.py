@@ -20,6 +20,7 @@ from tests.support.feature_following import assert_same, chains_of
 from tests.support.heads import DRAFTERS, assisted
 from tests.support.lossless import NEW_TOKENS, PROMPT, build, padded, run
 from tests.support.oracle_drafter import agreeing
+from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, within
 from tests.support.wrapped_models import WRAPS
 
@@ -65,15 +66,19 @@ def test_a_long_text_is_followed_in_parts(name):
 # Every kind of fallback; the last two are recorded heads, one of another width than its target's.
 FALLBACKS = [*NAMES, "early exit", "eagle1_fcbias", "eagle3_target_hidden48_theta5e5"]
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+QUICK = [("EAGLE", "seeded"), ("MTP", "greedy")]
 
 
-@pytest.mark.parametrize("name", FALLBACKS)
-@pytest.mark.parametrize(
-    ("rows", "sampling"),
-    [(1, {}), (3, {}), (1, {"do_sample": True, "temperature": 0.8})],
-    ids=["greedy", "batch", "seeded"],
-)
-def test_output_is_plain(name, rows, sampling, tmp_path):
+CALLS = {
+    "batch": (3, {}),
+    "seeded": (1, {"do_sample": True, "temperature": 0.8}),
+    "greedy": (1, {}),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), cases(crossed(FALLBACKS, CALLS), QUICK))
+def test_output_is_plain(name, call, tmp_path):
+    rows, sampling = CALLS[call]
     target, drafter = make(name, tmp_path)
     options = OPTIONS | sampling | {"pad_token_id": 0}
     for make_assistant in (
@@ -88,8 +93,7 @@ def test_output_is_plain(name, rows, sampling, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient")
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+@pytest.mark.parametrize(("name", "wrap"), cases(crossed(["eagle1_fcbias", "eagle3_d2t"], WRAPS)))
 def test_wrapped_targets(name, wrap, tmp_path):
     case = load_case(name)
     target = wrap(case.target())
@@ -106,10 +110,10 @@ LEVELS = layers_follower.LayerNodes, "_logits"
 LOGITS = {"DFlash": (dflash.BlockFollower, "_logits"), "EAGLE": LEVELS, "MTP": LEVELS}
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", DRAFTERS)
+SPOILT = crossed(DRAFTERS, [1, 2], [torch.nan, torch.inf], [1, 2])
+
+
+@pytest.mark.parametrize(("name", "rows", "value", "every"), cases(SPOILT, 3))
 def test_output_is_plain_where_logits_are_not_finite(llama, name, rows, value, every, monkeypatch):
     owner, method = LOGITS.get(name, (draft_model._Nodes, "_feed"))
     compute, calls = getattr(owner, method), itertools.count(1)

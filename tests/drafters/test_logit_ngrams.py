@@ -16,6 +16,7 @@ from hf_retrieval_assist.structures.logit_ngrams import BLIND, CLASS_SHAPE, GREE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run
+from tests.support.quick import cases, crossed
 from tests.support.trees import paths
 
 CPU = torch.device("cpu")
@@ -248,8 +249,9 @@ def test_draws_that_nobody_knows_leave_what_is_likeliest(monkeypatch):
     assert np.unravel_index(tree.classes, CLASS_SHAPE)[0].tolist() == [BLIND] * len(tree)
 
 
-@pytest.mark.parametrize("make", [SamAssistant, RolloutAssistant])
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize(
+    ("make", "private"), cases(crossed([SamAssistant, RolloutAssistant], [False, True]), 2)
+)
 def test_samples_of_a_group_are_those_of_plain_decoding(make, private):
     model, prompt = build(), torch.arange(3, 15)[None]
     options = {"do_sample": True, "temperature": 0.7, "num_return_sequences": 4}

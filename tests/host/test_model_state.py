@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from hf_retrieval_assist.host.model_state import model_settings
 from tests.support.lossless import build, knowing, run, same
+from tests.support.quick import cases, crossed
 
 
 def refuse(*arguments, **options):
@@ -91,8 +92,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize(("kind", "place"), cases(crossed(OBJECTS, PLACES), 4))
 def test_objects_that_nobody_can_describe(kind, place):
     if (kind, place) == ("2**60 paths", "configuration"):
         pytest.skip("nobody could write such a configuration down")
@@ -137,8 +137,7 @@ TENSOR_PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", TENSOR_PLACES)
-@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize(("kind", "place"), cases(crossed(TENSORS, TENSOR_PLACES), 5))
 def test_tensors_of_kinds_that_cannot_be_read(kind, place):
     model = build(num_hidden_layers=1)
     try:
@@ -243,7 +242,7 @@ def replaced_by_hook(model):
     model.model.norm.register_forward_hook(note)
 
 
-@pytest.mark.parametrize("grow", [grown_by_hook, noted_by_hook, replaced_by_hook])
+@pytest.mark.parametrize("grow", cases([noted_by_hook, grown_by_hook, replaced_by_hook]))
 def test_what_hooks_note_on_a_module_is_no_other_model(grow, tests):
     model = build()
     grow(model)

@@ -16,6 +16,8 @@ from hf_retrieval_assist.host.transformers_private import PIPELINES_SINCE
 from ..support.tiny_models import tiny_config, tiny_model
 from .rank_process import CASES
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 240  # seconds; what hangs ends by then
 # What a case asks of `distributed_config=`.
 SIZES = {
@@ -73,13 +75,7 @@ def lacking(case):
     return ""
 
 
-# Each starts two interpreters; these take the longest, and others run most of the same code.
-LONG = ("distributed_config", "offloaded", "own_batches")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes(case, folder, tmp_path):
     if reason := lacking(case):
         pytest.skip(reason)

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from contextlib import contextmanager, suppress
 
@@ -17,7 +16,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.support.memories import count, logged
+from tests.support.memories import count, logged, wait_until
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
 SECRET = [777777] * 8
@@ -206,26 +205,26 @@ def holding(path):
 
 
 def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(path, monkeypatch):
-    monkeypatch.setattr(log, "_PATIENCE", 0.5)
-    memory = OutputMemory(path=path)
+    monkeypatch.setattr(log, "_PATIENCE", 2.5)
+    memory, statements = OutputMemory(path=path), []
     memory.add([1, 2])
+    memory._log._database.set_trace_callback(statements.append)
     with holding(path):
         waiting = threading.Thread(target=memory.add, args=([3, 4],))
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             waiting.start()
-            time.sleep(0.1)
-            started = time.monotonic()
+            wait_until(lambda: "BEGIN IMMEDIATE" in statements)
             assert count(memory, [1, 2]) == 1
-            assert time.monotonic() - started < 0.2
             assert waiting.is_alive()
             waiting.join()
         assert "not kept on disk for now" in str(found[0].message)
         assert "database is locked" in str(found[0].message)
-        started = time.monotonic()
         for i in range(10):
             memory.add([i, i])
-        assert time.monotonic() - started < 0.4
+    waits = [one for one in statements if "busy_timeout" in one]
+    assert waits[0] == "PRAGMA busy_timeout = 2500"
+    assert {*waits[1:]} == {"PRAGMA busy_timeout = 0"}
     memory.add([5, 6])
     assert len(logged(path)) == 13
 

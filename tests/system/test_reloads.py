@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks are POSIX's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="forks are POSIX's"),
+]
 
 # One of each kind: what holds the wrapper, what is checked for its class, what others exchange, and
 # what is called in every step.
@@ -20,7 +23,7 @@ SOME = [
     "names",
     [
         pytest.param([f"hf_retrieval_assist.{name}" for name in SOME], id="some"),
-        pytest.param([], id="every", marks=pytest.mark.slow),
+        pytest.param([], id="every"),
     ],
 )
 def test_calls_go_on_after_modules_were_loaded_again(names):

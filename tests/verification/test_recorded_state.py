@@ -22,6 +22,7 @@ from tests.support.lossless import build, knowing, run, same
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.parts import needs
+from tests.support.quick import cases, crossed
 from tests.support.wrapped_models import Around
 
 CPU = torch.device("cpu")
@@ -30,11 +31,12 @@ CPU = torch.device("cpu")
 IN_PLACE = ("a setting", "weights' memory", "another order", "a hook", "autocast")
 
 
+CASES = [("a setting", "in place"), ("another order", "that grows"), ("a forward", "that grows")]
+CASES += [(name, "that grows") for name in CHANGES] + [(name, "in place") for name in IN_PLACE]
+
+
 @needs("engines/cpu")
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [*((name, "that grows") for name in CHANGES), *((name, "in place") for name in IN_PLACE)],
-)
+@pytest.mark.parametrize(("name", "memory"), cases(dict.fromkeys(CASES), 3))
 def test_calls_of_a_model_that_was_changed_and_changed_back_are_plain(name, memory, monkeypatch):
     """What was recorded before is not repeated, nor is afterwards what was recorded meanwhile."""
     if memory == "in place":
@@ -80,8 +82,9 @@ IN_TURNS = {
 
 
 @needs("engines/cpu")
-@pytest.mark.parametrize("memory", ["that grows", "in place"])
-@pytest.mark.parametrize("name", IN_TURNS)
+@pytest.mark.parametrize(
+    ("name", "memory"), cases(crossed(IN_TURNS, ["that grows", "in place"]), 2)
+)
 def test_what_changes_in_turns_is_recorded_once_in_each_state(name, memory, monkeypatch):
     if memory == "in place":
         serve_in_place(monkeypatch)

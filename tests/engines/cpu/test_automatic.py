@@ -19,6 +19,7 @@ from hf_retrieval_assist.engines.cpu.skinny import PATHS
 from hf_retrieval_assist.system import memory
 from tests.support.fixed_costs import FixedCosts
 from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.quick import cases, crossed
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import results_of
 
@@ -61,9 +62,10 @@ def automatic(preset=SamAssistant, **options):
     return preset(**{"costs": FixedCosts(lambda tokens: 1.0)} | options)
 
 
-@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("preset", "rows", "options"),
+    cases(crossed([SamAssistant, SuffixAssistant], [1, 3], [SAMPLED, {}])),
+)
 def test_output_is_plain(preset, options, rows, drafted):
     model, assistant = model_of(), automatic(preset)
     inputs = padded(rows) if rows > 1 else {"input_ids": PROMPT}
@@ -150,7 +152,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("name", cases(WITHOUT))
 def test_nothing_is_packed_where_it_may_not_be(name, drafted, monkeypatch):
     model, options = model_of(), dict(WITHOUT[name])
     if name == "a machine without memory":

@@ -21,6 +21,7 @@ from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
 from tests.support.lossless import PROMPT, run
+from tests.support.quick import cases, crossed
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
@@ -191,8 +192,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(("name", "options"), cases(crossed(WRITES, [{}, LOGITS]), 2))
 def test_weights_that_a_hook_changes_within_a_call(name, options):
     """It does so between two layers, by position, so that plain decoding is changed alike."""
     model = rounded()

@@ -10,6 +10,7 @@ from hf_retrieval_assist.engines.cpu.skinny import scaled_linear
 from tests.support.int8_weight import Int8Weight, in_eight_bits, rounded
 from tests.support.lossless import build, knowing, run
 from tests.support.products import DTYPES, ROUNDING, random, same_within_a_scope
+from tests.support.quick import cases
 from tests.support.rounding import within
 
 
@@ -80,14 +81,14 @@ def test_the_library_multiplies_many_rows_recorded_ones_and_those_outside_of_sco
     assert products(one, weight) == 1
 
 
-@pytest.mark.parametrize(
-    ("model_class", "dtype"),
-    [
-        (LlamaForCausalLM, torch.float32),
-        (Gemma3ForCausalLM, torch.float32),
-        (LlamaForCausalLM, torch.bfloat16),
-    ],
-)
+MODELS = [
+    (Gemma3ForCausalLM, torch.float32),
+    (LlamaForCausalLM, torch.bfloat16),
+    (LlamaForCausalLM, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("model_class", "dtype"), cases(MODELS, 2))
 def test_models_generate_what_they_generate_plainly(model_class, dtype):
     """Half precision inside of a scope."""
     model = in_eight_bits(build(model_class, head_dim=16).to(dtype))

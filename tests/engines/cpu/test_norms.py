@@ -170,7 +170,7 @@ def test_operators_that_somebody_has_exchanged_are_asked(owner, name, monkeypatc
 
 
 def test_compiled_models_are_served_as_they_are(fused):
-    model = build(LlamaForCausalLM)
+    model = build(LlamaForCausalLM, num_hidden_layers=1)
     learn_norms(model)
     compiled = torch.compile(model, backend="eager")
     fused.clear()

@@ -25,6 +25,7 @@ from tests.support.callers import Each
 from tests.support.copied_models import model_of, watch_screens
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
+from tests.support.quick import cases
 
 SAMPLED = {"do_sample": True}
 OPTIONS = {
@@ -84,7 +85,7 @@ def both(model, **options):
     return watch, assistant
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", cases(OPTIONS, ["greedy", "top-k", "top-p"]))
 def test_output_is_plain(llama, name):
     watch, assistant = both(llama, **OPTIONS[name])
     assert watch.screened >= assistant.stats.last.steps - 1
@@ -127,7 +128,7 @@ def test_all_logits_where_they_are_needed(llama, name):
     assert watch.screened == 0
 
 
-@pytest.mark.parametrize("name", ["greedy", "top-k", "temperature", "top-p"])
+@pytest.mark.parametrize("name", cases(["top-k", "greedy", "temperature", "top-p"], 2))
 def test_batches(llama, name):
     """Rows with padding that get on unequally and end early."""
     options = {"do_sample": False, "max_new_tokens": 20} | OPTIONS[name]

@@ -22,6 +22,7 @@ from hf_retrieval_assist.engines.cpu.skinny import (
     RepeatedRows,
 )
 from tests.support.products import kernels_serving
+from tests.support.quick import cases, crossed
 from tests.support.watching import results_of
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
@@ -86,7 +87,7 @@ def compiled_in(operators):
     return [one for one in operators if isinstance(one, CompiledOperators)]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", cases([2, 1, 5]))
 def test_layers_are_one_call(plans, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -179,8 +180,9 @@ def test_a_model_that_is_packed_anew_is_another_variant_and_the_first_is_freed()
     assert freed() is None
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), cases(crossed([torch.bfloat16, torch.float32, torch.float16], [4, 8]))
+)
 @pytest.mark.usefixtures("few")
 def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype, bits):
     """Computed one after another."""

@@ -27,6 +27,7 @@ from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.oracle_drafter import agreeing
 from tests.support.products import kernels_serving
+from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, near, within
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
@@ -94,14 +95,15 @@ def made(name):
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "sampling", "rows"),
-    [
-        *((FAMILIES[0], sampling, rows) for sampling in SAMPLINGS for rows in (1, 4)),
-        *((name, "top", 1) for name in FAMILIES[1:]),
-        *((FAMILIES[1], sampling, 4) for sampling in SAMPLINGS),
-    ],
-)
+TEXTS = [
+    *[(FAMILIES[0], "greedy", 1), (FAMILIES[1], "top", 4)],
+    *((FAMILIES[0], sampling, rows) for sampling in SAMPLINGS for rows in (1, 4)),
+    *((name, "top", 1) for name in FAMILIES[1:]),
+    *((FAMILIES[1], sampling, 4) for sampling in SAMPLINGS),
+]
+
+
+@pytest.mark.parametrize(("name", "sampling", "rows"), cases(dict.fromkeys(TEXTS), 2))
 def test_output_is_plain(name, sampling, rows, compiled):
     """Tokens and random state; most drafts are accepted. Several rows have padding, get on
     unequally and end early."""
@@ -132,8 +134,9 @@ def test_drafts_are_in_few_bits_without_other_kernels(bits, kind, monkeypatch):
     assert layers >= {model.model.layers[0].mlp.up_proj.weight.shape, (32, 32)}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "sampling"), cases(crossed(COMPILED, SAMPLINGS), [("Gemma3ForCausalLM", "hot")])
+)
 def test_a_compiled_level_drafts_what_a_forward_would(name, sampling, compiled, monkeypatch):
     options = {"max_new_tokens": NEW} | SAMPLINGS[sampling]
     trees = results_of(
@@ -150,7 +153,7 @@ def test_a_compiled_level_drafts_what_a_forward_would(name, sampling, compiled, 
     assert trees == found
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", cases(SAMPLINGS))
 def test_the_first_rows_of_a_large_output_layer_and_those_of_texts_are_enough(
     sampling, monkeypatch, compiled
 ):
@@ -174,8 +177,9 @@ def test_no_draft_has_more_nodes_than_it_may(rows, monkeypatch):
     assert max(sizes) == 2
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-@pytest.mark.parametrize("new", [2, 3, 6])
+@pytest.mark.parametrize(
+    ("new", "name"), cases(crossed([2, 3, 6], ["LlamaForCausalLM", "GPT2LMHeadModel"]), 2)
+)
 def test_nothing_is_fed_behind_the_last_position(name, new):
     """A forward of one token is recorded in the first draft of a call."""
     model = build(name)
@@ -231,8 +235,9 @@ def test_a_level_is_one_forward_for_all_rows(llama, monkeypatch):
     assert len(shapes) == 1 + 3 + 1
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-@pytest.mark.parametrize("forwards", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("forwards", "name"), cases(crossed([2, 3, 8], ["Gemma3ForCausalLM", "LlamaForCausalLM"]))
+)
 def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
     model = build(getattr(transformers, name))
     plain = run(model, max_new_tokens=NEW)
@@ -272,7 +277,7 @@ def test_weights_are_packed_once_and_anew_when_they_change(bits):
     assert not any(anew.by_id[key] is copy for key, copy in packed.by_id.items())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("rows", cases([2, 1, 40]))
 def test_columns_count_by_what_the_last_tokens_multiply_them_by(rows, monkeypatch):
     """They are read once more, in one forward, of which nothing stays."""
     model, inputs = build(head_dim=16), {"input_ids": PROMPT[:, :5].repeat(rows, 1)}

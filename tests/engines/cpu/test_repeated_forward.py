@@ -23,6 +23,7 @@ from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.interruptions import raising
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, rope_model, run, same
+from tests.support.quick import cases, crossed
 from tests.support.threads import in_threads
 from tests.support.watching import Interrupt, calls_of, results_of
 from tests.support.wrapped_models import Around
@@ -43,8 +44,7 @@ def repeating(model, assistant=None, **options):
     return assistant
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("name", "sampled"), cases(crossed(CLASSES, [False, True]), 2))
 def test_forwards_are_repeated(name, sampled):
     options = {"do_sample": sampled, "seed": 3}
     last = repeating(architectures.build(name), **options).stats.last
@@ -78,7 +78,7 @@ UNREPEATED = {
 }
 
 
-@pytest.mark.parametrize("change", UNREPEATED.values(), ids=UNREPEATED)
+@pytest.mark.parametrize("change", cases(UNREPEATED.values(), 2), ids=UNREPEATED)
 def test_what_python_may_decide_is_not_repeated(change):
     model = build(LlamaForCausalLM)
     last = repeating(change(model) or model).stats.last
@@ -118,10 +118,9 @@ PLACES = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("names", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize("change", COMPUTED_WEIGHTS.values(), ids=COMPUTED_WEIGHTS)
-def test_a_training_step_shows_in_weights_that_forwards_compute(change, names):
-    model = change(build(LlamaForCausalLM), names).eval()
+@pytest.mark.parametrize(("name", "place"), cases(crossed(COMPUTED_WEIGHTS, PLACES), 1))
+def test_a_training_step_shows_in_weights_that_forwards_compute(name, place):
+    model = COMPUTED_WEIGHTS[name](build(LlamaForCausalLM), PLACES[place]).eval()
     assistant, before = repeating(model), run(model)
     for parameter in model.parameters():
         if parameter.requires_grad:

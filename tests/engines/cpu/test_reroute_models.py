@@ -10,6 +10,7 @@ from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build, equal, knowing, run
 from tests.support.products import kernels_serving
+from tests.support.quick import cases, crossed
 from tests.support.wrapped_models import WRAPS
 
 
@@ -28,8 +29,10 @@ def assert_same_bits(one, other):
     assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+CLASSES = [Gemma3ForCausalLM, LlamaForCausalLM]
+
+
+@pytest.mark.parametrize(("model_class", "wrap"), cases(crossed(CLASSES, WRAPS), 2))
 def test_wrapped_models(model_class, wrap, kernels):
     torch.manual_seed(0)
     equal(wrap(build(model_class, head_dim=16)))
@@ -47,9 +50,9 @@ def test_rows_of_one_step_round_alike(rows, kernels):
     assert torch.equal(whole, parts)
 
 
-@pytest.mark.parametrize("length", [14, 70])
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.mark.parametrize(
+    ("model_class", "do_sample", "length"), cases(crossed(CLASSES, [False, True], [14, 70]), 2)
+)
 def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_sample, length):
     """Prompts fit into one pass of the kernels or not."""
     model = build(model_class, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)

@@ -11,6 +11,7 @@ from hf_retrieval_assist.engines.cpu.compact import CompactWeight
 from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.weight_copies import BANDS, EVERY, WeightCopies
 from tests.support.products import dequantized, from_four_bits
+from tests.support.quick import crossed
 
 KINDS = (QuantizedWeight, FourBitWeight, CompactWeight)
 SHAPE = (300, 64)
@@ -75,16 +76,14 @@ NOT_COUNTED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("write", "counted"),
-    [
-        *(pytest.param(write, True, id=f"counted-{name}") for name, write in COUNTED.items()),
-        *(pytest.param(write, False, id=f"data-{name}") for name, write in NOT_COUNTED.items()),
-    ],
-)
+WRITES = {f"counted-{name}": write for name, write in COUNTED.items()}
+WRITES |= {f"data-{name}": write for name, write in NOT_COUNTED.items()}
+
+
+@pytest.mark.parametrize(("name", "kind"), crossed(WRITES, KINDS))
 @torch.no_grad()
-def test_a_weight_that_was_written_to_is_packed_anew(kind, write, counted):
+def test_a_weight_that_was_written_to_is_packed_anew(name, kind):
+    write, counted = WRITES[name], name.startswith("counted")
     weights, layer = copies(kind), nn.Linear(*SHAPE[::-1])
     layer.weight = weight_of()
     before = weights.of(layer.weight)

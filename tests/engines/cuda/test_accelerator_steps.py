@@ -12,6 +12,8 @@ from tests.support.heads import DRAFTERS, as_launches, layers_of, put_head
 from tests.support.lossless import build, padded
 from tests.support.oracle_drafter import oracle_assistant
 
+pytestmark = pytest.mark.slow
+
 # What the first forward of a width does besides: it takes memory.
 ALLOCATIONS = [("loop", "kernel", f"aten.{name}.default") for name in ("zeros", "new_zeros")]
 
@@ -73,7 +75,7 @@ ASSISTANTS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize(
     ("name", "model_class"),
     [*((name, LlamaForCausalLM) for name in ASSISTANTS), ("oracle", MixtralForCausalLM)],

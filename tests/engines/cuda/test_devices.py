@@ -26,6 +26,7 @@ from tests.support.cuda_rules import Cuda
 from tests.support.lossless import build, padded
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.quick import cases
 from tests.support.threads import in_threads
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -371,6 +372,7 @@ def lag(cuda, monkeypatch):
         monkeypatch.setattr(owner, name, at_once(getattr(owner, name)))
 
 
+@pytest.mark.slow
 def test_rows_that_catch_up_overwrite_nothing_on_its_way(cuda, monkeypatch):
     serve_in_place(monkeypatch)
     model = build(LlamaForCausalLM, max_position_embeddings=1024)
@@ -392,7 +394,7 @@ def test_rows_that_catch_up_overwrite_nothing_on_its_way(cuda, monkeypatch):
             torch.testing.assert_close(layer.keys, expected.keys, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", cases([3, 1]))
 def test_sampled_tokens_are_read_once_they_have_come(rows, cuda, monkeypatch):
     serve_in_place(monkeypatch)
     model, options = build(LlamaForCausalLM), {"do_sample": True, "top_p": 0.9}

@@ -32,6 +32,7 @@ from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
+from tests.support.quick import cases, crossed
 from tests.support.watching import a_librarys, calls_of, results_of
 from tests.support.wrapped_models import Around
 
@@ -43,8 +44,10 @@ def static_buffers(monkeypatch):
     serve_in_place(monkeypatch)
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM])
+CLASSES = [LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM]
+
+
+@pytest.mark.parametrize(("model_class", "inputs"), cases(crossed(CLASSES, INPUTS), 2))
 def test_tokens_are_those_of_plain_decoding(model_class, inputs):
     model = build(model_class)
     for _ in range(2):
@@ -71,8 +74,8 @@ def test_buffers_grow_in_mid_call(monkeypatch):
     assert len(set(capacities)) > 3
 
 
-@pytest.mark.parametrize("made", [0, 1])
-def test_buffers_grow_by_little_where_memory_is_short(made, monkeypatch):
+@pytest.mark.parametrize(("inputs", "made"), cases(crossed(INPUTS, [1, 0])))
+def test_buffers_grow_by_little_where_memory_is_short(inputs, made, monkeypatch):
     """Some layers may have moved by then."""
     model, _ = build(Gemma3ForCausalLM), growing(monkeypatch, 8)
     move_on, grow, made_block = FixedMemory._move_on, FixedMemory.grow, Arena._block
@@ -95,21 +98,19 @@ def test_buffers_grow_by_little_where_memory_is_short(made, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return made_block(arena, i, *kind)
 
-    for inputs in INPUTS.values():
-        agreeing(model, inputs, "tree", do_sample=False, max_new_tokens=60)
+    agreeing(model, INPUTS[inputs], "tree", do_sample=False, max_new_tokens=60)
     for owner, name, stand_in in (
         (FixedMemory, "_move_on", moved_on),
         (FixedMemory, "grow", grown),
         (Arena, "_block", short),
     ):
         monkeypatch.setattr(owner, name, stand_in)
-    for inputs in INPUTS.values():
-        wanted[:] = [0, 0]
-        agreeing(model, inputs, "tree", do_sample=False, max_new_tokens=60)
-    assert len(failed) > 1
+    wanted[:] = [0, 0]
+    agreeing(model, INPUTS[inputs], "tree", do_sample=False, max_new_tokens=60)
+    assert failed
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("inputs", cases(INPUTS))
 def test_windows_move_on_in_mid_call(inputs, monkeypatch):
     monkeypatch.setattr(arena, "capacity_bucket", lambda slots: slots)
     monkeypatch.setattr(arena, "_BEYOND_WINDOW", 72)
@@ -117,7 +118,7 @@ def test_windows_move_on_in_mid_call(inputs, monkeypatch):
     kinds = ["sliding_attention", "full_attention"]
     options = {"sliding_window": 8, "layer_types": kinds, "num_hidden_layers": 2}
     model, moved = build(Gemma3ForCausalLM, **options), calls_of(monkeypatch, Arena, "begin_with")
-    for _ in range(3):
+    for _ in range(2):
         moved.clear()
         options = {"do_sample": False, "max_new_tokens": 150}
         plain, _, assistant = agreeing(model, INPUTS[inputs], **options)
@@ -181,9 +182,9 @@ def test_hidden_states_come_from_what_was_recorded():
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize(
-    ("model_class", "inputs"), [(LlamaForCausalLM, "one row"), (Gemma3ForCausalLM, "padded")]
+    ("model_class", "inputs", "recorded"),
+    cases(crossed(CLASSES[1::-1], ["padded", "one row"], [True, False])),
 )
 def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
     attended, model = dense_attention.install(monkeypatch), build(model_class)
@@ -197,8 +198,9 @@ def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
     assert last.repeated == (last.forwards if recorded else 0)
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("make", [oracle_assistant, knowing])
+@pytest.mark.parametrize(
+    ("make", "recorded"), cases(crossed([oracle_assistant, knowing], [True, False]), 2)
+)
 def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, monkeypatch):
     """One that is not recorded, or wants of forwards what nobody did. It begins in their memory,
     which nobody is lent before it has left."""
@@ -303,8 +305,13 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
     assert not any("one kernel at a time" in text for text in told.messages)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize(("inputs", "made"), [("one row", 0), ("one row", 1), ("padded", 0)])
+MADE = [("one row", 1), ("one row", 0), ("padded", 0)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "made", "sampled"),
+    cases([(*one, sampled) for one in MADE for sampled in (False, True)]),
+)
 def test_a_call_without_memory_for_static_buffers_is_decoded_plainly(
     inputs, made, sampled, monkeypatch
 ):
@@ -359,7 +366,10 @@ def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch,
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
 
 
-@pytest.mark.parametrize("refused", ["no recorder", "nothing can be recorded", "no recordings"])
+REFUSED = ["nothing can be recorded", "no recorder", "no recordings"]
+
+
+@pytest.mark.parametrize("refused", cases(REFUSED, 2))
 def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     """And no masks over whole buffers: on devices that record nothing, and where nothing can be."""
     model = build(LlamaForCausalLM)

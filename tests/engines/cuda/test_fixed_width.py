@@ -13,6 +13,7 @@ from hf_retrieval_assist.verification.tree_attention import LayerMask
 from tests.support.lossless import build, padded, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.quick import cases
 from tests.support.watching import calls_of
 
 WIDTH = 8
@@ -75,16 +76,17 @@ def test_memory_has_the_capacity_that_is_asked_for():
     assert not roomy.serves(replace(roomy, exact=True))
 
 
+KINDS = [
+    (Gemma3ForCausalLM, torch.bfloat16),
+    (LlamaForCausalLM, torch.float32),
+    (LlamaForCausalLM, torch.bfloat16),
+    (GPT2LMHeadModel, torch.float16),
+]
+
+
 @pytest.mark.parametrize(
-    ("model_class", "dtype"),
-    [
-        (LlamaForCausalLM, torch.float32),
-        (LlamaForCausalLM, torch.bfloat16),
-        (GPT2LMHeadModel, torch.float16),
-        (Gemma3ForCausalLM, torch.bfloat16),
-    ],
+    ("model_class", "dtype", "rows"), cases([(*kind, n) for n in (3, 1) for kind in KINDS], 2)
 )
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("static_buffers")
 def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
     """Bit for bit, whatever is drafted and accepted."""

@@ -20,6 +20,8 @@ from tests.support.op_recorder import few_tokens, serve_in_place
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import calls_of, results_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def assistant(monkeypatch):

@@ -11,6 +11,7 @@ from hf_retrieval_assist.engines.cuda import node_choices
 from tests.support.lossless import PROMPT, build, late_token, padded
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
+from tests.support.quick import cases, crossed
 from tests.support.watching import calls_of
 
 OPTIONS = {
@@ -59,8 +60,14 @@ def check(model, rows, **options):
     assert assistant.stats.last.keeps_seed
 
 
-@pytest.mark.parametrize(("rows", "together"), [(1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("name", OPTIONS)
+# How many rows, and whether numbers of rows are drawn together.
+DRAWN = [(1, False), (3, True), (3, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "together"),
+    cases([(name, *drawn) for name, drawn in crossed(OPTIONS, DRAWN)], 3),
+)
 def test_tokens_and_state_are_plain_decodings(name, rows, together, llama, walked, monkeypatch):
     """Recorded, compared and repeated; the walk processes no scores of its own."""
     draw_rows(monkeypatch, together)

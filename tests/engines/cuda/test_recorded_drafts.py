@@ -21,6 +21,7 @@ from tests.support.drafted_texts import DRAFT_MODELS, Texts, assert_same_drafts,
 from tests.support.heads import as_launches, assisted, layers_of, put_head
 from tests.support.lossless import run
 from tests.support.op_recorder import serve_in_place
+from tests.support.quick import cases, crossed
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,10 @@ def idle(case):
     return WORKSPACES.report(layers_of(case.drafter, case.target)).idle
 
 
-@pytest.mark.parametrize(("name", "rows"), [("EAGLE", 1), *((name, 8) for name in NAMES)])
+RECORDED = [("EAGLE", 1), ("Gemma3ForCausalLM", 8), *((name, 8) for name in NAMES)]
+
+
+@pytest.mark.parametrize(("name", "rows"), cases(dict.fromkeys(RECORDED), 2))
 def test_recordings_draft_what_forwards_do(name, rows, static_buffers):
     case = case_of(name)
     expected = case.conversation(range(rows))
@@ -75,8 +79,7 @@ def refuse(*arguments):
     raise AssertionError("a mask over the whole capacity")
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("kind", DRAFT_MODELS)
+@pytest.mark.parametrize(("kind", "rows"), cases(crossed(DRAFT_MODELS, [8, 1])))
 def test_draft_models_attend_by_kernels_without_masks(kind, rows, static_buffers, monkeypatch):
     expected = drafting(kind).conversation(range(rows))
     static_buffers()
@@ -88,7 +91,7 @@ def test_draft_models_attend_by_kernels_without_masks(kind, rows, static_buffers
     assert attended
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES))
 def test_memory_grows_between_drafts(name, static_buffers, monkeypatch):
     case, turns = case_of(name), 24
     expected = case.conversation([0, 3], turns)
@@ -111,8 +114,9 @@ def frozen(compute):
     return lambda: None, shown
 
 
-@pytest.mark.parametrize("record", [refused, frozen])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "EAGLE"])
+@pytest.mark.parametrize(
+    ("name", "record"), cases(crossed(["LlamaForCausalLM", "EAGLE"], [refused, frozen]), 2)
+)
 def test_a_recording_that_fails_is_told_once_and_does_without(
     name, record, static_buffers, monkeypatch, told
 ):
@@ -125,7 +129,7 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
 
 
-@pytest.mark.parametrize("name", ["draft model", "early exit", "EAGLE", "MTP"])
+@pytest.mark.parametrize("name", cases(["EAGLE", "draft model", "early exit", "MTP"]))
 def test_calls_share_recordings_and_say_what_plain_decoding_says(name, static_buffers):
     """Unless a caller does without recordings."""
     target, drafter = assisted(name)
@@ -168,6 +172,7 @@ def counted_drafts(machine, owner, name, monkeypatch, fed):
     return drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
     case = drafting("LlamaForCausalLM")
@@ -198,6 +203,7 @@ def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
 OF_A_HEAD = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
 def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch):

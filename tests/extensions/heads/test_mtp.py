@@ -22,6 +22,7 @@ from tests.support.lossless import PHRASE, build, knowing, run, same
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.parts import since
 from tests.support.plain_layers import PlainLayers
+from tests.support.quick import cases, crossed
 from tests.support.tiny_models import VOCAB
 
 pytestmark = since("5.20", "fallback='mtp'")
@@ -92,7 +93,7 @@ def chain_of(model):
     return Assistant([MtpDrafter(top_k=1, depth=count - 1, min_prob=0.0)], budget=count)
 
 
-@pytest.mark.parametrize("name", [n for n, tier in TIERS.items() if tier != "replay"])
+@pytest.mark.parametrize("name", cases([n for n, tier in TIERS.items() if tier != "replay"], 2))
 def test_the_chain_is_transformers_own(name, models, monkeypatch):
     model = models(name)
     candidates, drafts = chains_of(monkeypatch, MTPCandidateGenerator)
@@ -105,7 +106,7 @@ def test_the_chain_is_transformers_own(name, models, monkeypatch):
         assert drafts[text] == chain or len(text) == IDS.shape[1] + NEW - 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", cases(FAMILIES, ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM"]))
 def test_every_family_drafts_what_its_layers_say(name, models):
     """Also the families that transformers refuses to assist, against its layers run afresh."""
     model = models(name)
@@ -179,8 +180,10 @@ def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
         model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM"])
+SPOILT = crossed(["Glm4MoeForCausalLM", "Qwen3NextForCausalLM"], [torch.nan, torch.inf, 1e30])
+
+
+@pytest.mark.parametrize(("name", "value"), cases(SPOILT, 2))
 def test_layers_that_compute_no_numbers_are_refused(tmp_path, name, value):
     model = saved_with_mtp(getattr(transformers, name), tmp_path, **FAMILIES[name])
     file = tmp_path / "model.safetensors"

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -211,17 +212,22 @@ def test_no_answer_ends_the_exchange(answer, caplog):
 @needs_redis
 def test_a_server_that_refuses_is_asked_ever_less_often(monkeypatch):
     """Whatever is written meanwhile, and with one output each time."""
-    monkeypatch.setattr(stream, "_PERIOD", 0.2)
-    monkeypatch.setattr(stream, "_LONGEST_PAUSE", 5.0)
-    server = OddServer(ODD["OOM"])
+    server, pauses = OddServer(ODD["OOM"]), []
+
+    class Pause(threading.Event):
+        def wait(self, seconds):
+            woken = super().wait(0.02)
+            pauses.append((seconds, woken))
+
+    own = vars(threading) | {"Event": Pause}
+    monkeypatch.setattr(stream, "threading", SimpleNamespace(**own))
     view = OutputStream(RedisServer(server.url), 1 << 20)
-    end = time.monotonic() + 3
-    while time.monotonic() < end:
-        view.append("m", output(0, 1000))
-        time.sleep(0.01)
-    # Tries follow after 0.2 to 0.4, 0.4 to 0.8, 0.8 to 1.6, 1.6 to 3.2 seconds.
-    assert 2 <= server.tries <= 5
-    assert server.bytes_received < 5 * (4_000 + 500) + 10_000
+    wait_until(lambda: pauses and view.append("m", output(0, 1000)) and len(pauses) > 8)
+    for failures, (seconds, woken) in enumerate(pauses[:8], 1):
+        longest = min(stream._PERIOD * 2**failures, stream._LONGEST_PAUSE)
+        assert longest / 2 <= seconds <= longest
+        assert not woken
+    assert server.bytes_received < server.tries * (4_000 + 500) + 10_000
     server.close()
 
 

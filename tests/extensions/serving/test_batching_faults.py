@@ -38,6 +38,8 @@ from tests.support.memories import wait_until
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import calls_of
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"num_blocks": 16}  # 256 tokens
 
 

@@ -41,6 +41,8 @@ from tests.support.rounding import near
 from tests.support.scripted import Scripted
 from tests.support.watching import calls_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "options",

@@ -20,16 +20,11 @@ from hf_retrieval_assist.extensions.serving.service import Limits, Service
 from hf_retrieval_assist.extensions.serving.tenants import Tenants, read_keys
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
-from tests.support.served import ANSWERS, LIST, get, learned, listening, serving
+from tests.support.served import ANSWERS, LIST, get, listening, serving
 
 PART = 64
 LONG = "list " * 300
 FORWARD = Qwen2ForCausalLM.forward
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return learned(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from hf_retrieval_assist.extensions.serving.fields import (
 from hf_retrieval_assist.extensions.serving.written import Failed, Form, Parser, Written
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
+from tests.support.quick import cases
 from tests.support.redis_process import free_port
 from tests.support.rounding import near
 from tests.support.served import (
@@ -246,7 +247,7 @@ def refused(served, route, field, code, body):
     return error
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", cases([False, True]))
 @pytest.mark.parametrize("field", CHATS)
 def test_bad_chats_are_told_what_is_wrong(served, field, stream):
     for code, *values in CHATS[field]:
@@ -607,7 +608,7 @@ def broken(*_, **__):
 
 
 @pytest.mark.parametrize("field", [{}, {"stop": "x"}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", cases([False, True]))
 def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, field):
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
     status, text = hello(alone, stream=stream, **field)
@@ -776,7 +777,8 @@ def test_figures_are_what_was_counted(folder, batching):
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "64"]
 
 
-@pytest.mark.parametrize("batching", [[], pytest.param(BATCHING, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [[], BATCHING])
 def test_the_command_serves_until_it_is_interrupted(folder, tmp_path, batching):
     port, log = free_port(), tmp_path / "log"
     command = [sys.executable, "-m", "hf_retrieval_assist.tools.cli", "serve", folder, *batching]

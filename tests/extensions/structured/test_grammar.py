@@ -11,6 +11,7 @@ from hf_retrieval_assist.extensions.structured import grammar
 from hf_retrieval_assist.extensions.structured.constraint import DEEPEST, Constraint
 from hf_retrieval_assist.policy.policy import Ask, Outcome
 from tests.support.lossless import PROMPT, run
+from tests.support.quick import cases, crossed
 
 # A record of two fields, each of one to three free tokens; 0 ends the text.
 KEYS = [[50, 51, 52, 53], [54, 55, 56], [57]]
@@ -113,8 +114,10 @@ def check(model, assistant, **options):
     assert assistant.stats.last.accepted >= 3  # the first key's
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}])
-@pytest.mark.parametrize("rows", [1, 3])
+DRAWS = [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}]
+
+
+@pytest.mark.parametrize(("options", "rows"), cases(crossed(DRAWS, [1, 3]), 3))
 def test_keys_are_drafted_and_outputs_are_plains(llama, known, options, rows):
     """No node is spent on what cannot be chosen: drafts are of texts that went on otherwise."""
     others = [[*PROMPT[0].tolist(), 1, 2, 3, 4] * 3]

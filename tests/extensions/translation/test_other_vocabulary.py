@@ -22,6 +22,7 @@ from hf_retrieval_assist.extensions.translation.translation import (
 )
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.lossless import build, same
+from tests.support.quick import cases, crossed
 
 TEXT = (
     "the walk is plain decoding and the tree only makes logits available early. Thé wälk: 'tis "
@@ -184,12 +185,8 @@ def test_drafts_what_the_draft_model_writes(draft_model, byte_tokens, pieces, ta
     assert drafted > len(ids)
 
 
-@pytest.mark.parametrize(
-    ("rows", "sampling"),
-    [(1, {}), (3, {}), (1, {"do_sample": True})],
-    ids=["greedy", "batch", "seeded"],
-)
-def test_output_is_plain(target, drafter, byte_tokens, rows, sampling):
+@pytest.mark.parametrize(("rows", "sample"), cases(crossed([3, 1], [True, False])))
+def test_output_is_plain(target, drafter, byte_tokens, rows, sample):
     ids = prompt(byte_tokens, TEXT)[0, : 12 * rows].view(rows, 12)
     for make in (
         lambda plain: Assistant([drafter], budget=8),
@@ -197,7 +194,7 @@ def test_output_is_plain(target, drafter, byte_tokens, rows, sampling):
             plain.tolist(), fallback=[drafter, "token_recycling"], budget=12
         ),
     ):
-        _, _, assistant = same(target, ids, make, **sampling)
+        _, _, assistant = same(target, ids, make, do_sample=sample)
         assert assistant.stats.total.drafted > 0
 
 
