@@ -67,7 +67,7 @@ def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
 def load_real(dtype: torch.dtype | None, name: str) -> tuple[Any, Any]:
     """A model of the demo, and its tokenizer."""
     quantized.LEAD = LEAD
-    return load_demo_model(dtype, name)
+    return load_demo_model(name, dtype=dtype)
 
 
 def load(arguments: argparse.Namespace, dtype: str | None = None) -> tuple[Any, Any]:

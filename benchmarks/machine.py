@@ -332,7 +332,8 @@ def run(arguments: argparse.Namespace, progress: Show) -> Report:
     table = report.table("Forwards beside the read of their weights", COLUMNS)
     for name in models:
         # One after the other, so that the memory of each is free for the next.
-        model = load_demo_model(torch.bfloat16, name)[0] if name in MODELS else None
+        real = name in MODELS
+        model = load_demo_model(name, dtype=torch.bfloat16)[0] if real else None
         model = model or build(SHAPES[name], arguments)
         table.add(model=name, **measure(model, bandwidth, settings, _titled(name, progress)))
         del model

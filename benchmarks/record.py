@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    model, tokenizer = load_demo_model(model="gemma3")
+    model, tokenizer = load_demo_model("gemma3")
     trace = Trace("sampled", [])
     for prompt in tqdm(read_prompts()):
         ids = tokenizer(prompt.text, return_tensors="pt").input_ids

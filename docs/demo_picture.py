@@ -182,7 +182,7 @@ def _legend(run: Run, y: float) -> str:
 
 
 def main() -> None:
-    model, tokenizer = load_demo_model(model="gemma3")
+    model, tokenizer = load_demo_model("gemma3")
     costs = CostModels()
     compare(model, tokenizer, WARM_UP, costs)
     document = animation(TASKS[0], *compare(model, tokenizer, TASKS[0], costs))

@@ -21,6 +21,7 @@ from .policy.planner import Budget
 from .policy.policy import DraftingPolicy
 from .policy.stats import CallStats
 from .system import changes
+from .system.arguments import require_several
 from .system.locks import Lock
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Assistant:
         residual: bool = False,
         costs: CostModels | None = None,
     ):
+        require_several("drafters", drafters, "a list of drafters")
         self.policy = policy = self._policy(
             drafters,
             budget=budget,

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -29,14 +30,16 @@ from .system.arguments import kind_of
 # The longest draft from a corpus where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
 # Arguments that are no options: `repr` shows resources in its own way or not at all.
-_NOT_SHOWN = ("self", "corpus", "tokenizer", "memory", "datastore", "draft_model", "costs")
+_NOT_SHOWN = ("self", "tokenizer", "memory", "datastore", "draft_model", "costs")
 
 
 def require(kind: type, **arguments: Any) -> None:
     """TypeError where an argument is of another kind."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name}: expected {kind.__name__}, got {kind_of(value)}")
+            named = kind is OutputMemory and isinstance(value, (str, os.PathLike))
+            hint = f"; write OutputMemory(path={str(value)!r})" if named else ""
+            raise TypeError(f"{name}: expected {kind.__name__}, got {kind_of(value)}{hint}")
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -51,29 +54,53 @@ def shows_arguments(init: Init) -> Init:
 
     @functools.wraps(init)
     def initialise(self: Preset, *args: Any, **options: Any) -> None:
-        told = signature.bind(self, *args, **options).arguments
-        self._told = {
-            name: value
+        told = _bound(type(self).__name__, signature, self, *args, **options)
+        self._told = [
+            f"{name}={_shown_corpus(value) if name == 'corpus' else _shown(value)}"
             for name, value in told.items()
-            if name not in _NOT_SHOWN and value != signature.parameters[name].default
-        }
+            if name not in _NOT_SHOWN and not _is_default(value, signature.parameters[name].default)
+        ]
         init(self, *args, **options)
 
     initialise.__signature__ = signature  # type: ignore[attr-defined]
     return initialise  # type: ignore[return-value]
 
 
+def _bound(kind: str, signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of a call by their names; TypeError that names the kind of assistant."""
+    own = [*signature.parameters][1:]
+    for name in options:
+        if name not in own:
+            near = [f"; did you mean {one!r}?" for one in get_close_matches(name, own, 1)]
+            raise TypeError(f"{kind}: got an unexpected keyword argument {name!r}{''.join(near)}")
+    try:
+        return signature.bind(*args, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{kind}: {error}") from None
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default if default is None else bool(value == default)
+
+
 class Preset(Assistant):
     """An assistant with the sources of a paper."""
 
-    _told: dict[str, Any]
+    _told: list[str]
 
     def _arguments(self) -> str:
         """Resources, and what differs from the defaults, as in a call."""
         held = {name: getattr(self, name, None) for name in ("memory", "datastore")}
         shown = [f"{name}={value!r}" for name, value in held.items() if value is not None]
-        shown += [f"{name}={_shown(value)}" for name, value in self._told.items()]
-        return ", ".join(shown)
+        return ", ".join([*shown, *self._told])
+
+
+def _shown_corpus(corpus: Any) -> str:
+    if isinstance(corpus, (str, os.PathLike, Datastore)):
+        return repr(corpus)
+    if not hasattr(corpus, "__len__"):
+        return "<documents>"
+    return f"<{len(corpus):,} document{'s' * (len(corpus) != 1)}>"
 
 
 def _shown(value: Any) -> str:

@@ -296,6 +296,20 @@ def test_what_only_the_loop_calls_is_not_among_a_users_names():
     assert all(f"\n    {name}: " in told for name in inspect.signature(SamAssistant).parameters)
 
 
+def test_one_thing_in_the_place_of_several_is_named():
+    assistant = SamAssistant()
+    for make, name in (
+        (lambda: assistant.expecting(rows="texts", tokenizer=object()), "rows"),
+        (lambda: assistant.expecting(rows=["text"], tokenizer=object()), "rows"),
+        (lambda: assistant.expecting(tools=print, tokenizer=object()), "tools"),
+        (lambda: assistant.expecting(tools={"name": "f"}, tokenizer=object()), "tools"),
+        (lambda: Assistant("suffix"), "drafters"),
+        (lambda: Assistant(AutomatonDrafter()), "drafters"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected a list of"):
+            make()
+
+
 def test_a_class_in_an_objects_place_is_named(model):
     said = "the class SamAssistant instead of an object; write SamAssistant"
     with pytest.raises(TypeError, match=f"^assistant: expected an Assistant, got {said}"):

@@ -282,7 +282,55 @@ def test_an_assistant_shows_what_it_was_told(llama):
         def __init__(self, tokens, **options):
             super().__init__([tokens], **options)
 
-    assert repr(Own([1, 2], budget=8)) == "Own(budget=8)"
+    assert repr(Own([1, 2], budget=8)) == "Own(corpus=<1 document>, budget=8)"
+
+
+@pytest.mark.parametrize("make", [SamAssistant, SamDecoding])
+def test_an_assistant_shows_that_it_has_a_corpus(make, tmp_path):
+    store = Datastore.build([[1, 2]], tmp_path / "store", vocab_size=9, progress=False)
+    (tmp_path / "a.txt").write_text("text")
+    for corpus, shown in (
+        ([[1, 2], [3]], "<2 documents>"),
+        (torch.ones((3, 2), dtype=torch.int32).numpy(), "<3 documents>"),
+        (([n] for n in range(2)), "<documents>"),
+        (store, repr(store)),
+        (str(store.path), repr(str(store.path))),
+    ):
+        assert (
+            repr(make(corpus, fallback=None)) == f"{make.__name__}(corpus={shown}, fallback=None)"
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "meant"),
+    [
+        (SamAssistant, "corpora", "corpus"),
+        (SamAssistant, "fall_back", "fallback"),
+        (SamAssistant, "graph", "graphs"),
+        (SuffixAssistant, "min_probability", "min_prob"),
+        (RolloutAssistant, "halflife", "half_life"),
+        (RestAssistant, "store", "datastore"),
+        (SequoiaAssistant, "draftmodel", "draft_model"),
+        (SamDecoding, "min_matches", "min_match"),
+        (SuffixDecoding, "treshold", "threshold"),
+    ],
+)
+def test_a_wrong_keyword_names_the_assistant_and_what_was_meant(make, wrong, meant):
+    match = (
+        f"^{make.__name__}: got an unexpected keyword argument '{wrong}'; did you mean '{meant}'"
+    )
+    with pytest.raises(TypeError, match=match):
+        make(**{wrong: 1})
+
+
+def test_arguments_that_are_missing_or_too_many_name_the_assistant():
+    for kind in (RestAssistant, SequoiaAssistant):
+        with pytest.raises(TypeError, match=f"^{kind.__name__}: missing a required argument"):
+            kind()
+    with pytest.raises(TypeError, match=r"^SamAssistant: too many positional arguments"):
+        SamAssistant(None, None, None, None)
+    with pytest.raises(TypeError, match=r"got str; write OutputMemory\(path='x.log'\)"):
+        SamAssistant(memory="x.log")
 
 
 def test_the_target_in_few_bits_drafts_beside_a_table():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ..structures.suffix_array import block_sums
-from ..system.arguments import kind_of, whole_number
+from ..system.arguments import require_several, whole_number
+from ..system.files import named_errors, sync
 from ..system.versions import of_extra
 from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .format import (
@@ -41,8 +41,6 @@ from .format import (
     map_shard,
     read_manifest,
     remove_unlisted,
-    sync_directory,
-    sync_file,
     verify_files,
     write_manifest,
 )
@@ -52,7 +50,6 @@ _BLOCK = 1 << 18  # entries that are worked on at a time, in a processor's own c
 _NAME_DIGITS = 16  # a hash's
 _SORTER = "pydivsufsort", "building a datastore needs"
 _STAGING = re.compile(r"\.(.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
-_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _written: set[Path] = set()  # what this process is writing to
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
 
@@ -91,17 +88,6 @@ class BuildOptions:
         return min(in_memory, MAX_BYTES // code_width(self.vocab_size))
 
 
-def require_documents(name: str, documents: Any) -> None:
-    """TypeError for the argument `name` if it is no iterable of documents: a text, a mapping or a
-    table, whose parts would be taken for documents."""
-    parts = isinstance(documents, (str, bytes, Mapping)) or hasattr(documents, "columns")
-    if parts or isinstance(documents, type) or not isinstance(documents, Iterable):
-        hint = "; of a table, its column of texts" if parts else ""
-        raise TypeError(
-            f"{name}: expected documents, a path or a Datastore, got {kind_of(documents)}{hint}"
-        )
-
-
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, removed at the end with what is still in it.
@@ -111,7 +97,7 @@ def staging_directory(path: Path) -> Iterator[Path]:
 
     Raises:
         BlockingIOError: another process is writing to `path`.
-        OSError: the disk is full; it names `path`.
+        OSError: what is staged cannot be written, which names `path`; or `path` cannot be locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
@@ -122,7 +108,7 @@ def staging_directory(path: Path) -> Iterator[Path]:
             staging.mkdir()
             yield staging
         except OSError as error:
-            if error.filename is None and error.errno in _FULL:  # a write's
+            if str(error.filename).startswith(str(staging)):  # which goes now
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
         finally:
@@ -132,17 +118,25 @@ def staging_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """A scope in which no other process writes to `path`; BlockingIOError where one does."""
-    lock = _lock_of(path)
-    try:
-        with FileLock(lock, timeout=0, mode=0o600):
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # Windows deletes no open file
-                    lock.unlink()
-    except Timeout:
-        raise BlockingIOError(f"{path}: another process is writing to it") from None
+    """A scope in which no other process writes to `path`; BlockingIOError where one does, another
+    OSError where the file system has no locks."""
+    place = _lock_of(path)
+    with ExitStack() as scope:
+        try:
+            scope.enter_context(FileLock(place, timeout=0, mode=0o600))
+        except Timeout:
+            raise BlockingIOError(f"{path}: another process is writing to it") from None
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            how = f"{error.strerror}; build the datastore where files can be locked, and move it"
+            place.unlink(missing_ok=True)
+            raise OSError(error.errno, how, str(place)) from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows deletes no open file
+                place.unlink()
 
 
 def _lock_of(path: Path) -> Path:
@@ -219,7 +213,7 @@ def publish(staging: Path, path: Path, manifest: Manifest) -> None:
     else:
         write_manifest(staging, manifest)
         os.rename(staging, path)
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def build_shards(
@@ -244,7 +238,7 @@ def build_shards(
         OSError: the disk is full or not writable.
         ImportError: the `corpus` extra is not installed.
     """
-    require_documents("documents", documents)
+    require_several("documents", documents, "documents of token ids")
     of_extra(*_SORTER)  # rather than after all documents were read
     shards: list[Shard] = []
     running: deque[Future[Shard]] = deque()
@@ -297,15 +291,17 @@ class _TextFile:
         names = b"".join(piece.name + b"\n" for piece in batch)
         parts: dict[str, Any] = {"tokens": codes, "documents": ends, "names": names}
         for part, written in parts.items():
-            self._files[part].write(written)
+            with named_errors(self._paths[part]):
+                self._files[part].write(written)
             self._hash.update(written)
 
     def close(self, taken: set[str]) -> Shard:
         """The shard is full; it gets its name, and is still to be indexed."""
         name = _free_name(self._hash.digest(), taken)
         for part, path in self._paths.items():
-            sync_file(self._files[part])
-            self._files[part].close()
+            with named_errors(path):
+                self._files[part].close()
+            sync(path)
             path.rename(path.with_name(f"{name}.{part}"))
         return Shard(name, self.documents, self.tokens, self.name_bytes)
 
@@ -468,9 +464,9 @@ def _outside(array: NDArray[Any], bounds: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _write(path: Path, array: NDArray[Any]) -> None:
-    with path.open("wb") as file:
+    with named_errors(path), path.open("wb") as file:
         file.write(array.data)
-        sync_file(file)
+    sync(path)
 
 
 def _index(

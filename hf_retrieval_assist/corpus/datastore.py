@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..structures.suffix_array import SuffixArray, SuffixMatcher
+from ..system.arguments import require_several
 from ..types.passages import BESIDE, FEWEST, LONGEST, Place, Source, place_in
 from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .build import (
     BuildOptions,
     build_shards,
     publish,
-    require_documents,
     staging_directory,
     without_document,
 )
@@ -241,7 +241,7 @@ class Datastore(Source):
         They get this name, whatever theirs were, and follow all others. Arguments and errors are
         those of :meth:`build` and :meth:`remove`.
         """
-        require_documents("documents", documents)
+        require_several("documents", documents, "documents of token ids")
         options = BuildOptions(self.vocab_size, memory, workers, progress)
         path = self.path.resolve()
         with staging_directory(path) as staging:

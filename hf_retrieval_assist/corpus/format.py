@@ -32,12 +32,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_array import BLOCK_ENTRIES, block_sums, damage
-from ..system.files import replacing
+from ..system.files import replacing, sync
 from ..system.lazy import cached_property
 
 MAGIC = "hf-retrieval-assist datastore"
 VERSION = 3
 MANIFEST = "manifest.json"
+HOW_TO_BUILD = "Datastore.build and `hf-retrieval-assist build` make datastores"
 SUMMED = ("tokens", "suffixes", "starts", "documents", "names")
 PARTS = (*SUMMED, "sums")
 MAX_VOCAB = 2**26  # more than any tokenizer's; tables of this many entries still fit anywhere
@@ -172,7 +173,7 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: it holds no manifest, or one that is altered, malformed or of a newer format.
     """
     if not path.is_dir():
-        raise FileNotFoundError(f"no datastore at {path}")
+        raise FileNotFoundError(f"no datastore at {path}; {HOW_TO_BUILD}")
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} is not a datastore: it has no {MANIFEST}")
     try:
@@ -206,24 +207,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     envelope = {**header, "contents": contents}
     with replacing(path / MANIFEST, alone=True) as file:
         file.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
-    sync_directory(path)
-
-
-def sync_file(file: Any) -> None:
-    """Wait until what was written to an open file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk, where the system can say so."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..system.arguments import encodable
+from ..system.arguments import encodable, require_several
 from ..system.files import read_json_lines
 from ..system.versions import of_extra
 from ..types.token_tree import Ids, NamedIds, checked_ids
-from .build import require_documents
 from .datastore import Datastore
-from .format import MANIFEST
+from .format import HOW_TO_BUILD, MANIFEST
 
 Document: TypeAlias = "str | NamedText | Mapping[str, Any] | Ids | NamedIds"
 Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
@@ -80,6 +79,7 @@ def read_texts(
             without text in `field`. It names the file, and the line or row.
         ImportError: a Parquet file or data set without the `datasets` extra.
     """
+    require_several("sources", sources, "a list of files, folders and data sets")
     for source in sources:
         for text in _read_source(source, field, split):
             if isinstance(text, NamedText):
@@ -304,18 +304,20 @@ def tokenised(corpus: Corpus, tokenizer: Any = None) -> Iterable[NamedIds] | Dat
         corpus = read_texts([place])
     if isinstance(corpus, Datastore):
         return corpus
-    require_documents("corpus", corpus)
+    require_several("corpus", corpus, "documents, a path or a Datastore")
     return _ids(corpus, tokenizer)
 
 
 def _existing(place: str) -> Path:
-    path, shown = Path(place), f"got {place[:_SHOWN]!r}; a single text stands in a list"
+    path, shown, single = Path(place), repr(place[:_SHOWN]), "a single text stands in a list"
     try:
         path.stat()
     except FileNotFoundError:
-        raise FileNotFoundError(f"corpus: expected a path, {shown}") from None
+        none = f"corpus: no file, folder or datastore at {shown}"
+        raise FileNotFoundError(f"{none}; {HOW_TO_BUILD}; {single}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"corpus: expected a path ({error.args[-1]:.80}), {shown}") from None
+        expected = f"corpus: expected a path ({error.args[-1]:.80})"
+        raise ValueError(f"{expected}, got {shown}; {single}") from None
     return path
 
 

@@ -32,7 +32,7 @@ def fallback_drafters(fallback: Any, memory: OutputMemory | None = None) -> list
 
     Args:
         fallback: see :class:`~hf_retrieval_assist.presets.SamAssistant`.
-        memory: of the preset, with which goes what the model thought likely.
+        memory: of the preset, with which go the tables of what the model thought likely.
 
     Raises:
         ValueError: an unknown name.
@@ -63,17 +63,17 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
     if isinstance(fallback, PreTrainedModel):
         return DraftModelDrafter(fallback)
     names = ["auto", "logit_ngrams", "token_recycling", *paths("fallbacks")]
-    expected = ", ".join(map(repr, names))
+    expected = (
+        f"{', '.join(map(repr, names))}, a draft model, an EagleHead (of "
+        "EagleHead.from_pretrained(folder, model)), a drafter, a list of these or None"
+    )
     if fallback == "logit_ngrams":
         return LogitNgramDrafter(memory)
     if fallback == "token_recycling":
-        return TokenRecyclingDrafter()
+        return TokenRecyclingDrafter(memory=memory)
     if isinstance(fallback, str):
         if fallback not in names:
             raise ValueError(f"fallback: expected {expected}, got {fallback!r}")
         drafter: Drafter = load("fallbacks", fallback)()
         return drafter
-    raise TypeError(
-        f"fallback: expected {expected}, a draft model, an EagleHead, a drafter, a list of these "
-        f"or None, got {kind_of(fallback)}"
-    )
+    raise TypeError(f"fallback: expected {expected}, got {kind_of(fallback)}")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..plugins import load
 from ..structures.suffix_automaton import SuffixAutomaton
-from ..system.arguments import encodable
+from ..system.arguments import encodable, require_several
 from ..types.token_tree import Int32Array, checked_ids
 
 Text: TypeAlias = "str | Sequence[int] | NDArray[np.integer]"
@@ -57,8 +57,11 @@ class Expected:
         """See `Assistant.expecting`, which raises the same."""
 
         def all_ids(given: Sequence[Text]) -> tuple[Int32Array, ...]:
+            require_several("rows", given, "a list of the texts of each row")
             return tuple(expected_ids(text, tokenizer) for text in given)
 
+        require_several("rows", rows, "a list of the texts of each row")
+        require_several("tools", tools, "a list of functions or JSON schemas")
         forms = None
         if schema is not None or tools:
             forms = load("parts", "forms")(schema, tools, tokenizer)

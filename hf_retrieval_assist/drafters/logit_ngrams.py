@@ -34,6 +34,9 @@ _LEAST_PROB = 0.004
 _MOST_LEVELS = 8
 # Rejected nodes learnt per step where a top k is not free.
 _MOST_REJECTED = 16
+# The smallest table, and what each of its contexts takes.
+_FEWEST_CONTEXTS = 8
+_CONTEXT_BYTES = Ngrams(_FEWEST_CONTEXTS).nbytes // _FEWEST_CONTEXTS
 
 
 class LogitNgramDrafter(Drafter):
@@ -45,9 +48,9 @@ class LogitNgramDrafter(Drafter):
     reads and writes it while it holds Python's lock.
 
     Args:
-        memory: whose tenant and end the tables share; None: they are this drafter's own.
+        memory: whose tenant, bound and end the tables share; None: they are this drafter's own.
         max_contexts: of a table, 92 bytes each; a power of 2, at least 64. Those that were met
-            longest ago give way.
+            longest ago give way. In a memory, as many of them as an eighth of its bound holds.
 
     Raises:
         ValueError: a bad number of contexts.
@@ -121,6 +124,8 @@ class LogitNgramDrafter(Drafter):
                     session.learn_text(token_ids)
         if shown:
             _learn(*zip(*shown, strict=True))
+        if self.memory is not None:
+            self.memory.make_room()
         for session, token_ids in zip(sessions, tokens, strict=True):
             if len(session.unread):
                 session.read_prompt(0)
@@ -132,16 +137,17 @@ class LogitNgramDrafter(Drafter):
             self._tables.clear()
 
     def _table_of(self, target: Target) -> Ngrams:
-        def new() -> Ngrams:
-            return Ngrams(self.max_contexts)
-
         if self.memory is not None:
-            table: Ngrams = self.memory.beside(target.fingerprint, new)
+            table: Ngrams = self.memory.table(self.name, target.fingerprint, self._table_within)
             return table
         with self._lock:
             if target.fingerprint not in self._tables:
-                self._tables[target.fingerprint] = new()
+                self._tables[target.fingerprint] = Ngrams(self.max_contexts)
             return self._tables[target.fingerprint]
+
+    def _table_within(self, max_bytes: int) -> Ngrams:
+        contexts = max(_FEWEST_CONTEXTS, max_bytes // _CONTEXT_BYTES)
+        return Ngrams(min(self.max_contexts, 1 << (contexts.bit_length() - 1)))
 
 
 class NgramSession(BatchSession):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..memory.output_memory import OutputMemory
 from ..structures import successors
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
@@ -118,6 +119,7 @@ class TokenRecyclingDrafter(Drafter):
         top_k: successors kept per token; the whole vocabulary where it is smaller.
         template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the child
             counts of a tree, breadth first from the root.
+        memory: whose tenant, bound and end the tables share; None: they are this drafter's own.
 
     Raises:
         ValueError: `top_k` is not positive or `template` is not a tree.
@@ -126,7 +128,12 @@ class TokenRecyclingDrafter(Drafter):
     name = "token_recycling"
     evidence = _EVIDENCE
 
-    def __init__(self, top_k: int = 8, template: str | Sequence[int] = "2.2.2") -> None:
+    def __init__(
+        self,
+        top_k: int = 8,
+        template: str | Sequence[int] = "2.2.2",
+        memory: OutputMemory | None = None,
+    ) -> None:
         require_at_least(1, top_k=top_k)
         if isinstance(template, str):
             if template not in TEMPLATES:
@@ -135,6 +142,7 @@ class TokenRecyclingDrafter(Drafter):
         template_of(template, top_k)  # refuses counts that are no tree
         self.top_k = top_k
         self.needs = FeedbackNeeds(top_k=top_k)
+        self.memory = memory
         self._child_counts = template
         self._tables: dict[tuple[str, int], SuccessorTable] = {}
         self._lock = Lock()
@@ -174,19 +182,25 @@ class TokenRecyclingDrafter(Drafter):
             table.learn_logits(found)
 
     def reset(self) -> None:
-        """Forget every row. Sessions under way keep what they started with."""
+        """Forget all that no memory keeps. Sessions under way keep what they started with."""
         with self._lock:
             self._tables.clear()
 
     def _table_of(self, target: Target) -> SuccessorTable:
+        def new(max_bytes: int = 0) -> SuccessorTable:
+            ranks = min(self.top_k, target.vocab_size)
+            ways = template_of(self._child_counts, ranks)
+            template = successors.Template(*ways, _EVIDENCE.priors)
+            return SuccessorTable(target.vocab_size, ranks, template)
+
+        if self.memory is not None:
+            name = f"{self.name} {target.vocab_size} {self.top_k} {[*self._child_counts]}"
+            table: SuccessorTable = self.memory.table(name, target.fingerprint, new)
+            return table
         key = (target.fingerprint, target.vocab_size)
         with self._lock:
             if key not in self._tables:
-                ranks = min(self.top_k, target.vocab_size)
-                template = successors.Template(
-                    *template_of(self._child_counts, ranks), _EVIDENCE.priors
-                )
-                self._tables[key] = SuccessorTable(target.vocab_size, ranks, template)
+                self._tables[key] = new()
             return self._tables[key]
 
 
@@ -218,6 +232,11 @@ class SuccessorTable:
         self._lock = Lock()
         self._successors, self._classes = self._unknown(min(vocab_size, rows) + 1)
         self._text_kinds = (_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)).astype(np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._successors.nbytes + self._classes.nbytes
 
     def _unknown(self, count: int) -> tuple[Int32Array, NDArray[np.uint8]]:
         """`count` unknown rows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sqlite3
 import time
 import warnings
@@ -46,6 +47,9 @@ _ROW_BYTES = 48  # an output's besides its fingerprint and ids
 _PATIENCE = 2.0  # seconds to wait for other processes, once; then not until they have let go
 _FORGETTING = 10.0  # seconds to wait before everything is forgotten
 _OWNER_ONLY = 0o600
+# What SQLite says where a file cannot be locked; of some systems without locks, that it is busy.
+_UNLOCKED = re.compile("SQLITE_(BUSY|PERM|IOERR_.*LOCK)")
+_REMEDY = "where its file system has no locks, choose a local path, or share outputs by url="
 
 
 class OutputLog(SharedOutputs):
@@ -150,7 +154,10 @@ class OutputLog(SharedOutputs):
             damaged = "readonly" in str(error) and os.access(self.path, os.W_OK)
             damaged |= "unsupported file format" in str(error)
             if isinstance(error, sqlite3.OperationalError) and not damaged:
-                raise OSError(f"{self.path}: {error}") from error
+                said = f"{self.path}: {error}"
+                if _UNLOCKED.match(getattr(error, "sqlite_errorname", "")):
+                    said += f"; {_REMEDY}"
+                raise OSError(said) from error
             self._database = None  # it remembers what the header said
             raise ValueError(f"{self.path}: expected a log of outputs, got {error}") from error
 

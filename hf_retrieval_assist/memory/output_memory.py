@@ -28,8 +28,10 @@ from .running_output import GROUP_MARK, OutputTree, RunningOutput
 # this share of the limit, are about what the trees can hold.
 _LOG_SHARE = 12
 
-# Things that are learnt besides outputs, of a model and a tenant each.
-_MOST_BESIDE = 64
+# Tables that are learnt besides outputs, of a model and a tenant each: how many there are, and the
+# share of the limit that all of them take at most; of that, half is for each.
+_MOST_TABLES = 64
+_TABLES_SHARE = 4
 
 # Separates a tenant's digest from what is inside the tenant's namespace.
 _TENANT_MARK = ":"
@@ -40,8 +42,9 @@ class OutputMemory:
 
     Outputs of different models (by `Target.fingerprint`) are kept apart, since their token ids mean
     different things; outputs added without a fingerprint are those of the first model that drafts
-    from this memory. Memory in use never exceeds `max_bytes`, tokens of running outputs and
-    fingerprints among it: the oldest outputs go first. Safe to use from several threads.
+    from this memory. Memory in use never exceeds `max_bytes`, tokens of running outputs,
+    fingerprints and the tables of drafters among it: the oldest outputs go first. Safe to use from
+    several threads.
 
     With `path`, finished outputs are also kept in a log, an SQLite database, so that they survive a
     restart. An output is in the log when `add`, or `RunningOutput.close`, returns, and then
@@ -66,7 +69,8 @@ class OutputMemory:
     after so many: counts then weigh outputs by their age, and a group stays small.
 
     Args:
-        max_bytes: bound on the memory that all trees together occupy; a number, or "1GB".
+        max_bytes: bound on the memory that all trees and tables together occupy; a number, or
+            "1GB".
         max_depth: longest context plus draft, in tokens.
         path: log file; None keeps outputs in memory only.
         url: server, `redis://`, `rediss://` or `unix://` as the `redis` client reads it, with a
@@ -80,7 +84,7 @@ class OutputMemory:
     Raises:
         ValueError: if the file at `path` is not a log of outputs, `max_bytes` is too little,
             another number is out of range, or `url` lacks a password or is none of the client's.
-        TypeError: if an argument is no number.
+        TypeError: if an argument is no number, or `max_bytes` is a text of another form.
         OSError: if the file at `path` cannot be read, or locked, or closed to others.
         ImportError: with `url`, if the `redis` extra is not installed.
     """
@@ -97,14 +101,19 @@ class OutputMemory:
     ) -> None:
         self.max_depth = whole_number("max_depth", max_depth, 1, MAX_DEPTH)
         smallest = 2 * SuffixTree(self.max_depth).nbytes
-        self.max_bytes = whole_number("max_bytes", byte_count(max_bytes, "max_bytes"), smallest)
+        given = os.fspath(max_bytes) if isinstance(max_bytes, os.PathLike) else max_bytes
+        try:
+            size = byte_count(given, "max_bytes")
+        except ValueError as error:
+            raise TypeError(f"{error}; path= keeps outputs in a file, url= on a server") from None
+        self.max_bytes = whole_number("max_bytes", size, smallest)
         if half_life is not None and not real_number("half_life", half_life) > 0:
             raise ValueError(f"half_life: expected None or a number above 0, got {half_life}")
         self.half_life = half_life
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
         self._kinds: dict[str, OutputTree] = {}  # keys: fingerprints
-        self._beside: OrderedDict[str, Any] = OrderedDict()  # the same keys, by use
+        self._tables: OrderedDict[str, Any] = OrderedDict()  # by use
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # those in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
@@ -119,7 +128,11 @@ class OutputMemory:
     def nbytes(self) -> int:
         """Bytes in use."""
         with self.lock:
-            return self._tree_bytes + self._output_bytes + self._kept_bytes
+            return self._tree_bytes + self._output_bytes + self._kept_bytes + self._table_bytes
+
+    @property
+    def _table_bytes(self) -> int:
+        return sum(table.nbytes for table in self._tables.values())
 
     @property
     def token_count(self) -> int:
@@ -167,18 +180,38 @@ class OutputMemory:
             raise ValueError("tenant: expected a name, got ''")
         return _Namespace(self, tenant)
 
-    def beside(self, fingerprint: str, make: Callable[[], Any]) -> Any:
-        """What else is learnt of a model's texts, as `make` makes it: a tenant's own, kept in this
-        process until the outputs are forgotten. Of many tenants' what was not asked for the longest
-        goes first; none of it counts for `max_bytes`."""
-        key = self._prefix + fingerprint
+    def table(self, name: str, fingerprint: str, make: Callable[[int], Any]) -> Any:
+        """What a drafter learns of a model's texts besides outputs: a tenant's own, kept in this
+        process until the outputs are forgotten.
+
+        All tables take a quarter of `max_bytes` at most. Those that were not asked for the longest
+        go first; one that is larger than that is made for each text.
+
+        Args:
+            name: tells tables of one model apart.
+            fingerprint: of the model.
+            make: makes the table, of at most so many bytes if it can be that small. It has
+                `nbytes`; whoever makes it grow calls `make_room`.
+        """
+        key = f"{self._prefix}{fingerprint}{GROUP_MARK}{name}"
+        most = self.max_bytes // _TABLES_SHARE
         with self.lock:
-            if key not in self._beside:
-                self._beside[key] = make()
-                if len(self._beside) > _MOST_BESIDE:
-                    self._beside.popitem(last=False)
-            self._beside.move_to_end(key)
-            return self._beside[key]
+            table = self._tables.pop(key, None)
+            table = make(most // 2) if table is None else table
+            if table.nbytes <= most:
+                self._tables[key] = table
+                self.make_room()
+            return table
+
+    def make_room(self) -> None:
+        """Drop the oldest tables and outputs until what is left is within its bounds."""
+        with self.lock:
+            most = self.max_bytes // _TABLES_SHARE
+            while self._table_bytes > most or len(self._tables) > _MOST_TABLES:
+                self._tables.popitem(last=False)
+            while self.nbytes > self.max_bytes:
+                if not self._evict():
+                    self._drop_buffer(next(iter(self._kept)))
 
     def tree(self, fingerprint: str = "") -> SuffixTree | None:
         """The suffix tree of a model's outputs, to be used while holding `lock`.
@@ -305,8 +338,8 @@ class OutputMemory:
                 self._log.forget(self._prefix)
 
     def _forget(self, prefix: str) -> None:
-        for key in [key for key in self._beside if key.startswith(prefix)]:
-            del self._beside[key]
+        for key in [key for key in self._tables if key.startswith(prefix)]:
+            del self._tables[key]
         for output in [*self._outputs, *self._running]:
             if output.fingerprint.startswith(prefix):
                 output.forgotten = True
@@ -438,7 +471,7 @@ class OutputMemory:
                 return
             output.full = not self._evict(output)
 
-    def _evict(self, keep: RunningOutput) -> bool:
+    def _evict(self, keep: RunningOutput | None = None) -> bool:
         """Drop the oldest output but `keep`, if there is one."""
         oldest = next((output for output in self._outputs if output is not keep), None)
         if oldest is not None:

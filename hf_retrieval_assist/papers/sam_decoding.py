@@ -69,7 +69,7 @@ class SamDecoding(Paper):
         if memory is not None:
             require(OutputMemory, memory=memory)
             drafters.append(SuffixDrafter(memory))
-        super().__init__([*drafters, *fallback_drafters(fallback)], **options)
+        super().__init__([*drafters, *fallback_drafters(fallback, memory)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         biases = [0, *[self.corpus_bias] * (self._matchers - 1)]

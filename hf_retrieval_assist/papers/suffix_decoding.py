@@ -54,7 +54,7 @@ class SuffixDecoding(Paper):
         self.threshold = threshold
         drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=True)
         self.memory = drafter.memory
-        super().__init__([drafter, *fallback_drafters(fallback)], **options)
+        super().__init__([drafter, *fallback_drafters(fallback, self.memory)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         suffix: Any = sessions[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -33,6 +34,17 @@ def kind_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__} instead of an object; write {value.__name__}(...)"
     return type(value).__name__
+
+
+def require_several(name: str, values: Any, expected: str) -> None:
+    """TypeError for the argument `name` that is nothing to go through one by one, or one thing
+    whose parts would be taken for several: a text, a mapping or a table."""
+    table = isinstance(values, Mapping) or hasattr(values, "columns")
+    single = table or isinstance(values, (str, bytes, type)) or not isinstance(values, Iterable)
+    if single:
+        hint = "; of a table, its column of texts" if table else ""
+        hint = "; a single text stands in a list" if isinstance(values, (str, bytes)) else hint
+        raise TypeError(f"{name}: expected {expected}, got {kind_of(values)}{hint}")
 
 
 def encodable(name: str, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import glob
 import json
@@ -16,6 +17,11 @@ from typing import Any, TypeVar
 
 _CACHE = "hf_retrieval_assist"
 _MOST_KEPT = 1 << 22  # bytes of a file that is kept to save time
+# What file systems answer that cannot sync folders, as SMB and some FUSE.
+_CANNOT_SYNC = {
+    *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF),
+    *(errno.EACCES, errno.EPERM, errno.EISDIR),
+}
 
 T = TypeVar("T")
 
@@ -52,10 +58,40 @@ def _tell_of_no_home() -> None:
 
 
 @contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """A scope in which an `OSError` of the system that names no file names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk; of a folder, where its file
+    system can say so. Raises an `OSError` that names `path`."""
+    folder = path.is_dir()
+    if folder and os.name == "nt":
+        return
+    try:
+        with named_errors(path):
+            descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        if not (folder and error.errno in _CANNOT_SYNC):
+            raise
+
+
+@contextmanager
 def replacing(path: Path, alone: bool = False) -> Iterator[Path]:
     """A new, empty file, which takes the place of `path` in one step when the block ends.
 
-    It is on the disk before it does. Where the block raises, what was there stays.
+    It is on the disk before it does. Where the block raises, what was there stays. Errors of the
+    disk name one of the two.
 
     Args:
         path: the file to replace, or to make.
@@ -68,9 +104,9 @@ def replacing(path: Path, alone: bool = False) -> Iterator[Path]:
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
     fresh.touch(exist_ok=False)
     try:
-        yield fresh
-        with fresh.open("rb+") as file:
-            os.fsync(file.fileno())
+        with named_errors(path):
+            yield fresh
+        sync(fresh)
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -64,14 +64,16 @@ MODELS = {
 """Name -> model; the first one unless another is named."""
 
 
-def load_demo_model(dtype: torch.dtype | None = None, model: str | None = None) -> tuple[Any, Any]:
+def load_demo_model(
+    model: str | None = None, *, dtype: torch.dtype | None = None
+) -> tuple[Any, Any]:
     """A real model and its tokenizer, on the CPU. The first call unpacks the weights, up to a
     minute, into the user's cache directory: 1.1 GB for Gemma-3, 0.3 GB for SmolLM2.
 
     Args:
-        dtype: of the weights; None: float32 for Gemma-3, bfloat16 for SmolLM2.
         model: "gemma3", a base model, or "smollm2", which has a chat template. None: what the
             environment's HFRA_DEMO_MODEL names, else "gemma3".
+        dtype: of the weights; None: float32 for Gemma-3, bfloat16 for SmolLM2.
 
     Raises:
         ImportError: the packages that carry it are not installed.

@@ -18,7 +18,7 @@ from ..extensions.record.record import Record
 from ..extensions.record.steps import MODEL
 from ..policy.cost_store import CostModels
 from ..presets import SamAssistant, SuffixAssistant
-from ..system.arguments import kind_of, require_at_least
+from ..system.arguments import kind_of, require_at_least, require_several
 from ..verification.engine import engine_of
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding
@@ -215,10 +215,14 @@ def suggest(
 
     Raises:
         ValueError: no prompts, candidates or repeats, or texts without a tokenizer.
-        TypeError: a candidate that is an assistant, and does not make one.
+        TypeError: prompts that are no list; a candidate that is an assistant, and does not make
+            one.
     """
+    require_several("prompts", prompts, "a list of prompts")
     inputs = [_inputs(model, prompt, tokenizer) for prompt in prompts]
     makers = default_candidates() if candidates is None else candidates
+    if not isinstance(makers, Mapping):
+        raise TypeError(f"candidates: expected name -> function, got {kind_of(makers)}")
     require_at_least(1, prompts=len(inputs), candidates=len(makers), repeats=repeats)
     for name, make in makers.items():
         if isinstance(make, Assistant) or not callable(make):
@@ -271,8 +275,13 @@ def _turn(
 
 def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> Inputs:
     if isinstance(prompt, torch.Tensor):
+        if prompt.ndim != 2:
+            shape = [*prompt.shape]
+            raise ValueError(f"prompts: expected int64 [1, length] each, got a tensor of {shape}")
         ids = prompt.to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompts: expected texts or tensors of ids, got {kind_of(prompt)}")
     if tokenizer is None:
         raise ValueError("tokenizer: expected one, since a prompt is text, got None")
     return dict(tokenizer(prompt, return_tensors="pt").to(model.device))

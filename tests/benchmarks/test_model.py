@@ -179,7 +179,9 @@ def test_llama_cpp_is_given_the_models_weights(kind, tmp_path):
     (table,) = [one for one in reader.tensors if one.name == "token_embd.weight"]
     values = torch.tensor(gguf.quants.dequantize(table.data, table.tensor_type))
     dtype = torch.float32 if kind == "Q8_0" else getattr(torch, kind)
-    weight = load_demo_model(dtype, "smollm2")[0].get_input_embeddings().weight.detach().float()
+    weight = (
+        load_demo_model("smollm2", dtype=dtype)[0].get_input_embeddings().weight.detach().float()
+    )
     if kind == "Q8_0":  # steps of 127 to the largest of 32, and half a step off, but for rounding
         steps = weight.view(-1, 32).abs().amax(dim=1, keepdim=True) / 127
         assert ((values - weight).view(-1, 32).abs() <= 0.6 * steps + 1e-4).all()

@@ -1,6 +1,8 @@
 """Datastores on disk: round trips, atomic builds, models and the hub."""
 
+import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -225,6 +227,20 @@ def test_one_process_at_a_time_writes_to_a_store(tmp_path):
             datastore.compact(progress=False)
 
     assert_holds(datastore.append(more(), progress=False), [[1, 2], [5]])
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_folder_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch, number):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    place = re.escape(str(tmp_path / ".store.lock"))
+    with pytest.raises(OSError, match=f"build the datastore where .* locked, .*: '{place}'"):
+        build([[1, 2]], tmp_path / "store")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_others_added_meanwhile_stays(tmp_path):

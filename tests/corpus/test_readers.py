@@ -252,8 +252,16 @@ def test_paths_of_texts_and_of_datastores(tokenizer, ids, tmp_path):
     found = tokenised(store)
     assert isinstance(found, Datastore)
     assert RestAssistant(str(store)).datastore.token_count == found.token_count
-    with pytest.raises(FileNotFoundError, match="a single text stands in a list"):
+    none = "no file, folder or datastore at 'some words'; Datastore.build and .* make datastores; a"
+    with pytest.raises(FileNotFoundError, match=f"^corpus: {none} single text stands in a list"):
         tokenised("some words", tokenizer)
+    for open_at in (RestAssistant, Datastore.open):
+        with pytest.raises(FileNotFoundError, match=r"^no datastore at none; Datastore.build and"):
+            open_at("none")
+    with pytest.raises(
+        TypeError, match=r"^sources: expected a list of files, .* got str; a single"
+    ):
+        next(read_texts("texts"))
 
 
 def test_what_is_no_corpus(tokenizer):

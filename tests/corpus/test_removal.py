@@ -137,7 +137,7 @@ def test_a_change_that_is_killed_leaves_the_old_or_the_new_store(tmp_path, monke
 
         with monkeypatch.context() as patched:
             patched.setattr(corpus_build, "sweep", lambda path: [])
-            for name in ("_write", "sync_file", "write_manifest", "remove_unlisted"):
+            for name in ("_write", "sync", "write_manifest", "remove_unlisted"):
                 patched.setattr(corpus_build, name, dying(getattr(corpus_build, name)))
             for where, name in ((os, "replace"), (Path, "unlink")):
                 patched.setattr(where, name, dying(getattr(where, name)))

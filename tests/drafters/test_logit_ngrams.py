@@ -163,11 +163,11 @@ def test_tables_are_a_models_and_a_tenants_and_go_with_the_memory():
     assert [known(place) for place in tenants] == [(20, 1), None, (22, 1)]
     memory.forget()
     assert [known(place) for place in tenants] == [None] * 3
-    for number in range(output_memory._MOST_BESIDE):  # the one in use stays
+    for number in range(output_memory._MOST_TABLES):  # the one in use stays
         other = memory.namespace(f"tenant {number}")
         feed(LogitNgramDrafter(other).start(ids(1), target("m")), (1,), (30,), [5])
         LogitNgramDrafter(tenants[2]).start(ids(1), target("m"))
-    assert len(memory._beside) == output_memory._MOST_BESIDE
+    assert len(memory._tables) == output_memory._MOST_TABLES
     assert known(memory.namespace("tenant 0")) is None
     assert known(memory.namespace("tenant 9")) == (30, 1)
     own = LogitNgramDrafter()

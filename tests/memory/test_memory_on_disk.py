@@ -176,9 +176,21 @@ def test_forgetting_that_fails_says_so(path, monkeypatch):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     monkeypatch.setattr(log, "_FORGETTING", 0.05)
-    with holding(path), pytest.raises(OSError, match="log: database is locked"):
+    with holding(path), pytest.raises(OSError, match="log: database is locked; where its file"):
         memory.forget()
     assert len(memory) == 0
+
+
+@pytest.mark.parametrize("name", ["SQLITE_IOERR_LOCK", "SQLITE_IOERR_RDLOCK", "SQLITE_PERM"])
+def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch, name):
+    def without_locks(*arguments, **options):
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorname = name
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", without_locks)
+    with pytest.raises(OSError, match=r"log: disk I/O error; .* no locks, choose a local path"):
+        OutputMemory(path=tmp_path / "log")
 
 
 # Other processes.

@@ -182,6 +182,13 @@ def test_older_outputs_fade(half_life):
     assert (np.abs(ages - expected) <= 4 * spread + 1e-9).all()
 
 
+@pytest.mark.parametrize("place", ["x.log", Path("x.log"), "redis://server", "4X"])
+def test_a_file_or_server_in_the_bounds_place_is_named(place):
+    match = rf"^max_bytes: expected bytes such as 750M or 4G, got '{place}'; path= keeps .* url="
+    with pytest.raises(TypeError, match=match):
+        OutputMemory(place)
+
+
 def test_fading_leaves_other_prompts_and_running_outputs_alone():
     memory = OutputMemory(half_life=0.01)
     running = memory.start("a")

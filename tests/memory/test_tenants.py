@@ -12,6 +12,9 @@ from hf_retrieval_assist import (
     SuffixAssistant,
     simulate,
 )
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
+from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.extensions.redis import redis_server
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
@@ -22,6 +25,7 @@ from tests.support.stores import Alone, OnDisk, OnServer, sync
 
 RANDOM = np.random.default_rng(0)
 TEXT = RANDOM.integers(1, 60, 60).tolist()
+TABLES = (LogitNgramDrafter, TokenRecyclingDrafter)
 # A text whose parts the first one has as well.
 CHANGED = [*TEXT[:30], *range(60, 70), *TEXT[40:]]
 
@@ -71,14 +75,71 @@ def test_no_step_tells_of_another_tenant(make, half_life):
         found = []
         for _ in range(3):
             for name in others:
-                simulate(tenants[name], [(TEXT[:1], TEXT[1:])])
-            result = simulate(tenants["b"], [(TEXT[:1], CHANGED[1:])])
+                simulate(tenants[name], [(TEXT[:1], TEXT[1:])], vocab_size=70)
+            result = simulate(tenants["b"], [(TEXT[:1], CHANGED[1:])], vocab_size=70)
             found.append((result.steps, result.nodes))
         return found
 
     alone = steps_of_b()
     assert steps_of_b("a") == steps_of_b("a", "a") == alone
     assert steps_of_b("b") != alone
+
+
+@pytest.mark.parametrize("fallback", ["logit_ngrams", "token_recycling", "both"])
+@pytest.mark.parametrize(
+    "make", [SamAssistant, SuffixAssistant, RolloutAssistant, SamDecoding, SuffixDecoding]
+)
+def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs(make, fallback):
+    memory, target = OutputMemory(), Target(70, fingerprint="m")
+    named = ["logit_ngrams", "token_recycling"] if fallback == "both" else fallback
+    tables = {}
+    for name in "ab":
+        drafters = make(memory=memory.namespace(name), fallback=named).drafters
+        tables[name] = [one for one in drafters if isinstance(one, TABLES)]
+
+    def read(name, count):
+        """Nodes that each table drafts behind so many tokens of the text."""
+        nodes = []
+        for drafter in tables[name]:
+            session = drafter.start(np.array(TEXT[:1], np.int32), target)
+            session.commit(TEXT[1:count], None)
+            nodes.append(len(session.propose(8)))
+        return nodes
+
+    empty = memory.nbytes
+    assert read("a", 2) == read("b", 2) == [0] * len(tables["a"])
+    for name in "ab":
+        read(name, len(TEXT))
+        assert all(read(name, 2))
+    assert memory.nbytes > empty
+    memory.namespace("a").forget()
+    assert read("a", 2) == [0] * len(tables["a"])
+    assert all(read("b", 2))
+    memory.forget()
+    assert memory.nbytes == empty
+    check_memory(memory)
+
+
+@pytest.mark.parametrize("max_bytes", [60_000, 1 << 20, 8 << 20])
+def test_tables_and_outputs_are_together_within_the_bound(max_bytes):
+    """Tables that grow, of several kinds and more tenants than there is room for."""
+    memory, target = OutputMemory(max_bytes), Target(3000, fingerprint="m")
+    rng, kept = np.random.default_rng(0), set()
+    for number in range(6):
+        tenant = memory.namespace(f"{number}")
+        output = tenant.start("m")
+        drafters = [make(memory=tenant) for make in TABLES]
+        for _ in range(25):  # calls
+            sessions = [one.start(np.array([1], np.int32), target) for one in drafters]
+            tokens = rng.integers(0, 3000, 100).astype(np.int32)
+            output.extend(tokens)
+            for session in sessions:
+                session.commit(tokens.tolist(), None)
+                assert memory.nbytes <= max_bytes
+        check_memory(memory)
+        kept |= {*memory._tables}
+    assert 0 < len(memory._tables) < len(kept)
+    assert len(memory) > 0
 
 
 SECRET, OTHER, OPEN = [777777] * 8, [5, 6, 7], [8, 9]

@@ -36,6 +36,7 @@ def check_memory(memory):
     with memory.lock:
         kinds = memory._kinds
         assert memory.nbytes <= memory.max_bytes
+        assert sum(table.nbytes for table in memory._tables.values()) <= memory.max_bytes // 4
         assert memory._tree_bytes == sum(kind.tree.nbytes for kind in kinds.values())
         assert memory._output_bytes == sum(output.cost for output in memory._outputs)
         assert memory._kept_bytes == sum(4 * len(output.kept) for output in memory._kept)

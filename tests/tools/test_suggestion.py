@@ -112,5 +112,10 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=said):
             suggest(model, prompts, **options)
+    for one in ("text", PROMPT[0], {"input_ids": PROMPT}, 3, [[1, 2]]):
+        with pytest.raises((TypeError, ValueError), match=r"^prompts: expected"):
+            suggest(model, one)
+    with pytest.raises(TypeError, match=r"^candidates: expected name -> function, got list"):
+        suggest(model, [PROMPT], candidates=[SamAssistant])
     with pytest.raises(TypeError, match="expected a function that makes mine, got SamAssistant"):
         suggest(model, [PROMPT], candidates={"mine": SamAssistant()})
