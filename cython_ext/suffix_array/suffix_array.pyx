@@ -1,87 +1,115 @@
 """Lookup in suffix arrays over token ids, and selection of the most frequent continuations.
 
-A text is a sequence of codes: token id + 1, and 0 after every document, stored big-endian in `width`
-bytes so that the order of its byte strings is the order of its code strings. A suffix array lists
-the positions of its ids (not of the zeros) in the order of the suffixes that start there. A match
-therefore is an interval of ranks, its length the number of occurrences (Manber and Myers 1993).
+A text is a sequence of ids, with -1 behind every document. A suffix array lists the positions of its
+ids (not of the -1) in the order of the suffixes that start there. A match therefore is an interval of
+ranks, its length the number of occurrences (Manber and Myers 1993). What follows a match is counted at
+places that are spread evenly over its interval, as REST counts at the first 5,000.
 
-Everything here may point into files that someone altered. What is read is compared with checksums
-first. Ranks, positions and codes are checked where they are read too: any bytes, with sums that fit,
-give some answer, and never an id outside the vocabulary.
+Everything here may point into files that someone altered. Positions and ids are checked where they are
+read: any contents give some answer, and never an id outside the vocabulary.
 """
 
 import numpy as np
 
-cimport cython
-from libc.string cimport memcpy, memmove, memset
-
 from common.blocks cimport owned
 from common.heap cimport Entry, pop, push
 from common.prefetch cimport prefetch
-from common.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from common.sort cimport key_value, sort, sort_key
+from common.types cimport int32_t, int64_t
 
-include "suffix_array/soundness.pxi"
-include "suffix_array/search.pxi"
-include "suffix_array/selection.pxi"
+cdef enum:
+    END = -1          # behind every document
+    SAMPLES = 1024    # occurrences of a match whose continuations are counted, at most
+    DEPTH_BITS = 17
 
-BLOCK_ENTRIES = 1 << BLOCK_BITS
-"""Entries of a file that share a checksum."""
+cdef struct Shard:
+    const int32_t* tokens     # [length]
+    const int32_t* suffixes   # [suffix_count], positions of ids, in the order of their suffixes
+    int64_t length
+    int64_t suffix_count
+    int64_t vocab_size
+
+cdef struct Interval:         # ranks [low, high) of one shard's suffixes
+    int64_t low
+    int64_t high
+
+cdef struct Place:            # behind one occurrence of a match
+    const Shard* shard
+    int64_t position
+
+cdef struct Candidate:        # a continuation that may be taken into the tree
+    int32_t token             # its last one
+    int32_t parent            # the tree's node without it, -1 for the match
+    int32_t depth
+    int32_t first             # the samples that go on so: [first, last) of the order ...
+    int32_t last
+    int32_t parent_samples    # ... and how many go on as the parent does
+
+cdef struct Tree:             # what was taken, in the arrays that the caller gets
+    int32_t size
+    int32_t capacity
+    int32_t* token_ids
+    int32_t* parents
+    int32_t* contexts
+    int64_t* counts
+    int64_t* parent_counts
 
 
-def block_sums(const uint8_t[::1] data not None, int64_t entry_bytes):
-    """The checksum of each block of a file whose entries take so many bytes: uint64 [blocks]."""
-    cdef Blocks blocks = Blocks(NULL, data.shape[0], entry_bytes << BLOCK_BITS, NULL, NULL, NULL, examine)
-    cdef uint64_t[::1] sums = np.empty(block_count(&blocks), np.uint64)
-    cdef int64_t i
-    if blocks.size:
-        blocks.bytes = &data[0]
-    with nogil:
-        for i in range(sums.shape[0]):
-            sums[i] = sum_of(&blocks, i)
-    return np.asarray(sums)
+cdef inline int32_t token_at(const Shard* shard, int64_t position) noexcept nogil:
+    """The id at a position; END outside the text, and for what is no id."""
+    if not 0 <= position < shard.length:
+        return END
+    return shard.tokens[position] if 0 <= shard.tokens[position] < shard.vocab_size else END
 
 
-def damage(file, block) -> ValueError:
-    """What is raised where a block of a file is not as it was written."""
-    expected = "expected the checksum that it was written with, got another"
-    return ValueError(f"{file}: block {block} is damaged: {expected}")
+cdef int64_t first_rank(const Shard* shard, Interval within, int32_t offset, int64_t token) noexcept nogil:
+    """The first rank of an interval in whose suffix the id at an offset is at least `token`."""
+    cdef int64_t middle
+    while within.low < within.high:
+        middle = (within.low + within.high) // 2
+        if token_at(shard, <int64_t>shard.suffixes[middle] + offset) < token:
+            within.low = middle + 1
+        else:
+            within.high = middle
+    return within.low
+
+
+cdef Interval narrowed(const Shard* shard, Interval within, int32_t offset, int64_t token) noexcept nogil:
+    """The part of an interval in whose suffixes the id at an offset is `token`."""
+    within.low = first_rank(shard, within, offset, token)
+    within.high = first_rank(shard, within, offset, token + 1)
+    return within
+
+
+cdef int32_t find_node(const Tree* tree, int32_t parent, int32_t token) noexcept nogil:
+    """A node of the tree; its size where there is none."""
+    cdef int32_t node
+    for node in range(parent + 1, tree.size):
+        if tree.parents[node] == parent and tree.token_ids[node] == token:
+            return node
+    return tree.size
 
 
 cdef class SuffixArray:
     """Suffix arrays of one or more shards, searched as if they were one. Immutable.
 
     Args:
-        shards: per shard `(codes, suffixes, starts, bucket_shift)`: uint8 [length x width], uint32
-            [suffixes], uint32 [buckets + 1] and the shift of its buckets. The buffers are
+        shards: per shard `(tokens, suffixes)`, int32 [length] and int32 [suffixes]. The buffers are
             kept, not copied, and may be read-only maps of files.
-        width: bytes per code, 1 to 4.
         vocab_size: ids at or above it are neither matched nor proposed.
-        files: per shard `(name, sums)`: what its files are called, and uint64 sums of the blocks of
-            codes, suffixes and starts, behind one another. Blocks are compared with them when they
-            are first read. None: they are believed.
 
     Raises:
-        ValueError: no shard, an empty buffer, a length that is no multiple of `width`, a width,
-            shift or vocabulary size out of range, or too few sums. From any method here and of
-            `SuffixMatcher`, once a block that was read, by whomever, is damaged.
+        ValueError: no shard, an empty buffer, or a vocabulary size out of range.
     """
 
     cdef Shard* shards
-    cdef uint8_t* damaged
-    cdef list names
     cdef readonly int32_t shard_count
     cdef readonly int64_t vocab_size
     cdef list buffers
 
-    def __cinit__(self, list shards, int32_t width, int64_t vocab_size, list files=None):
-        cdef const uint8_t[::1] codes
-        cdef const uint32_t[::1] suffixes, starts
-        cdef const uint64_t[::1] sums
-        cdef Blocks of_codes, of_suffixes, of_starts
-        cdef int32_t shift, i
-        cdef int64_t used
-        if not 1 <= width <= 4:
-            raise ValueError(f"width: expected 1 to 4 bytes, got {width}")
+    def __cinit__(self, list shards, int64_t vocab_size):
+        cdef const int32_t[::1] tokens, suffixes
+        cdef int32_t i
         if not 1 <= vocab_size < 1 << 31:
             raise ValueError(f"vocab_size: expected 1 to {(1 << 31) - 1}, got {vocab_size}")
         if not shards:
@@ -89,73 +117,14 @@ cdef class SuffixArray:
         self.vocab_size = vocab_size
         self.shard_count = <int32_t>len(shards)
         self.buffers = []
-        self.names = []
-        self.damaged = <uint8_t*>owned(self.buffers, 1)
         self.shards = <Shard*>owned(self.buffers, len(shards) * sizeof(Shard))
-        for i, (codes, suffixes, starts, shift) in enumerate(shards):
-            if not 0 <= shift <= 30:
-                raise ValueError(f"bucket_shift: expected 0 to 30, got {shift}")
-            if codes.shape[0] == 0 or codes.shape[0] % width:
-                raise ValueError(f"codes: expected a multiple of {width} bytes, got {codes.shape[0]}")
-            if suffixes.shape[0] == 0 or starts.shape[0] < 2:
-                raise ValueError("suffixes and starts: expected at least one suffix and one bucket")
-            self.buffers.append((codes, suffixes, starts))
-            name, sums = ("", None) if files is None else files[i]
-            used = 0
-            self.names.append(name)
-            self.buffers.append(sums)
-            of_codes = self.blocks(&codes[0], codes.shape[0] // width, width, sums, &used)
-            of_suffixes = self.blocks(<const uint8_t*>&suffixes[0], suffixes.shape[0], 4, sums, &used)
-            of_starts = self.blocks(<const uint8_t*>&starts[0], starts.shape[0], 4, sums, &used)
+        for i, (tokens, suffixes) in enumerate(shards):
+            if tokens.shape[0] == 0 or suffixes.shape[0] == 0:
+                raise ValueError("shards: expected at least one token and one suffix")
+            self.buffers.append((tokens, suffixes))
             self.shards[i] = Shard(
-                Text(&codes[0], codes.shape[0] // width, width, of_codes), &suffixes[0], &starts[0],
-                suffixes.shape[0], starts.shape[0] - 1, shift, of_suffixes, of_starts,
+                &tokens[0], &suffixes[0], tokens.shape[0], suffixes.shape[0], vocab_size
             )
-
-    cdef Blocks blocks(
-        self, const uint8_t* data, int64_t entries, int64_t width, const uint64_t[::1] sums, int64_t* used
-    ) except *:
-        """Those of a file, whose sums follow the ones that are used."""
-        cdef int64_t block_bytes = width << BLOCK_BITS
-        cdef Blocks found = Blocks(data, entries * width, block_bytes, NULL, NULL, self.damaged, examine)
-        cdef int64_t count = block_count(&found)
-        found.states = <uint8_t*>owned(self.buffers, count)
-        if sums is None:
-            memset(found.states, SOUND, count)
-        elif used[0] + count > sums.shape[0]:
-            raise ValueError(f"sums: expected at least {used[0] + count}, got {sums.shape[0]}")
-        else:
-            found.sums = &sums[used[0]]
-            used[0] += count
-        return found
-
-    cdef int require_sound(self) except -1:
-        """ValueError where what was read may have been damaged."""
-        cdef const Blocks* parts[3]
-        cdef int64_t block
-        cdef int32_t s
-        if not load(self.damaged):
-            return 0
-        for s in range(self.shard_count):
-            parts[0] = &self.shards[s].text.blocks
-            parts[1], parts[2] = &self.shards[s].suffix_blocks, &self.shards[s].start_blocks
-            for i, part in enumerate(("tokens", "suffixes", "starts")):
-                for block in range(block_count(parts[i])):
-                    if load(parts[i].states + block) == DAMAGED:
-                        raise damage(f"{self.names[s]}.{part}", block)
-        return 0
-
-    def tokens(self, int32_t shard, int64_t start, int64_t stop):
-        """The ids at some places among a shard's codes: uint32 [n]; of the ends of documents, the
-        largest."""
-        cdef const Text* text = &self.shards[shard].text
-        cdef int64_t first = max(start, <int64_t>0), end = min(stop, text.length), i
-        cdef uint32_t[::1] ids = np.empty(max(end - first, <int64_t>0), np.uint32)
-        with nogil:
-            for i in range(ids.shape[0]):
-                ids[i] = <uint32_t>(<int64_t>code_at(text, first + i) - 1)
-        self.require_sound()
-        return np.asarray(ids)
 
     def count(self, token_ids) -> int:
         """Occurrences of a token string inside documents. O(len(token_ids) x log(tokens)).
@@ -163,38 +132,31 @@ cdef class SuffixArray:
         Raises:
             ValueError: `token_ids` is empty.
         """
-        cdef SuffixMatcher matcher = SuffixMatcher(self, max(len(token_ids), 1))
-        if not len(token_ids):
-            raise ValueError("token_ids: expected at least one")
-        matcher.extend(token_ids)
+        cdef SuffixMatcher matcher = self.matcher(token_ids)
         if matcher.match_length < len(token_ids):
             return 0
         return matcher.occurrences(matcher.match_length)
 
-    def find(self, token_ids, int64_t most) -> list:
-        """Where a token string occurs: (shard, place among its codes), `most` of them at most.
-
-        Raises:
-            ValueError: `token_ids` is empty.
-        """
-        cdef SuffixMatcher matcher = SuffixMatcher(self, max(len(token_ids), 1))
-        cdef const Shard* shard
-        cdef Interval within
-        cdef int64_t rank
+    def find(self, token_ids):
+        """The (shard, position) where a token string occurs first, in the order of suffixes; None
+        where it does not occur; ValueError if it is empty."""
+        cdef SuffixMatcher matcher = self.matcher(token_ids)
+        cdef const Interval* row
         cdef int32_t s
+        if matcher.match_length < len(token_ids):
+            return None
+        row = matcher.row(matcher.match_length)
+        for s in range(self.shard_count):
+            if row[s].low < row[s].high:
+                return s, self.shards[s].suffixes[row[s].low]
+
+    cdef SuffixMatcher matcher(self, token_ids):
+        """A matcher that has read a token string."""
         if not len(token_ids):
             raise ValueError("token_ids: expected at least one")
+        cdef SuffixMatcher matcher = SuffixMatcher(self, len(token_ids))
         matcher.extend(token_ids)
-        found = []
-        if matcher.match_length < len(token_ids):
-            return found
-        for s in range(self.shard_count):
-            shard, within = &self.shards[s], matcher.row(matcher.match_length)[s]
-            for rank in range(within.low, min(within.high, within.low + most - len(found))):
-                if is_sound(&shard.suffix_blocks, rank):
-                    found.append((s, min(<int64_t>shard.suffixes[rank], shard.text.length - 1)))
-        self.require_sound()
-        return found
+        return matcher
 
 
 cdef class SuffixMatcher:
@@ -216,9 +178,13 @@ cdef class SuffixMatcher:
     cdef readonly int32_t max_match
     cdef readonly int32_t max_nodes
     cdef readonly int32_t match_length
-    cdef Interval* matches  # [max_match, shard_count], row l-1: the matches of length l
-    cdef Selection selection
-    cdef int32_t max_codes
+    cdef Interval* matches        # [max_match, shards], row l-1: the matches of length l
+    cdef Place* samples           # [SAMPLES]
+    cdef int64_t* order           # [SAMPLES], keys of samples: their token at some depth, their number
+    cdef Candidate* candidates    # [SAMPLES + max_nodes]: those that wait share no sample
+    cdef Entry* frontier          # [as many], heap of those that wait
+    cdef int32_t candidate_count
+    cdef int32_t frontier_size
     cdef list blocks
 
     def __cinit__(self, SuffixArray index not None, int32_t max_match, int32_t max_nodes=1):
@@ -230,22 +196,14 @@ cdef class SuffixMatcher:
         self.max_match = max_match
         self.max_nodes = max_nodes
         self.match_length = 0
-        self.max_codes = 4 * max_nodes + LANES
         self.blocks = []
         cdef list blocks = self.blocks
-        cdef Selection* work = &self.selection
-        cdef size_t shards = index.shard_count, codes = self.max_codes
+        cdef size_t shards = index.shard_count, most = SAMPLES + max_nodes
         self.matches = <Interval*>owned(blocks, max_match * shards * sizeof(Interval))
-        work.shards, work.shard_count, work.vocab_size = index.shards, index.shard_count, index.vocab_size
-        work.range_limit = 4 * self.max_codes + 2 * LANES
-        work.candidates = <Candidate*>owned(blocks, (codes + 1) * sizeof(Candidate))
-        work.ranges = <Range*>owned(blocks, work.range_limit * sizeof(Range))
-        work.frontier = <Entry*>owned(blocks, work.range_limit * sizeof(Entry))
-        work.rows = <Interval*>owned(blocks, (3 * codes + 1) * shards * sizeof(Interval))
-        work.best = <Entry*>owned(blocks, (max_nodes + 1) * sizeof(Entry))
-        work.samples = <Sample*>owned(blocks, 2 * (LANES + shards) * sizeof(Sample))
-        work.found = <uint32_t*>owned(blocks, (LANES + shards) * sizeof(uint32_t))
-        work.most = <int64_t*>owned(blocks, (LANES + shards) * sizeof(int64_t))
+        self.samples = <Place*>owned(blocks, SAMPLES * sizeof(Place))
+        self.order = <int64_t*>owned(blocks, SAMPLES * sizeof(int64_t))
+        self.candidates = <Candidate*>owned(blocks, most * sizeof(Candidate))
+        self.frontier = <Entry*>owned(blocks, most * sizeof(Entry))
 
     def extend(self, token_ids):
         """Append tokens to the text. O(max_match x log(tokens)) per token.
@@ -256,16 +214,15 @@ cdef class SuffixMatcher:
         cdef int64_t token
         for token in token_ids:
             self.advance(token)
-        self.require_sound()
 
     def select(self, int32_t budget, int32_t depth, int32_t sources=1):
         """The most frequent continuations of the longest match, as a token tree.
 
-        Nodes are taken best-first by their exact number of occurrences; of equally frequent ones the
+        Nodes are taken best-first by their number of occurrences; of equally frequent ones the
         shallower, then the one with the earlier parent, then the lower id. If the continuations of
         the longest match do not fill the budget, those of the longest shorter match that occurs more
-        often go on, without what is in the tree already. Of distributions so flat that more
-        than 2 x max_nodes tokens have to be told apart, less frequent ones may be missing.
+        often go on, without what is in the tree already. Occurrences of a match are counted at 1,024
+        places at most.
 
         Args:
             budget: the most nodes, at most max_nodes.
@@ -275,7 +232,8 @@ cdef class SuffixMatcher:
         Returns:
             (token_ids, parents, counts, parent_counts, contexts): int32, int32, int64, int64, int32
             [nodes]. `counts` are occurrences of the match with the path to the node,
-            `parent_counts` those without its last token, `contexts` the tokens of the latter.
+            `parent_counts` those without its last token, both in proportion to what was counted;
+            `contexts` are the tokens of the latter.
 
         Raises:
             ValueError: `budget` exceeds max_nodes.
@@ -287,59 +245,103 @@ cdef class SuffixMatcher:
         cdef int64_t[:, ::1] counts = np.empty((2, capacity + 1), np.int64)
         cdef Tree tree = Tree(0, capacity, &ids[0, 0], &ids[1, 0], &ids[2, 0], &counts[0, 0], &counts[1, 0])
         cdef int64_t count = 0
-        self.selection.codes_left = self.max_codes
-        # Work on flat distributions, whose many rare codes no draft needs, is bounded.
-        self.selection.searches_left = 2 * self.max_nodes
         with nogil:
-            while length > 0 and sources > 0 and tree.size < tree.capacity:
+            while length > 0 and sources > 0 and depth > 0 and tree.size < tree.capacity:
                 if self.occurrences(length) > count:
                     count = self.occurrences(length)
-                    grow(&self.selection, self.row(length), length, depth, &tree)
+                    self.grow(&tree, length, depth)
                     sources -= 1
                 length -= 1
-        self.require_sound()
         token_ids, parents, contexts = np.asarray(ids)[:, : tree.size]
         return (token_ids, parents, *np.asarray(counts)[:, : tree.size], contexts)
-
-    cdef int require_sound(self) except -1:
-        """ValueError where what was read may have been damaged; then nothing is matched any more."""
-        if load(self.index.damaged):
-            self.match_length = 0
-        return self.index.require_sound()
 
     cdef Interval* row(self, int32_t length) noexcept nogil:
         return self.matches + (length - 1) * self.index.shard_count
 
     cdef int64_t occurrences(self, int32_t length) noexcept nogil:
-        return suffixes_in(self.row(length), self.index.shard_count)
+        cdef const Interval* row = self.row(length)
+        cdef int64_t count = 0
+        cdef int32_t s
+        for s in range(self.index.shard_count):
+            count += row[s].high - row[s].low
+        return count
 
     cdef void advance(self, int64_t token) noexcept nogil:
-        cdef int32_t length = min(self.match_length + 1, self.max_match)
+        cdef int32_t length = min(self.match_length + 1, self.max_match), s
+        cdef const Shard* shard
+        cdef Interval within
         self.match_length = 0
         if not 0 <= token < self.index.vocab_size:
             return
         while length > 0:  # downwards, since a length is narrowed from the one below
-            self.narrow(max(length - LANES, 0), length, <uint32_t>(token + 1))
-            length -= LANES
+            for s in range(self.index.shard_count):
+                shard = &self.index.shards[s]
+                within = Interval(0, shard.suffix_count) if length == 1 else self.row(length - 1)[s]
+                self.row(length)[s] = narrowed(shard, within, length - 1, token)
+            if self.match_length == 0 and self.occurrences(length) > 0:
+                self.match_length = length
+            length -= 1
 
-    cdef void narrow(self, int32_t below, int32_t longest, uint32_t code) noexcept nogil:
-        """Make the matches of `below` + 1 to `longest` tokens from those of one token less."""
-        cdef int32_t shards = self.index.shard_count, s, length
+    cdef void grow(self, Tree* tree, int32_t length, int32_t depth) noexcept nogil:
+        """Add the most frequent continuations of a match to a tree."""
+        cdef int64_t occurrences = self.occurrences(length)
+        cdef int32_t samples = self.sample(length, occurrences), node
+        cdef Candidate taken
+        self.candidate_count = self.frontier_size = 0
+        self.split(0, samples, 0, -1)
+        while self.frontier_size > 0 and tree.size < tree.capacity:
+            taken = self.candidates[pop(self.frontier, &self.frontier_size).index]
+            node = find_node(tree, taken.parent, taken.token)
+            if node == tree.size:  # rather than taken already, with a longer match
+                tree.token_ids[node] = taken.token
+                tree.parents[node] = taken.parent
+                tree.contexts[node] = length + taken.depth - 1
+                tree.counts[node] = (taken.last - taken.first) * occurrences // samples
+                tree.parent_counts[node] = taken.parent_samples * occurrences // samples
+                tree.size += 1
+            if taken.depth < depth:
+                self.split(taken.first, taken.last, taken.depth, node)
+
+    cdef int32_t sample(self, int32_t length, int64_t occurrences) noexcept nogil:
+        """Spread samples evenly over the occurrences of a match; returns how many."""
+        cdef const Interval* row = self.row(length)
+        cdef int32_t count = <int32_t>min(occurrences, SAMPLES), s = 0, i
         cdef const Shard* shard
-        cdef Interval within
-        cdef Probe[2 * LANES] ends
-        cdef Probe* end
-        for s in range(shards):
+        cdef int64_t rank, position, before = 0  # ranks in front of the shard's
+        for i in range(count):
+            rank = (2 * i + 1) * occurrences // (2 * count)
+            while rank - before >= row[s].high - row[s].low:
+                before += row[s].high - row[s].low
+                s += 1
             shard = &self.index.shards[s]
-            for length in range(longest, below, -1):
-                within = bucket_of(shard, code) if length == 1 else self.row(length - 1)[s]
-                end = ends + 2 * (length - 1 - below)
-                end[0] = Probe(within.low, within.high, code, length - 1)
-                end[1] = Probe(within.low, within.high, code + 1, length - 1)
-            search_together(shard, ends, 2 * (longest - below))
-            for length in range(longest, below, -1):
-                end = ends + 2 * (length - 1 - below)
-                self.row(length)[s] = Interval(end[0].low, max(end[0].low, end[1].low))
-        for length in range(below + 1, longest + 1):
-            if self.occurrences(length) > 0:
-                self.match_length = max(self.match_length, length)
+            position = <int64_t>shard.suffixes[row[s].low + rank - before] + length
+            if 0 <= position < shard.length:
+                prefetch(shard.tokens + position)
+            self.samples[i] = Place(shard, position)
+            self.order[i] = i
+        return count
+
+    cdef void split(self, int32_t first, int32_t last, int32_t depth, int32_t parent) noexcept nogil:
+        """Make candidates of the tokens that follow a continuation at its samples."""
+        cdef int32_t i, token, start, samples = last - first
+        cdef const Place* place
+        for i in range(first, last):
+            place = &self.samples[key_value(self.order[i])]
+            token = token_at(place.shard, place.position + depth)
+            self.order[i] = sort_key(token, key_value(self.order[i]))
+        sort(self.order + first, samples)
+        while first < last:
+            start, token = first, <int32_t>(self.order[first] >> 32)
+            while first < last and self.order[first] >> 32 == token:
+                first += 1
+            if token == END:
+                continue
+            self.candidates[self.candidate_count] = Candidate(
+                token, parent, depth + 1, start, first, samples
+            )
+            push(self.frontier, &self.frontier_size, Entry(
+                (<int64_t>(first - start) << DEPTH_BITS) - depth,
+                <int64_t>(parent + 1) << 32 | token,
+                self.candidate_count,
+            ))
+            self.candidate_count += 1

@@ -13,41 +13,18 @@ from typing import Any
 import numpy as np
 
 from ..structures.suffix_array import SuffixArray, SuffixMatcher
-from ..system.arguments import require_several
 from ..types.passages import BESIDE, FEWEST, LONGEST, Place, Source, place_in
-from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
-from .build import (
-    BuildOptions,
-    build_shards,
-    publish,
-    staging_directory,
-    without_document,
-)
-from .format import (
-    MANIFEST,
-    Manifest,
-    MappedShard,
-    Shard,
-    code_width,
-    map_shard,
-    read_manifest,
-    verify_files,
-)
+from ..types.token_tree import Ids, Int32Array, NamedIds
+from .build import BuildOptions, build_shards, publish, remove_others, staging_directory
+from .format import MANIFEST, Manifest, MappedShard, read_manifest
 
 # Models pad the rows of their output layer beyond the tokenizer's ids by less than this.
 _MAX_PADDING = 1024
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 over the pieces of a tokenizer in the order of their ids.
-
-    Args:
-        tokenizer: one of transformers, or a `sentencepiece.SentencePieceProcessor`.
-    """
-    if hasattr(tokenizer, "get_vocab"):
-        pieces = sorted((index, piece) for piece, index in tokenizer.get_vocab().items())
-    else:
-        pieces = [(i, tokenizer.id_to_piece(i)) for i in range(tokenizer.get_piece_size())]
+    """SHA-256 over the pieces of a tokenizer of transformers in the order of their ids."""
+    pieces = sorted((index, piece) for piece, index in tokenizer.get_vocab().items())
     return hashlib.sha256(repr(pieces).encode()).hexdigest()
 
 
@@ -64,11 +41,10 @@ class Datastore(Source):
     """An immutable, memory-mapped corpus and its suffix arrays (REST, He et al. 2023, section 3.2).
 
     Read-only, and shared by any number of threads and processes. Opening maps the files and checks
-    the manifest and all sizes; the contents are read only where a lookup goes, which compares each
-    block with its checksum first. Once one is damaged, all lookups raise a ValueError that names
-    it, and drafters go on without the corpus. :meth:`verify` reads everything. A file that is cut
-    short while it is mapped ends the processes that read there (SIGBUS): replace files by renaming,
-    as this class does, never in place.
+    the manifest and all sizes; the contents are read only where a lookup goes. Of altered contents
+    any draft may come, but no id outside the vocabulary; :meth:`verify` compares them with their
+    checksums. A file that is cut short while it is mapped ends the processes that read there
+    (SIGBUS): replace files by renaming, as this class does, never in place.
 
     Attributes:
         path: its directory.
@@ -79,10 +55,8 @@ class Datastore(Source):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.manifest, self._shards = _mapped(self.path)
-        indices = [shard.index for shard in self._shards]
-        files = [(str(shard.path), shard.sums) for shard in self._shards]
-        width, size = code_width(self.vocab_size), self.vocab_size
-        self.index = SuffixArray(indices, width, size, files)
+        arrays = [(shard.tokens, shard.suffixes) for shard in self._shards]
+        self.index = SuffixArray(arrays, self.vocab_size)
 
     def __repr__(self) -> str:
         return (
@@ -108,7 +82,7 @@ class Datastore(Source):
     @property
     def bytes_on_disk(self) -> int:
         """Size of all files."""
-        shards = sum(sum(shard.sizes(self.vocab_size)) for shard in self.manifest.shards)
+        shards = sum(shard.size for shard in self.manifest.shards)
         return shards + (self.path / MANIFEST).stat().st_size
 
     @classmethod
@@ -121,7 +95,7 @@ class Datastore(Source):
 
         Raises:
             FileNotFoundError: there is no such directory.
-            ValueError: it is not a datastore, of a newer format, altered, truncated, or of another
+            ValueError: it is not a datastore, of another version, altered, truncated, or of another
                 tokenizer.
         """
         datastore = cls(path)
@@ -146,7 +120,8 @@ class Datastore(Source):
         """Index documents and open the result.
 
         The store appears at `path` in one step at the end; a build that fails or is killed leaves
-        what was there. O(tokens log tokens) time.
+        what was there, and one that is killed may leave a directory beside it, whose name ends in
+        `.partial`. O(tokens log tokens) time.
 
         Args:
             documents: sequences of token ids, or `NamedIds`, read once. Empty ones are skipped. No
@@ -155,8 +130,8 @@ class Datastore(Source):
             path: the directory to make.
             vocab_size: ids lie below it; the rows of the model's output layer.
             tokenizer: what made the ids; its fingerprint and its name are kept.
-            memory: bytes for sorting, shared by the workers. A shard takes 22 bytes per token at
-                three bytes per id, and fewer shards answer faster.
+            memory: bytes for sorting, shared by the workers. A shard takes 28 bytes per token, and
+                fewer shards answer faster.
             workers: shards that are sorted at the same time.
             progress: show a progress bar.
             overwrite: replace a datastore that is already there.
@@ -168,18 +143,21 @@ class Datastore(Source):
             FileExistsError: `path` exists and is not to be overwritten, or is not a datastore.
             ValueError: no documents, an id outside the vocabulary, or a setting out of range.
             TypeError: a document is not made of integers.
-            OSError: the disk is full or not writable, or another process is building this store.
+            OSError: the disk is full or not writable.
         """
         path = Path(path)
-        options = BuildOptions(vocab_size, memory, workers, progress)
+        options = BuildOptions(vocab_size, memory, workers, progress, executor)
         if path.exists() and not (path / MANIFEST).is_file():
             raise FileExistsError(f"{path} exists and is not a datastore")
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists; `append` adds to it, overwrite=True replaces it")
         identity = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        name = tokenizer_name(tokenizer)
         with staging_directory(path.resolve()) as staging:
-            empty = Manifest(vocab_size, identity, tokenizer_name(tokenizer), ())
-            _add(documents, staging, path.resolve(), empty, options, executor)
+            staged = build_shards(documents, staging, options)
+            shards = tuple(one.shard for one in staged)
+            publish(staged, path.resolve(), Manifest(vocab_size, identity, name, shards))
+        remove_others(path, shards)
         return cls(path)
 
     def append(
@@ -194,103 +172,34 @@ class Datastore(Source):
         """Add documents as further shards, in one step, and open the result.
 
         This object goes on showing the store as it was when it was opened; what others have added
-        since stays in the new one. Arguments and errors are those of :meth:`build`.
+        since stays in the new one. Only one process at a time should add to a store. Arguments and
+        errors are those of :meth:`build`.
         """
-        options = BuildOptions(self.vocab_size, memory, workers, progress)
+        options = BuildOptions(self.vocab_size, memory, workers, progress, executor)
         path = self.path.resolve()
         with staging_directory(path) as staging:
-            base = self._checked_successor(read_manifest(path))
-            _add(documents, staging, path, base, options, executor)
+            staged = build_shards(documents, staging, options)
+            now = read_manifest(path)
+            if replace(now, shards=()) != replace(self.manifest, shards=()):
+                raise ValueError(f"{path}: expected the datastore that was opened, got another")
+            shards = now.shards + tuple(one.shard for one in staged)
+            publish(staged, path, replace(now, shards=shards))
         return Datastore(self.path)
-
-    def remove(self, name: str) -> Datastore:
-        """Take out all documents of a name, in one step, and open the result.
-
-        Nothing of them is left in the store's files. The shards that held them are written anew
-        without being sorted again, in O(their size); others stay. Where a reader on Windows has an
-        old file mapped, the next change deletes it.
-
-        Raises:
-            ValueError: there is no such document, or no other one; a file is altered.
-            OSError: as of :meth:`build`.
-        """
-        path = self.path.resolve()
-        with staging_directory(path) as staging:
-            base = self._checked_successor(read_manifest(path))
-            shards = without_document(path, base, name, staging)
-            if not shards:
-                raise ValueError(
-                    f"name: expected a datastore with other documents, got {path} with {name!r} "
-                    "alone; replace it, or delete the directory"
-                )
-            publish(staging, path, replace(base, shards=shards))
-        return Datastore(self.path)
-
-    def replace(
-        self,
-        name: str,
-        documents: Iterable[Ids | NamedIds],
-        *,
-        memory: int = 1 << 32,
-        workers: int = 1,
-        progress: bool = True,
-        executor: Executor | None = None,
-    ) -> Datastore:
-        """Put documents in the place of all of a name, in one step, and open the result.
-
-        They get this name, whatever theirs were, and follow all others. Arguments and errors are
-        those of :meth:`build` and :meth:`remove`.
-        """
-        require_several("documents", documents, "documents of token ids")
-        options = BuildOptions(self.vocab_size, memory, workers, progress)
-        path = self.path.resolve()
-        with staging_directory(path) as staging:
-            base = self._checked_successor(read_manifest(path))
-            base = replace(base, shards=without_document(path, base, name, staging))
-            ids = (named_ids(f"documents: document {n}", d)[1] for n, d in enumerate(documents))
-            _add((NamedIds(name, one) for one in ids), staging, path, base, options, executor)
-        return Datastore(self.path)
-
-    def compact(
-        self, *, memory: int = 1 << 32, workers: int = 1, progress: bool = True
-    ) -> Datastore:
-        """Merge the shards into as few as `memory` allows, in one step, and open the result.
-
-        Arguments and errors are those of :meth:`build` and :meth:`verify`.
-        """
-        options = BuildOptions(self.vocab_size, memory, workers, progress)
-        path = self.path.resolve()
-        with staging_directory(path) as staging:
-            now = Datastore(path)
-            base = self._checked_successor(now.manifest)
-            now.verify()
-            _add(now.documents(), staging, path, replace(base, shards=()), options)
-        return Datastore(self.path)
-
-    def _checked_successor(self, manifest: Manifest) -> Manifest:
-        """The manifest that stands in this one's place by now."""
-        if replace(manifest, shards=()) != replace(self.manifest, shards=()):
-            raise ValueError(f"{self.path}: expected the datastore that was opened, got another")
-        return manifest
 
     def documents(self) -> Iterator[NamedIds]:
-        """Every document's name and token ids, uint32 [n], in the order in which they were added;
+        """Every document's name and token ids, int32 [n], in the order in which they were added;
         the pieces of one that was cut come one after another."""
-        for place, shard in enumerate(self._shards):
-            start = 0
-            for number, end in enumerate(shard.ends[:, 0].tolist()):
-                yield NamedIds(shard.name(number), self.index.tokens(place, start, end))
-                start = end + 1
+        for shard in self._shards:
+            for document, start in zip(shard.documents, shard.starts.tolist(), strict=False):
+                yield NamedIds(document.name, shard.tokens[start : start + document.tokens])
 
     def document_sizes(self) -> dict[str, int]:
         """Tokens of each document by its name, in the order in which they were added; all documents
         of one name together."""
         sizes: dict[str, int] = {}
         for shard in self._shards:
-            tokens = np.diff(shard.ends[:, 0].astype(np.int64), prepend=-1) - 1
-            for number, count in enumerate(tokens.tolist()):
-                name = shard.name(number)
-                sizes[name] = sizes.get(name, 0) + count
+            for name, tokens, _ in shard.documents:
+                sizes[name] = sizes.get(name, 0) + tokens
         return sizes
 
     def places(self, text: Int32Array, tokens: Sequence[int]) -> list[Place | None]:
@@ -312,28 +221,27 @@ class Datastore(Source):
         start, stop = max(round_it, key=lambda span: span[1] - span[0], default=(0, 0))
         if stop - start < FEWEST:
             return None
-        found, count = self.index.find(text[start:stop].tolist(), 1), stop - start
-        (number, at), *_ = found
+        passage = text[start:stop].tolist()
+        number, at = self.index.find(passage)
         shard = self._shards[number]
-        document = int(np.searchsorted(shard.ends[:, 0], at, side="right"))
-        if document == len(shard.ends):  # an altered table, as below
+        document = int(np.searchsorted(shard.starts, at, side="right")) - 1
+        if not 0 <= document < len(shard.documents):  # an altered file, as below
             return None
-        begin = 0 if document == 0 else int(shard.ends[document - 1, 0]) + 1
-        shown = max(begin, at - BESIDE), min(at + count + BESIDE, int(shard.ends[document, 0]))
-        own = at - shown[0], at - shown[0] + count
-        others = sum(other.documents for other in self.manifest.shards[:number])
-        name = shard.name(document) or f"document {others + document}"
-        ids = self.index.tokens(number, *shown).astype(np.int32)
+        name, tokens, before = shard.documents[document]
+        begin = int(shard.starts[document])
+        shown = max(begin, at - BESIDE), min(at + len(passage) + BESIDE, begin + tokens)
+        own = at - shown[0], at - shown[0] + len(passage)
+        ids = shard.tokens[slice(*shown)]
         if not ((ids >= 0) & (ids < self.vocab_size)).all():
             return None
-        before = shown[0] - begin + int(shard.ends[document, 2])
+        others = sum(other.documents for other in self.manifest.shards[:number])
         return place_in(
-            NamedIds(name, ids),
+            NamedIds(name or f"document {others + document}", ids),
             others + document,
             own[0] + token - start,
             own,
-            self.index.count(text[start:stop].tolist()),
-            before,
+            self.index.count(passage),
+            before + shown[0] - begin,
         )
 
     def count(self, token_ids: Ids) -> int:
@@ -345,12 +253,10 @@ class Datastore(Source):
         return self.index.count(token_ids)
 
     def verify(self) -> None:
-        """Read all files and compare their checksums. O(size).
-
-        Raises:
-            ValueError: a file is missing, truncated or altered.
-        """
-        verify_files(self.path, self.manifest)
+        """Read all files and compare their checksums; ValueError for the first that is altered.
+        O(size)."""
+        for shard in self._shards:
+            shard.verify()
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ValueError unless the ids come from this tokenizer, or from one not recorded."""
@@ -409,7 +315,7 @@ class Datastore(Source):
 
         api = huggingface_hub.HfApi(**hub_options)
         api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
-        listed = [name for shard in self.manifest.shards for name in shard.files()]
+        listed = [shard.file_name for shard in self.manifest.shards]
         commit = api.upload_folder(
             repo_id=repo_id,
             repo_type="dataset",
@@ -428,25 +334,8 @@ def _mapped(path: Path) -> tuple[Manifest, list[MappedShard]]:
     manifest = read_manifest(path)
     while True:
         try:
-            return manifest, [map_shard(path, s, manifest.vocab_size) for s in manifest.shards]
-        except ValueError:
+            return manifest, [MappedShard(path, shard) for shard in manifest.shards]
+        except (ValueError, FileNotFoundError):
             before, manifest = manifest, read_manifest(path)
             if manifest == before:
                 raise
-
-
-def _add(
-    documents: Iterable[Ids | NamedIds],
-    staging: Path,
-    path: Path,
-    base: Manifest,
-    options: BuildOptions,
-    executor: Executor | None = None,
-) -> None:
-    """Publish at `path` the shards of `base` and those of the documents."""
-    known = base.shards
-    taken = [shard.name for shard in known]
-    shards: tuple[Shard, ...] = build_shards(documents, staging, options, executor, taken)
-    if not shards:
-        raise ValueError("documents: expected at least one token, got an empty corpus")
-    publish(staging, path, replace(base, shards=known + shards))

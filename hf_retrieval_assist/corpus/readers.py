@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +19,6 @@ from .format import HOW_TO_BUILD, MANIFEST
 Document: TypeAlias = "str | NamedText | Mapping[str, Any] | Ids | NamedIds"
 Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
 _DATASET = "datasets:"
-_PACKAGES = "datasets pyarrow"  # the extra's
 _SHOWN = 80  # characters of what is no path, or of a row without a text
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
 
@@ -37,66 +35,33 @@ class NamedText(NamedTuple):
     text: str
 
 
-Found = NamedText | ValueError  # a text, or why a row or file has none
-
-
-@dataclass
-class Skipped:
-    """What brought no text.
-
-    Attributes:
-        bad: rows and files without a text that can be read.
-        example: what was wrong with the first of these.
-    """
-
-    bad: int = 0
-    example: str = ""
-
-
 def read_texts(
-    sources: Iterable[str],
-    field: str = "text",
-    split: str = "train",
-    skipped: Skipped | None = None,
+    sources: Iterable[str], field: str = "text", split: str = "train"
 ) -> Iterator[NamedText]:
     """The texts of all sources, one after another, as a stream; those of files by their paths, of
     rows by these and their numbers.
 
     Args:
         sources: files (`.txt`, `.py`, `.md`: one text each, in pieces of about a million
-            characters; `.jsonl`, `.parquet`: one text per row), pipes (as their names end; without
-            an ending, such as `/dev/stdin` or the shell's `<(...)`, as `.txt`), directories (all
-            such files below them, hidden ones left out), and `datasets:` followed by a Hub id or a
-            local folder that the `datasets` library reads.
+            characters; `.jsonl`, `.parquet`: one text per row), directories (all such files below
+            them, hidden ones left out), and `datasets:` followed by a Hub id, or by a file or
+            folder, that the `datasets` library reads.
         field: the column that holds the text of a row.
         split: of a data set that has several.
-        skipped: counts bad rows and files, which are passed over, with what is left of a bad file.
-            None: they raise. Blank lines of a `.jsonl` file are passed over in any case.
 
     Raises:
         FileNotFoundError: there is no such source.
-        ValueError: a file of another kind; without `skipped`, one that cannot be read or a row
-            without text in `field`. It names the file, and the line or row.
+        ValueError: a file of another kind, one that cannot be read, or a row without text in
+            `field`. It names the file, and the line or row.
         ImportError: a Parquet file or data set without the `datasets` extra.
     """
     require_several("sources", sources, "a list of files, folders and data sets")
     for source in sources:
-        for text in _read_source(source, field, split):
-            if isinstance(text, NamedText):
-                yield text
-            elif skipped is None:
-                raise text
-            else:
-                skipped.bad += 1
-                skipped.example = skipped.example or str(text)
-
-
-def _read_source(source: str, field: str, split: str) -> Iterator[Found]:
-    if source.startswith(_DATASET):
-        yield from _read_dataset(source.removeprefix(_DATASET), field, split)
-        return
-    for path in _files(Path(source)):
-        yield from _READERS[_ending(path)](path, field)
+        if source.startswith(_DATASET):
+            yield from _read_dataset(source.removeprefix(_DATASET), field, split)
+            continue
+        for path in _files(Path(source)):
+            yield from _READERS[path.suffix](path, field)
 
 
 def _files(source: Path) -> list[Path]:
@@ -115,23 +80,13 @@ def _files(source: Path) -> list[Path]:
         return files
     if not source.exists():
         raise FileNotFoundError(f"no file or directory {source}")
-    if _ending(source) not in _READERS:
-        raise ValueError(f"{source}: expected a name ending in {suffixes}")
+    if source.suffix not in _READERS:
+        others = f"{_DATASET}{source} reads other kinds"
+        raise ValueError(f"{source}: expected a name ending in {suffixes}; {others}")
     return [source]
 
 
-def _is_stream(path: Path) -> bool:
-    """Whether a file is read once and from its beginning on: a pipe or a terminal."""
-    return path.is_fifo() or path.is_char_device()
-
-
-def _ending(path: Path) -> str:
-    """The ending of a file's name, or of the name of what it leads to, as `/dev/stdin` does."""
-    ending = path.suffix or path.resolve().suffix
-    return ".txt" if not ending and _is_stream(path) else ending
-
-
-def _read_lines(path: Path, field: str) -> Iterator[Found]:
+def _read_lines(path: Path, field: str) -> Iterator[NamedText]:
     with path.open(encoding="utf-8") as file:
         try:
             # Whole lines; of one that is longer than a piece, its parts.
@@ -139,59 +94,56 @@ def _read_lines(path: Path, field: str) -> Iterator[Found]:
             for batch in text_batches(lines):
                 yield NamedText(str(path), "".join([text for _, text in batch]))
         except UnicodeDecodeError as error:
-            yield ValueError(f"{path}: expected UTF-8, got {error}")
+            raise ValueError(f"{path}: expected UTF-8, got {error}") from error
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[Found]:
+def _read_jsonl(path: Path, field: str) -> Iterator[NamedText]:
     for place, row in read_json_lines(path):
-        yield row if isinstance(row, ValueError) else _text_of(row, field, place)
+        if isinstance(row, ValueError):
+            raise row
+        yield _text_of(row, field, place)
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[Found]:
-    parquet = of_extra("pyarrow.parquet", "Parquet files need", _PACKAGES)
-    if _is_stream(path):
-        yield ValueError(f"{path}: expected a file, since Parquet begins at its end, got a pipe")
-        return
-    try:
-        with parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                yield ValueError(f"{path}: no column {field!r} among {file.schema_arrow.names}")
-                return
-            batches = file.iter_batches(columns=[field])
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, 1):
-                yield _text_of(row, field, f"{path}:{number}")
-    except (ValueError, OSError) as error:
-        yield ValueError(f"{path}: expected a Parquet file, got {error}")
+def _read_parquet(path: Path, field: str) -> Iterator[NamedText]:
+    return _read_dataset(str(path), field, "train")
 
 
-def _read_dataset(name: str, field: str, split: str) -> Iterator[Found]:
+def _read_dataset(name: str, field: str, split: str) -> Iterator[NamedText]:
     if not name:
-        raise ValueError(f"{_DATASET}: expected a Hub id or a folder behind it, got nothing")
-    datasets = of_extra("datasets", "data sets need", _PACKAGES)
-    if (Path(name) / "dataset_info.json").is_file():
-        rows = datasets.load_from_disk(name)
-    elif (Path(name) / "dataset_dict.json").is_file():
-        rows = datasets.load_from_disk(name)[split]
-    else:
-        rows = datasets.load_dataset(name, split=split, streaming=True)
-    for number, row in enumerate(rows, 1):
+        raise ValueError(f"{_DATASET}: expected a Hub id, file or folder behind it, got nothing")
+    for number, row in enumerate(_rows(name, split), 1):
         yield _text_of(row, field, f"{name}:{number}")
 
 
-def _text_of(row: Any, field: str, place: str) -> Found:
+def _rows(name: str, split: str) -> Iterator[Any]:
+    datasets = of_extra("datasets", "Parquet files and data sets need")
+    path, options = Path(name), {"split": split, "streaming": True}
+    try:
+        if (path / "dataset_info.json").is_file():
+            yield from datasets.load_from_disk(name)
+        elif (path / "dataset_dict.json").is_file():
+            yield from datasets.load_from_disk(name)[split]
+        elif path.is_file():
+            files = {split: path.name}
+            yield from datasets.load_dataset(str(path.parent), data_files=files, **options)
+        else:
+            yield from datasets.load_dataset(name, **options)
+    except Exception as error:  # any, of damaged files
+        if not path.is_file():
+            raise
+        raise ValueError(f"{path}: expected a file that datasets reads, got {error}") from error
+
+
+def _text_of(row: Any, field: str, place: str) -> NamedText:
     text = row.get(field) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         kind = f"a row of {[*row]!r:.{_SHOWN}}" if isinstance(row, Mapping) else type(row).__name__
         found = f"{type(text).__name__} in {kind}"
-        return ValueError(f"{place}: expected text in field {field!r}, got {found}")
-    try:
-        return NamedText(place, encodable(f"{place}: field {field!r}", text))
-    except ValueError as error:
-        return error
+        raise ValueError(f"{place}: expected text in field {field!r}, got {found}")
+    return NamedText(place, encodable(f"{place}: field {field!r}", text))
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[Found]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[NamedText]]] = {
     ".txt": _read_lines,
     ".py": _read_lines,
     ".md": _read_lines,
@@ -241,26 +193,7 @@ def text_batches(texts: Iterable[NamedText]) -> Iterator[list[NamedText]]:
 
 
 def load_encoder(source: str) -> TextEncoder:
-    """A tokenizer by its place.
-
-    Args:
-        source: a SentencePiece `.model` file, or a folder or Hub id of a transformers tokenizer.
-
-    Raises:
-        OSError: there is none.
-        ValueError: the file is not a SentencePiece model.
-    """
-    if source.endswith(".model"):
-        from sentencepiece import SentencePieceProcessor
-
-        processor: Any = SentencePieceProcessor()
-        try:
-            processor.load_from_serialized_proto(Path(source).read_bytes())
-        except RuntimeError as error:
-            raise ValueError(f"{source} is not a SentencePiece model: {error}") from error
-        processor.name_or_path = source  # transformers' tokenizers have it
-        return TextEncoder(processor, processor.get_piece_size(), processor.encode)
-
+    """A tokenizer of transformers by its folder or Hub id; OSError where there is none."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -326,10 +259,7 @@ def _ids(documents: Iterable[Document], tokenizer: Any) -> Iterator[NamedIds]:
         place = f"corpus: document {number}"
         name, text = "", document
         if isinstance(document, Mapping):
-            found = _text_of(document, "text", place)
-            if isinstance(found, ValueError):
-                raise found
-            name, text = str(document.get("name", "")), found.text
+            name, text = str(document.get("name", "")), _text_of(document, "text", place).text
         elif isinstance(document, (NamedText, NamedIds)):
             name, text = document
         if isinstance(text, str):

@@ -5,10 +5,7 @@ He, Zhong, Cai, Lee, He: "REST: Retrieval-Based Speculative Decoding", 2023, sec
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,7 +15,7 @@ from ..corpus.datastore import Datastore
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
-from ..types.token_tree import Float32Array, Int32Array, TokenTree
+from ..types.token_tree import Float32Array, TokenTree
 from .automaton import MatchSession, counted_tree
 from .base import Drafter, Target
 
@@ -54,9 +51,6 @@ _EVIDENCE = EvidenceClasses(
 class RestDrafter(Drafter):
     """Proposes what followed the longest suffix of the text that the datastore holds.
 
-    Where a file of the datastore turns out to be damaged, one warning tells so, and nothing is
-    proposed any more.
-
     Args:
         datastore: shared by all sessions.
         max_match: the longest suffix looked up, in tokens.
@@ -78,7 +72,6 @@ class RestDrafter(Drafter):
     max_nodes: int = 64
     continuation: int = 10
     sources: int = 3
-    _told: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_at_least(1, max_match=self.max_match, max_nodes=self.max_nodes)
@@ -92,29 +85,12 @@ class RestDrafter(Drafter):
         self.datastore.check_vocabulary(target.vocab_size)
         matcher = SuffixMatcher(self.datastore.index, self.max_match, self.max_nodes)
         # No token before these can be part of a match.
-        self._extend(matcher, prompt_ids[-self.max_match :])
-        extend, draft = partial(self._extend, matcher), partial(self._tree, matcher)
+        matcher.extend(prompt_ids[-self.max_match :].tolist())
+        draft = partial(self._tree, matcher)
         source = {"corpus": self.datastore}
-        return MatchSession(lambda: matcher.match_length, extend, draft, source)
-
-    def _extend(self, matcher: SuffixMatcher, token_ids: Int32Array) -> None:
-        with self._tolerated():
-            matcher.extend(token_ids.tolist())
+        return MatchSession(lambda: matcher.match_length, matcher.extend, draft, source)
 
     def _tree(self, matcher: SuffixMatcher, budget: int) -> TokenTree:
         """The most frequent continuations."""
         most = min(budget, self.max_nodes)
-        found = None
-        with self._tolerated():
-            found = matcher.select(most, self.continuation, self.sources)
-        return TokenTree.empty() if found is None else counted_tree(found, _EVIDENCE)
-
-    @contextmanager
-    def _tolerated(self) -> Iterator[None]:
-        """Go on without the datastore where it is damaged: a text never ends for want of drafts."""
-        try:
-            yield
-        except ValueError as error:
-            if not self._told:
-                warnings.warn(f"drafting goes on without the corpus: {error}", stacklevel=4)
-            self._told = True
+        return counted_tree(matcher.select(most, self.continuation, self.sources), _EVIDENCE)

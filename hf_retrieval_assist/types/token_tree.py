@@ -54,13 +54,13 @@ class NamedIds(NamedTuple):
     token_ids: Ids
 
 
-def named_ids(name: str, document: Any) -> tuple[str, Int32Array]:
+def named_ids(name: str, document: Any, vocab_size: int = 2**31) -> tuple[str, Int32Array]:
     """A document's own name, "" where it has none, and its ids, int32 [n], for an argument of this
     name; raises what `checked_ids` does."""
     own = ""
     if isinstance(document, NamedIds):
         own, document = document
-    return own, checked_ids(name, document)
+    return own, checked_ids(name, document, vocab_size)
 
 
 def checked_documents(corpus: Iterable[Any]) -> Iterator[tuple[str, Int32Array]]:

@@ -1,8 +1,6 @@
 """Datastores on disk: round trips, atomic builds, models and the hub."""
 
-import errno
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.corpus.build import abandoned, clean
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.documents import (
@@ -23,11 +20,10 @@ from tests.support.documents import (
     contents,
     make_documents,
 )
-from tests.support.quick import cases
 
 
-@pytest.mark.parametrize("vocab_size", cases([1, 255, 256, 65_535, 65_536, 1 << 24, 1 << 26], 6))
-def test_round_trip_at_every_width(tmp_path, vocab_size):
+@pytest.mark.parametrize("vocab_size", [1, 255, 65_536, 1 << 26])
+def test_round_trip_in_vocabularies_of_all_sizes(tmp_path, vocab_size):
     documents = [[vocab_size - 1, 0, vocab_size - 1], [0]]
     datastore = build(documents, tmp_path / "store", vocab_size=vocab_size)
     assert_holds(datastore, documents)
@@ -48,19 +44,20 @@ def test_counts_equal_brute_force_for_any_number_of_shards(tmp_path, memory):
         assert datastore.count(query) == brute_count(documents, query)
 
 
-def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(tmp_path):
+def test_what_is_built_again_is_the_same_to_its_names(tmp_path):
     documents = make_documents()
     stores = [build(documents, tmp_path / name, memory=SMALL) for name in ("one", "other")]
-    for store in stores:
+    for store in stores:  # equal shards are one file, which is searched twice
         store.append(documents, memory=SMALL, progress=False)
     one, other = (contents(store.path) for store in stores)
     assert one == other
-    assert_holds(Datastore.open(tmp_path / "one"), documents * 2)
-    less = build(documents[:20], tmp_path / "less", memory=SMALL)
-    assert one.keys() - contents(less.path).keys()
+    twice = Datastore.open(tmp_path / "one")
+    assert_holds(twice, documents * 2)
+    query = documents[0][:1].tolist()
+    assert twice.count(query) == 2 * stores[0].count(query)
 
 
-def test_empty_documents_are_skipped_long_ones_cut_and_a_token_takes_at_most_eight_bytes(tmp_path):
+def test_empty_documents_are_skipped_long_ones_cut_and_a_token_takes_eight_bytes(tmp_path):
     datastore = build([[], list(range(100)), []], tmp_path / "store", memory=SMALL)
     assert [len(ids) for _, ids in datastore.documents()] == [63, 37]
     assert datastore.count([5, 6]) == 1
@@ -68,7 +65,7 @@ def test_empty_documents_are_skipped_long_ones_cut_and_a_token_takes_at_most_eig
     documents = np.random.default_rng(0).integers(0, VOCAB, (100, 500))
     datastore = build(documents, tmp_path / "large")
     on_disk = sum(file.stat().st_size for file in datastore.path.iterdir())
-    assert on_disk == datastore.bytes_on_disk <= 8 * datastore.token_count
+    assert on_disk == datastore.bytes_on_disk <= 8.1 * datastore.token_count
 
 
 def as_ids(documents):
@@ -79,30 +76,30 @@ def as_ids(documents):
     return found
 
 
-@pytest.mark.parametrize("memory", cases([1 << 32, SMALL * 4, SMALL], 2))
+@pytest.mark.parametrize("memory", [1 << 32, SMALL * 4, SMALL])
 def test_documents_keep_their_names_and_places(tmp_path, memory):
-    """Whatever shards they are cut into, appended to and compacted."""
+    """Whatever shards they are cut into, and added to."""
     texts = {f"the é/{i}.txt": ids.tolist() for i, ids in enumerate(make_documents(tokens=200))}
     named = [NamedIds(name, ids) for name, ids in texts.items()]
     store = build(named[:30], tmp_path / "store", memory=memory)
     store = store.append(named[30:], memory=memory, progress=False)
-    for datastore in (store, store.compact(progress=False)):
-        assert as_ids(datastore.documents()) == texts
-        rng = np.random.default_rng(2)
-        for ids in [*texts.values()][::3]:
-            start = int(rng.integers(len(ids)))
-            text = np.array([7, *ids[start : start + 30], 7], np.int32)
-            tokens = [*range(1, len(text) - 1)]
-            for token, place in zip(tokens, datastore.places(text, tokens), strict=True):
-                if place is None:
-                    assert len(ids) - start < 2 or memory == SMALL
-                    continue
-                whole = texts[place.name]
-                begin, end = place.start, place.start + len(place.token_ids)
-                assert whole[begin:end] == place.token_ids.tolist()
-                assert whole[place.token] == text[token]
-                assert whole[begin - len(place.before) : begin] == place.before.tolist()
-                assert place.count == datastore.count(place.token_ids.tolist())
+    assert as_ids(store.documents()) == texts
+    assert store.document_sizes() == {name: len(ids) for name, ids in texts.items()}
+    rng = np.random.default_rng(2)
+    for ids in [*texts.values()][::3]:
+        start = int(rng.integers(len(ids)))
+        text = np.array([7, *ids[start : start + 30], 7], np.int32)
+        tokens = [*range(1, len(text) - 1)]
+        for token, place in zip(tokens, store.places(text, tokens), strict=True):
+            if place is None:
+                assert len(ids) - start < 2 or memory == SMALL
+                continue
+            whole = texts[place.name]
+            begin, end = place.start, place.start + len(place.token_ids)
+            assert whole[begin:end] == place.token_ids.tolist()
+            assert whole[place.token] == text[token]
+            assert whole[begin - len(place.before) : begin] == place.before.tolist()
+            assert place.count == store.count(place.token_ids.tolist())
 
 
 def test_documents_without_a_name_are_told_by_number(tmp_path):
@@ -123,26 +120,29 @@ def test_a_document_in_parts_goes_on_where_the_last_one_of_its_name_ended(tmp_pa
     assert (place.name, place.token) == ("b", 1)
 
 
-def test_append_and_compact_keep_the_documents(tmp_path):
+def test_append_keeps_the_documents(tmp_path):
     documents = make_documents()
     first = build(documents[:10], tmp_path / "store")
     second = first.append(documents[10:], progress=False)
     assert (len(first.manifest.shards), len(second.manifest.shards)) == (1, 2)
     assert_holds(second, documents)
     assert first.document_count == 10
-    third = second.compact(progress=False)
-    assert len(third.manifest.shards) == 1
-    assert_holds(third, documents)
-    assert second.count(documents[0][:1]) == third.count(documents[0][:1])
-    assert len(list(third.path.iterdir())) == 7
+    merged = build(second.documents(), tmp_path / "store", overwrite=True)
+    assert_holds(merged, documents)
+    assert second.count(documents[0][:1]) == merged.count(documents[0][:1])
+    assert len(list(merged.path.iterdir())) == 2
 
 
 def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
-    build(make_documents(), tmp_path / "store")
+    store = build(make_documents(), tmp_path / "store")
     with pytest.raises(FileExistsError, match="`append` adds to it, overwrite=True replaces it"):
-        build([[1]], tmp_path / "store")
-    assert_holds(build([[1]], tmp_path / "store", overwrite=True), [[1]])
-    assert len(list((tmp_path / "store").iterdir())) == 7
+        build([[1]], store.path)
+    left = ("0123456789abcdef.shard", "0123456789abcdef.suffixes")  # by killed and older writers
+    for name in (*left, "notes.txt"):
+        (store.path / name).touch()
+    assert_holds(build([[1]], store.path, overwrite=True), [[1]])
+    assert len(list(store.path.iterdir())) == 3
+    assert (store.path / "notes.txt").exists()
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
@@ -153,108 +153,42 @@ import sys
 from itertools import repeat
 from hf_retrieval_assist.corpus.datastore import Datastore
 
-options = {"vocab_size": 262_144, "memory": 64 * 22 * 100, "progress": False}
+options = {"vocab_size": 262_144, "memory": 64 * 28 * 100, "progress": False, "overwrite": True}
 Datastore.build(repeat(range(100)), sys.argv[1], **options)
 """
 
 
-def kill_while_building(path):
-    """SIGKILL a build of documents without end once it has indexed a shard."""
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(path)])
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
+def test_a_killed_build_leaves_what_was_there(tmp_path):
+    """And a directory beside it that does not open."""
+    store = build(make_documents(), tmp_path / "store")
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(store.path)])
     try:
-        end = time.monotonic() + 60
-        while not any(path.parent.glob(f".{path.name}.*.partial/*.suffixes")):
-            assert process.poll() is None, "the build ended by itself"
-            assert time.monotonic() < end, "the build wrote nothing"
+        while not any(tmp_path.glob(".store.*.partial/3")):
+            assert process.poll() is None
             time.sleep(0.02)
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_killed_build_leaves_nothing_that_opens(tmp_path):
-    path = tmp_path / "store"
-    kill_while_building(path)
-    with pytest.raises(FileNotFoundError):
-        Datastore.open(path)
-    lock, leftover = sorted(tmp_path.iterdir(), key=lambda entry: entry.is_dir())
-    assert lock.name == ".store.lock"
+    assert_holds(Datastore.open(store.path), make_documents())
+    (left,) = {*tmp_path.iterdir()} - {store.path}
     with pytest.raises(ValueError, match="not a datastore"):
-        Datastore.open(leftover)
-    rebuilt = build(make_documents(), path)
-    assert_holds(rebuilt, make_documents())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
-    undisturbed = build(make_documents(), tmp_path / "undisturbed")
-    assert contents(rebuilt.path) == contents(undisturbed.path)
-
-
-def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):
-    kept = [".other.01234567.partial", ".store.0123456.partial", "store.01234567.partial"]
-    for name in [*kept, ".store.01234567.partial"]:
-        (tmp_path / name).mkdir()
-    store = build([[1, 2]], tmp_path / "store")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept, "store"])
-    forgotten = store.path / "0123456789abcdef.tokens"
-    for folder in (store.path, tmp_path):
-        forgotten.touch()
-        expected = [forgotten] if folder == store.path else [tmp_path / kept[0], forgotten]
-        assert clean(folder) == expected
-        assert not any(left.exists() for left in expected)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept[1:], "store"])
-    assert_holds(Datastore.open(store.path), [[1, 2]])
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        clean(tmp_path / "none")
-
-
-def test_one_process_at_a_time_writes_to_a_store(tmp_path):
-    """Any path that leads there will do."""
-    (tmp_path / "inner").mkdir()
-
-    def documents():
-        yield [1, 2]
-        with pytest.raises(BlockingIOError, match="store: another process is writing to it"):
-            build([[3]], tmp_path / "inner" / ".." / "store")
-        assert abandoned(tmp_path) == clean(tmp_path) == []
-
-    datastore = build(documents(), tmp_path / "store")
-    assert_holds(datastore, [[1, 2]])
-
-    def more():
-        yield [5]
-        with pytest.raises(BlockingIOError):
-            datastore.append([[6]], progress=False)
-        with pytest.raises(BlockingIOError):
-            datastore.compact(progress=False)
-
-    assert_holds(datastore.append(more(), progress=False), [[1, 2], [5]])
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_folder_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch, number):
-    fcntl = pytest.importorskip("fcntl")
-
-    def flock(descriptor, operation):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    place = re.escape(str(tmp_path / ".store.lock"))
-    with pytest.raises(OSError, match=f"build the datastore where .* locked, .*: '{place}'"):
-        build([[1, 2]], tmp_path / "store")
-    assert not list(tmp_path.iterdir())
+        Datastore.open(left)
 
 
 def test_what_others_added_meanwhile_stays(tmp_path):
     """But nothing is added to another store in the place of the opened one."""
     first = build([[1, 2]], tmp_path / "store")
     second = Datastore.open(tmp_path / "store")
-    first.append([[3]], progress=False)
-    assert_holds(second.append([[4]], progress=False), [[1, 2], [3], [4]])
-    assert_holds(first.compact(progress=False), [[1, 2], [3], [4]])
+
+    def slow_documents():
+        first.append([[3]], progress=False)
+        yield [4]
+
+    assert_holds(second.append(slow_documents(), progress=False), [[1, 2], [3], [4]])
     Datastore.build([[1]], tmp_path / "store", vocab_size=9, overwrite=True, progress=False)
-    for change in (lambda: first.append([[3]], progress=False), lambda: first.compact()):
-        with pytest.raises(ValueError, match="expected the datastore that was opened"):
-            change()
+    with pytest.raises(ValueError, match="expected the datastore that was opened"):
+        first.append([[3]], progress=False)
 
 
 def test_interrupted_publication_leaves_the_old_store(tmp_path, monkeypatch):
@@ -271,7 +205,7 @@ def test_interrupted_publication_leaves_the_old_store(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert_holds(Datastore.open(tmp_path / "store"), documents)
     grown = datastore.append([[1]], progress=False)
-    assert len(list(grown.path.iterdir())) == 13
+    assert len(list(grown.path.iterdir())) == 3
 
 
 class Tokenizer:
@@ -282,23 +216,10 @@ class Tokenizer:
         return {piece: i for i, piece in enumerate(self.pieces)}
 
 
-class Processor(Tokenizer):
-    """What a SentencePiece processor offers, and no `get_vocab`."""
-
-    get_vocab = property()
-
-    def get_piece_size(self):
-        return len(self.pieces)
-
-    def id_to_piece(self, i):
-        return self.pieces[i]
-
-
 def test_another_tokenizer_is_refused(tmp_path):
     path = tmp_path / "store"
     build([[1, 2]], path, vocab_size=3, tokenizer=Tokenizer("abc"))
-    for same in (Tokenizer("abc"), Processor("abc")):
-        Datastore.open(path, tokenizer=same)
+    Datastore.open(path, tokenizer=Tokenizer("abc"))
     for other in ("abd", "acb"):
         with pytest.raises(ValueError, match="another tokenizer than the one given"):
             Datastore.open(path, tokenizer=Tokenizer(other))
@@ -340,5 +261,5 @@ def test_push_and_pull_through_the_hub(tmp_path, monkeypatch):
     assert store.push_to_hub("me/corpus") == "https://hub/me/corpus/commit/1"
     pulled = Datastore.from_pretrained("me/corpus", revision="main")
     assert_holds(pulled, make_documents())
-    assert len(list(pulled.path.iterdir())) == 7
+    assert len(list(pulled.path.iterdir())) == 2
     assert_holds(Datastore.from_pretrained(store.path), make_documents())

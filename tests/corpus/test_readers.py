@@ -1,18 +1,14 @@
 """Readers of corpora and tokenizers, and a corpus in the forms that users have it in."""
 
-import io
 import json
-import os
-import threading
 
 import pytest
 
 from hf_retrieval_assist import RestAssistant, SamAssistant
 from hf_retrieval_assist.corpus import readers
-from hf_retrieval_assist.corpus.datastore import Datastore, tokenizer_name
+from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.corpus.readers import (
     NamedText,
-    Skipped,
     load_encoder,
     read_texts,
     tokenised,
@@ -54,8 +50,7 @@ def test_jsonl_reads_the_field_of_every_row(tmp_path):
         ("a.jsonl", b"[" * 100_000, ValueError, "a.jsonl:1: expected JSON"),
         ("a.txt", b"\xff\xfe\xff", ValueError, "a.txt: expected UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', ValueError, "a.jsonl:1: .* surrogates not allowed"),
-        ("a.parquet", b"PAR1PAR1", ValueError, "a.parquet: expected a Parquet file"),
-        ("a.docx", b"", ValueError, "expected a name ending in .txt"),
+        ("a.docx", b"", ValueError, "in .txt.*; datasets:.*a.docx reads other kinds"),
         ("empty/a.docx", b"", ValueError, "expected a name ending in .txt"),
     ],
 )
@@ -64,60 +59,6 @@ def test_bad_files_are_named(tmp_path, name, content, error, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
         texts(tmp_path / name)
-
-
-def test_bad_rows_and_files_are_passed_over_if_wanted(tmp_path):
-    """One column of a Parquet file is read."""
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text"\n\n[1]\n{"text": "two"}\n')
-    (tmp_path / "b.parquet").write_bytes(b"PAR1PAR1")
-    table = pa.table({"text": ["three", None, "four"], "n": [1, 2, 3]})
-    parquet.write_table(table, tmp_path / "c.parquet")
-    (tmp_path / "d.txt").write_bytes(b"\xff")
-    skipped = Skipped()
-    assert texts(tmp_path, skipped=skipped) == ["one", "two", "three", "four"]
-    assert skipped.bad == 5
-    assert skipped.example.startswith(f"{tmp_path / 'a.jsonl'}:2: expected JSON")
-    for field, message in (
-        ("text", r"c\.parquet:2: expected text in field 'text'"),
-        ("body", "no column 'body'"),
-        ("n", "expected text in field 'n', got int"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            texts(tmp_path / "c.parquet", field=field)
-
-
-def piped(path, content):
-    """A named pipe that somebody writes to."""
-    os.mkfifo(path)
-    threading.Thread(target=path.write_bytes, args=[content], daemon=True).start()
-    return path
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes are POSIX's")
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a", b"one\n\ntwo", ["one\n\ntwo"]),
-        ("a.txt", b"one", ["one"]),
-        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
-        ("a", b"", []),
-    ],
-)
-def test_pipes_are_read_once(tmp_path, name, content, expected):
-    assert texts(piped(tmp_path / name, content)) == expected
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes are POSIX's")
-def test_pipes_that_cannot_be_read_are_refused(tmp_path):
-    pytest.importorskip("pyarrow")
-    refused = {"a.parquet": "a file, .* got a pipe", "a.gz": "a name ending in"}
-    for name, expected in refused.items():
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(ValueError, match=f"{name}: expected {expected}"):
-            texts(tmp_path / name)
 
 
 def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
@@ -142,6 +83,24 @@ def test_saved_and_loadable_data_sets(tmp_path):
     assert texts(f"datasets:{tmp_path / 'rows'}") == ["one", "two"]
     assert texts(f"datasets:{tmp_path / 'splits'}", split="test") == ["one", "two"]
     assert texts(f"datasets:{tmp_path / 'files'}") == ["three"]
+
+
+def test_the_datasets_library_reads_other_files(tmp_path):
+    """Parquet files by their ending, others where they are called data sets."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", None], "n": [1, 2]})
+    rows.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("text,n\none,1\n")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1PAR1")
+    (named,) = read_texts([f"datasets:{tmp_path / 'rows.csv'}"])
+    assert named == (f"{tmp_path / 'rows.csv'}:1", "one")
+    for source, field, message in (
+        (tmp_path / "rows.parquet", "text", r"rows\.parquet:2: expected text in field 'text'"),
+        (tmp_path / "rows.parquet", "n", r"rows\.parquet:1: .* got int in a row of"),
+        (tmp_path / "bad.parquet", "text", r"bad\.parquet: expected a file that datasets reads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            texts(source, field=field)
 
 
 @pytest.fixture(scope="module")
@@ -177,30 +136,6 @@ def test_texts_are_tokenised_in_bounded_batches(folder, monkeypatch):
     assert [*ids] == encoder.encode(["the cat"] * 5)
     assert [*map(int, names)] == [*range(5)]
     assert sizes == [2, 2, 1]
-
-
-def test_sentencepiece_models(tmp_path):
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the cat sat on the mat"] * 20),
-        model_writer=model,
-        vocab_size=14,
-        minloglevel=2,
-    )
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(model.getvalue())
-    encoder = load_encoder(str(path))
-    assert encoder.vocab_size == 14
-    ((name, ids),) = encoder.encode_stream([NamedText("a.txt", "the cat")])
-    assert (name, encoder.tokenizer.decode(ids)) == ("a.txt", "the cat")
-    assert tokenizer_name(encoder.tokenizer) == "tokenizer.model"
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="not a SentencePiece model"):
-        load_encoder(str(path))
-    with pytest.raises(OSError, match="missing"):
-        load_encoder(str(tmp_path / "missing.model"))
 
 
 TEXTS = ["one two three", "two three one"]

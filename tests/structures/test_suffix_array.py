@@ -1,29 +1,28 @@
 """Suffix-array lookup and selection, against searches that look at every position of the text."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.corpus.build import align_suffixes, bucket_starts, count_codes, rank_codes
+from hf_retrieval_assist.corpus.build import sorted_suffixes
 from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher
 
 VOCAB = 5
 
 
-def make_shard(documents, vocab_size=VOCAB, width=1, shift=0):
-    """A shard's buffers, sorted by comparing whole suffixes."""
-    text = [code for document in documents for code in [*(t + 1 for t in document), 0]]
-    codes = np.array(text, ">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :]
-    codes = np.ascontiguousarray(codes).reshape(-1)
-    order = sorted((i for i, code in enumerate(text) if code), key=lambda i: text[i:])
-    starts = bucket_starts(count_codes(codes, width, vocab_size), shift)
-    return codes, np.array(order, np.uint32), starts, shift
+def make_shard(documents):
+    """A shard's arrays, sorted by comparing whole suffixes."""
+    text = [token for document in documents for token in [*document, -1]]
+    order = sorted((i for i, token in enumerate(text) if token >= 0), key=lambda i: text[i:])
+    return np.array(text, np.int32), np.array(order, np.int32)
 
 
-def make_index(documents, shards=1, shift=0):
+def make_index(documents, shards=1):
     parts = [documents[i::shards] for i in range(shards)]
-    return SuffixArray([make_shard(part, shift=shift) for part in parts if part], 1, VOCAB)
+    return SuffixArray([make_shard(part) for part in parts if part], VOCAB)
 
 
 def occurrences(documents, query):
@@ -94,16 +93,21 @@ TEXT = st.lists(st.integers(-1, VOCAB), min_size=1, max_size=15)
 
 
 @settings(deadline=None)
-@given(corpora(), TEXT, st.integers(1, 3), st.integers(0, 2), st.integers(1, 5))
-def test_matches_equal_a_search_of_every_position(documents, text, shards, shift, max_match):
-    index = make_index(documents, shards, shift)
+@given(corpora(), TEXT, st.integers(1, 3), st.integers(1, 5))
+def test_matches_equal_a_search_of_every_position(documents, text, shards, max_match):
+    index = make_index(documents, shards)
     matcher = SuffixMatcher(index, max_match)
     for end in range(1, len(text) + 1):
         matcher.extend(text[end - 1 : end])
         assert matcher.match_length == longest_match(documents, text[:end], max_match)
         for n in range(1, matcher.match_length + 1):
             suffix = text[end - n : end]
-            assert index.count(suffix) == len(occurrences(documents, suffix))
+            places = occurrences(documents, suffix)
+            assert index.count(suffix) == len(places)
+            shard, position = index.find(suffix)
+            part = [*documents[shard::shards]]
+            assert make_shard(part)[0][position : position + n].tolist() == suffix
+    assert index.find([VOCAB - 1]) is None
 
 
 @settings(deadline=None)
@@ -122,85 +126,92 @@ def test_selection_is_best_first_by_exact_counts(documents, text, shards, budget
     assert selected(matcher, budget, depth, sources) == expected
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "width"), [(255, 1), (256, 2), (65535, 2), (65536, 3), (262144, 3), (1 << 25, 4)]
-)
-def test_ids_of_every_width(vocab_size, width):
-    top = vocab_size - 1
-    documents = [[top, 0, top], [0, top, top - 1]]
-    shift = max(vocab_size.bit_length() - 8, 0)
-    index = SuffixArray([make_shard(documents, vocab_size, width, shift)], width, vocab_size)
-    assert (index.count([top]), index.count([0, top]), index.count([top, 0])) == (3, 2, 1)
-    matcher = SuffixMatcher(index, 4, 8)
-    matcher.extend([0, top])
-    assert selected(matcher, 8, 4, 1) == [(top - 1, -1, 1, 2)]
+def skewed_documents(tokens=60_000, ids=400):
+    rng = np.random.default_rng(0)
+    text = (ids ** rng.random(tokens)).astype(int) - 1
+    return [part.tolist() for part in np.split(text, 60)]
 
 
-def test_a_flat_distribution_is_given_up_deterministically():
-    documents = [[0, token] for token in range(1, 2000)]
-    index = SuffixArray([make_shard(documents, 2000, 2, 4)], 2, 2000)
-    drafts = []
-    for _ in range(2):
-        matcher = SuffixMatcher(index, 2, 8)
-        matcher.extend([0])
-        drafts.append(selected(matcher, 8, 2, 1))
-    assert drafts[0] == drafts[1]
-    assert {(parent, count) for _, parent, count, _ in drafts[0]} <= {(-1, 1)}
+def large_index(documents, vocab_size, shards=1):
+    """As one that was built."""
+    texts = [
+        np.array(
+            [token for document in documents[i::shards] for token in [*document, -1]], np.int32
+        )
+        for i in range(shards)
+    ]
+    ends = [text.tolist().count(-1) for text in texts]
+    suffixes = [sorted_suffixes(text, vocab_size)[n:] for text, n in zip(texts, ends, strict=True)]
+    return SuffixArray([*zip(texts, suffixes, strict=True)], vocab_size)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_what_follows_a_frequent_match_is_counted_in_proportion(shards):
+    """Within four standard deviations of a sample of 1,024."""
+    documents = skewed_documents()
+    matcher = SuffixMatcher(large_index(documents, 400, shards), 1, 32)
+    matcher.extend([0])
+    tokens, parents, counts, parent_counts, contexts = matcher.select(32, 2, 1)
+    follows = [b for document in documents for a, b in pairwise(document) if a == 0]
+    total = sum(document.count(0) for document in documents)
+    assert total > 5 * 1024
+    assert (parent_counts[parents == -1] == total).all()
+    first = tokens[parents == -1]
+    for token, count in zip(first.tolist(), counts[parents == -1].tolist(), strict=True):
+        share = follows.count(token) / total
+        assert abs(count / total - share) < 4 * (share * (1 - share) / 1024) ** 0.5
+    assert {0, 1} < {*first.tolist()}
+    assert (counts <= parent_counts).all()
+    assert (contexts == 1 + (parents >= 0)).all()
 
 
 @pytest.mark.parametrize("max_nodes", [1, 4, 32])
-def test_more_searches_than_are_allowed_end(max_nodes):
-    rng = np.random.default_rng(0)
-    text = (400 ** rng.random(6000)).astype(int) - 1
-    documents = [part.tolist() for part in np.split(text, 60)]
-    matcher = SuffixMatcher(SuffixArray([make_shard(documents, 400, 2, 0)], 2, 400), 3, max_nodes)
-    for token in text[:300].tolist():
+def test_any_number_of_continuations_has_room(max_nodes):
+    documents = [*skewed_documents(6000), *([0, token] for token in range(1, 2000))]
+    matcher = SuffixMatcher(large_index(documents, 2000), 3, max_nodes)
+    for token in [*documents[0], 0]:
         matcher.extend([token])
         tokens, parents, counts, parent_counts, _ = matcher.select(max_nodes, 4, 3)
         assert 0 < len(tokens) <= max_nodes
         assert (parents < np.arange(len(parents))).all()
         assert ((counts > 0) & (counts <= parent_counts)).all()
+    assert selected(matcher, max_nodes, 4, 3) == selected(matcher, max_nodes, 4, 3)
 
 
 @settings(deadline=None)
-@given(corpora(), st.sampled_from([(4, 1), (300, 2), (70_000, 3)]))
-def test_codes_and_their_ranks_sort_as_texts_do(documents, scale):
-    factor, width = scale
-    documents = [[token * factor // VOCAB for token in document] for document in documents]
-    codes, order, _, _ = make_shard(documents, factor, width, max(factor.bit_length() - 4, 0))
-    ranks = rank_codes(codes, width, count_codes(codes, width, factor))
-    assert ranks.shape[1] == 1
-    for data, columns in ((codes.tobytes(), width), (ranks.tobytes(), 1)):
-        by_bytes = np.array(sorted(range(len(data)), key=lambda i: data[i:]), np.int32)
-        assert align_suffixes(by_bytes, columns, len(documents)).tolist() == order.tolist()
+@given(corpora(), st.sampled_from([4, 300, 70_000]))
+def test_suffixes_are_sorted(documents, scale):
+    documents = [[token * scale // VOCAB for token in document] for document in documents]
+    text, order = make_shard(documents)
+    assert sorted_suffixes(text, scale)[len(documents) :].tolist() == order.tolist()
 
 
-def test_ranks_widen_with_the_number_of_distinct_codes():
-    codes = np.arange(300, dtype=">u2").view(np.uint8)
-    ranks = rank_codes(codes, 2, count_codes(codes, 2, 299))
-    assert ranks.shape == (300, 2)
-    assert (ranks.reshape(-1) == codes).all()
+@pytest.mark.parametrize("ids", [254, 255, 65_534, 65_535])
+def test_ranks_of_all_widths_are_sorted(ids):
+    text = np.append(np.random.default_rng(0).permutation(ids), -1).astype(np.int32)
+    assert (text[sorted_suffixes(text, ids)] == np.arange(-1, ids)).all()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"shards": []}, "at least one"),
-        ({"width": 5}, "width"),
         ({"vocab_size": 0}, "vocab_size"),
-        ({"codes": np.zeros(3, np.uint8), "width": 2}, "multiple of 2"),
-        ({"codes": np.zeros(0, np.uint8)}, "multiple of 1"),
-        ({"suffixes": np.zeros(0, np.uint32)}, "at least one suffix"),
-        ({"starts": np.zeros(1, np.uint32)}, "one bucket"),
-        ({"shift": 31}, "bucket_shift"),
+        ({"vocab_size": 1 << 31}, "vocab_size"),
+        ({"shards": [(np.zeros(0, np.int32), np.zeros(1, np.int32))]}, "at least one token"),
+        ({"shards": [(np.zeros(1, np.int32), np.zeros(0, np.int32))]}, "and one suffix"),
     ],
 )
 def test_index_rejects(change, message):
-    parts = dict(zip(("codes", "suffixes", "starts", "shift"), make_shard([[1, 2]]), strict=True))
-    parts |= {name: value for name, value in change.items() if name in parts}
-    shards = change.get("shards", [tuple(parts.values())])
+    arguments = {"shards": [make_shard([[1, 2]])], "vocab_size": VOCAB} | change
     with pytest.raises(ValueError, match=message):
-        SuffixArray(shards, change.get("width", 1), change.get("vocab_size", VOCAB))
+        SuffixArray(*arguments.values())
+
+
+def test_an_empty_string_is_nowhere():
+    for look in (make_index([[1]]).count, make_index([[1]]).find):
+        with pytest.raises(ValueError, match="token_ids: expected at least one"):
+            look([])
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 import numpy as np
 
 from hf_retrieval_assist.corpus.datastore import Datastore
-from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
 
 VOCAB = 262_144
-SMALL = 64 * 22  # bytes of memory for the smallest shard: 64 codes of three bytes
+SMALL = 64 * 28  # bytes of memory for the smallest shard
 
 
 def make_documents(seed=0, documents=40, tokens=30, ids=12):
@@ -36,15 +35,3 @@ def assert_holds(datastore, documents):
 def contents(path):
     """All bytes of a datastore, by the files' names."""
     return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-def drafts(store, texts):
-    """All that lookups along texts show: matches, counts and continuations."""
-    found = []
-    for text in texts:
-        matcher = SuffixMatcher(store.index, 12, 64)
-        for token in text:
-            matcher.extend([token])
-            tree = matcher.select(24, 6, 3)
-            found.append((matcher.match_length, *(column.tolist() for column in tree)))
-    return found

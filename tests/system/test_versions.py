@@ -50,8 +50,7 @@ EXTRAS = {
     "ray": (lambda: RayExecutor("auto"), r"ray\[data\]"),
     "pydivsufsort": (lambda: Datastore.build([[1]], "store", vocab_size=300), "pydivsufsort"),
     "redis": (lambda: RedisServer("redis://localhost"), "redis"),
-    "pyarrow.parquet": (lambda: [*read_texts(["a.parquet"])], "datasets pyarrow"),
-    "datasets": (lambda: [*read_texts(["datasets:me/corpus"])], "datasets pyarrow"),
+    "datasets": (lambda: [*read_texts(["a.parquet"])], "datasets"),
 }
 
 

@@ -1,8 +1,7 @@
-"""The commands that build, inspect and mend a corpus on disk."""
+"""The commands that build, extend and inspect a corpus on disk."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -11,16 +10,14 @@ from typing import Any, NoReturn
 
 from typer import Argument, BadParameter, Option
 
-from ...corpus import build as corpus_build
 from ...corpus.datastore import Datastore
 from ...corpus.format import MANIFEST
-from ...corpus.readers import Skipped, load_encoder, read_texts
+from ...corpus.readers import load_encoder, read_texts
 from ...system.arguments import byte_count
 from ...types.token_tree import NamedIds
 from .signals import on_sigterm
 
 _STORE = Argument(..., help="the datastore's directory")
-_NAME = Argument(..., help="the document's, as `info --documents` shows it")
 _MEMORY = Option(
     "4G", parser=byte_count, metavar="BYTES", help="for sorting, such as 750M; bounds a shard"
 )
@@ -28,16 +25,13 @@ _WORKERS = Option(1, help="shards sorted at the same time")
 _QUIET = Option(False, "--quiet", help="no progress bar")
 _SOURCES = Argument(
     ...,
-    help=".txt, .py, .md, .jsonl or .parquet files, directories of them, pipes of text, or "
-    "datasets:NAME for one on the Hub or in a local folder",
+    help=".txt, .py, .md, .jsonl or .parquet files, directories of them, or datasets:NAME for what "
+    "the datasets library reads: a file, a folder or a Hub id",
 )
-_TOKENIZER = Option(
-    ..., help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file"
-)
+_TOKENIZER = Option(..., help="folder or Hub id of a transformers tokenizer")
 _VOCAB_SIZE = Option(
     None, help="rows of the model's output layer (default: from the tokenizer's folder)"
 )
-_SKIP_BAD = Option(False, "--skip-bad", help="pass over rows and files that cannot be read")
 _RAY = Option(
     None,
     metavar="ADDRESS",
@@ -47,9 +41,8 @@ _RAY = Option(
 
 
 def _end(*_: object) -> NoReturn:
-    """End at once, without what was staged."""
-    corpus_build.sweep_own()
-    os._exit(143)
+    """End as an interruption does, which removes what was staged."""
+    sys.exit(143)
 
 
 @on_sigterm(_end)
@@ -63,7 +56,6 @@ def build(
     field: str = Option("text", help="column with the text"),
     split: str = Option("train", help="split of a data set"),
     vocab_size: int | None = _VOCAB_SIZE,
-    skip_bad: bool = _SKIP_BAD,
     ray: str | None = _RAY,
     append: bool = Option(False, "--append", help="add to an existing datastore"),
     overwrite: bool = Option(False, "--overwrite", help="replace an existing datastore"),
@@ -73,14 +65,8 @@ def build(
         raise BadParameter("--overwrite: expected no --append beside it")
     if (path / MANIFEST).is_file() and not append and not overwrite:
         raise FileExistsError(f"{path} exists; --append adds to it, --overwrite replaces it")
-    for left, owner in corpus_build.abandoned(path.resolve().parent):
-        remedy = "this build removes it"
-        if owner != path.resolve():
-            remedy = f"`hf-retrieval-assist clean {left.parent}` removes it"
-        print(f"{left}: documents that a killed command has left; {remedy}", file=sys.stderr)
     encoder = load_encoder(tokenizer)
-    skipped = Skipped() if skip_bad else None
-    texts = read_texts(sources, field, split, skipped)
+    texts = read_texts(sources, field, split)
     options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
     documents: Iterable[NamedIds] = encoder.encode_stream(texts)
     if ray is not None:
@@ -99,8 +85,6 @@ def build(
     seconds = time.perf_counter() - began
     added = store.token_count - (0 if before is None else before.token_count)
     print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
-    if skipped and skipped.bad:
-        print(f"{skipped.bad:,} bad rows or files skipped, such as {skipped.example}")
     _print_summary(store)
 
 
@@ -136,49 +120,10 @@ def info(
         print(f"{tokens:>11,} {_printable(name) or '(without a name)'}")
 
 
-@on_sigterm(_end)
-def remove(path: Path = _STORE, name: str = _NAME) -> None:
-    """Take a document out of a datastore."""
-    _print_summary(Datastore.open(path).remove(name))
-
-
-@on_sigterm(_end)
-def replace(
-    path: Path = _STORE,
-    name: str = _NAME,
-    source: str = Argument(..., help="the new text, as for build"),
-    tokenizer: str = _TOKENIZER,
-    memory: int = _MEMORY,
-    workers: int = _WORKERS,
-    quiet: bool = _QUIET,
-) -> None:
-    """Put a new text in the place of a document of a datastore."""
-    encoder = load_encoder(tokenizer)
-    store = Datastore.open(path, encoder.tokenizer)
-    documents = encoder.encode_stream(read_texts([source]))
-    options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
-    _print_summary(store.replace(name, documents, **options))
-
-
 def verify(path: Path = _STORE) -> None:
     """Check every file of a datastore."""
     Datastore.open(path).verify()
     print(f"{path}: all files are as they were built")
 
 
-@on_sigterm(_end)
-def compact(
-    path: Path = _STORE, memory: int = _MEMORY, workers: int = _WORKERS, quiet: bool = _QUIET
-) -> None:
-    """Merge the shards of a datastore."""
-    store = Datastore.open(path)
-    _print_summary(store.compact(memory=memory, workers=workers, progress=not quiet))
-
-
-def clean(path: Path = Argument(..., help="a folder with datastores, or one of them")) -> None:
-    """Remove what killed commands have left of datastores."""
-    for left in corpus_build.clean(path):
-        print(f"{left}: {'stays, because it is in use' if left.exists() else 'removed'}")
-
-
-COMMANDS = (build, info, remove, replace, verify, compact, clean)
+COMMANDS = (build, info, verify)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.corpus.build import _index
+from hf_retrieval_assist.corpus.build import index_shard
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.extensions.ray.cluster import RayExecutor
 from hf_retrieval_assist.tools.cli import main
@@ -60,11 +60,11 @@ class Disturbed(RayExecutor):
         self.cluster, self.marker, self.shards = cluster, marker, 0
 
     def submit(self, fn, /, *args, **kwargs):
-        self.shards += fn is _index
-        if fn is _index and self.shards == 2:
+        self.shards += fn is index_shard
+        if fn is index_shard and self.shards == 2:
             return super().submit(dying_once, self.marker, fn, *args, **kwargs)
         future = super().submit(fn, *args, **kwargs)
-        if fn is _index and self.shards == 3:
+        if fn is index_shard and self.shards == 3:
             self.cluster.remove_node(self.cluster.second)
             self.cluster.second = self.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
         return future
@@ -75,7 +75,7 @@ class Disturbed(RayExecutor):
     "tokens", [300_000, pytest.param(20_000_000, marks=pytest.mark.slow)], ids=str
 )
 def test_a_disturbed_cluster_builds_what_one_machine_builds(cluster, tmp_path, tokens):
-    options = {"vocab_size": VOCAB, "memory": 32 * tokens // 5, "workers": 2, "progress": False}
+    options = {"vocab_size": VOCAB, "memory": 52 * tokens // 5, "workers": 2, "progress": False}
     executor = Disturbed(cluster, tmp_path / "died")
     Datastore.build(documents(tokens), tmp_path / "far", executor=executor, **options)
     Datastore.build(documents(tokens), tmp_path / "near", **options)
@@ -99,7 +99,7 @@ def test_texts_are_tokenised_by_the_cluster(cluster, tmp_path):
     assert main(["build", str(tmp_path / "near"), *common]) == 0
     assert main(["build", str(tmp_path / "far"), *common, "--ray", cluster.address]) == 0
     near, far = contents(tmp_path / "near"), contents(tmp_path / "far")
-    assert len(near) > 4  # more than one shard
+    assert len(near) > 2  # more than one shard
     assert near == far
 
 
