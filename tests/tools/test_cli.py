@@ -22,7 +22,6 @@ from hf_retrieval_assist.tools.cli import main
 from tests.support.byte_model import byte_tokenizer, small_model
 from tests.support.documents import contents
 from tests.support.lossless import build
-from tests.support.quick import cases
 
 COMMANDS = typer.main.get_command(cli.app).commands
 
@@ -52,7 +51,8 @@ def store(tmp_path, corpus, tokenizer):
 
 
 @pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="POSIX's")
-@pytest.mark.parametrize("given", cases(["piped", "substitution", "redirected"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["substitution", "piped", "redirected"])
 def test_texts_of_the_shell(given, tmp_path, tokenizer):
     """`<(zcat texts.gz)`, and what comes through the standard input."""
     (tmp_path / "texts.txt").write_text("import this\n")
@@ -109,7 +109,8 @@ def test_documents_are_listed_replaced_and_removed(store, corpus, tokenizer, tmp
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
-@pytest.mark.parametrize("command", cases(["append", "build", "replace"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["build", "append", "replace"])
 def test_a_command_that_is_terminated_leaves_no_document(command, store, tokenizer, tmp_path):
     place = {"build": ["build", "new"], "append": ["build", "store", "--append"]}
     before = contents(store)
