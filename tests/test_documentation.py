@@ -24,10 +24,14 @@ def blocks_of(page):
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
 
 
+QUICK = ("README.md", "texts.md", "batches.md", "drafter.md")
+
+
 def runs(page):
     """A page, as a parameter."""
     serves = "generate_batch(" in page.read_text(encoding="utf-8")
     marks = [since("5.20", "continuous batching")] if serves else []
+    marks += [] if page.name in QUICK else [pytest.mark.slow]
     return pytest.param(page, id=page.name, marks=marks)
 
 

@@ -287,7 +287,8 @@ assert GenerationMixin.generate is original
 NAMED = ("hf_retrieval_assist.SamAssistant", "from hf_retrieval_assist.presets import SamAssistant")
 
 
-@pytest.mark.parametrize("used", [NAMED[0], pytest.param(NAMED[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("used", NAMED)
 def test_generate_gets_its_keyword_with_the_first_name_that_is_used(used, tmp_path):
     kept = tmp_path / "hf_retrieval_assist" / "linear_tuning.json"
     kept.parent.mkdir()

@@ -73,6 +73,7 @@ def test_defaults_draft_a_text_that_repeats_itself(llama, tmp_path, preset):
     assert assistant.stats.total.accepted > 20
 
 
+@pytest.mark.slow
 def test_the_default_draws_trees_of_a_draft_model_that_costs_little():
     """A draft model of one layer; the target's others add nothing."""
     draft = build(num_hidden_layers=1)

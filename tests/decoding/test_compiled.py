@@ -91,7 +91,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("part", cases(COMPILED, ["body"]))
+@pytest.mark.parametrize("part", cases(COMPILED, ["layers"]))
 def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
     model = build(num_hidden_layers=1)
     same(model, tier="tree")

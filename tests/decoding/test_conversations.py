@@ -395,7 +395,7 @@ MANY = int(os.environ.get("HFRA_CONVERSATIONS", "250"))
 
 @pytest.mark.parametrize(
     ("conversations", "turns", "number"),
-    cases([*((3, 6, number) for number in range(6)), (MANY, 10, None)], 6),
+    cases([*((2, 6, number) for number in range(9)), (MANY, 10, None)], 9),
 )
 def test_conversations_are_plain_decoding(conversations, turns, number):
     number = number if SEED is None else int(SEED) + (number or 0)

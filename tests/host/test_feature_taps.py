@@ -119,6 +119,7 @@ def test_wrapped_models(wrap, token_ids):
     assert_captured(wrap(tiny_target(num_layers=4)), token_ids, (1, 2, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @torch.no_grad()
 def test_a_compiled_model(token_ids):
@@ -132,7 +133,7 @@ def test_a_compiled_model(token_ids):
 @torch.no_grad()
 def test_a_model_compiled_too_early_says_so(token_ids):
     torch.compiler.reset()
-    model = tiny_target(num_layers=3)
+    model = tiny_target(num_layers=1)
     model.forward = torch.compile(model.forward, backend="eager")
     model(token_ids)
     with FeatureTaps(model, [(1,)]) as taps:

@@ -92,7 +92,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "place"), cases(crossed(OBJECTS, PLACES), 4))
+@pytest.mark.parametrize(("kind", "place"), cases(crossed(OBJECTS, PLACES), 8))
 def test_objects_that_nobody_can_describe(kind, place):
     if (kind, place) == ("2**60 paths", "configuration"):
         pytest.skip("nobody could write such a configuration down")

@@ -215,7 +215,7 @@ def test_below_a_node_is_what_would_be_drafted_behind_its_token(memory, context)
             assert given_it == pytest.approx(expected[tokens[child]], rel=1e-3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(few, max_size=2), few, st.integers(0, 5))
 def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
     evidence, sources = started(memory, text, [])

@@ -15,6 +15,7 @@ from hf_retrieval_assist.verification.reach import Reach
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.lossless import build, prompts_of, rope_model
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.quick import cases
 from tests.support.watching import a_librarys
 
 ORIGINAL = 32
@@ -76,7 +77,7 @@ def test_a_cache_that_the_model_drops(lengths, new, tier):
                 assert assistant.stats.last.tier == tier
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "phi3"])
+@pytest.mark.parametrize("kind", cases(["longrope", "dynamic", "phi3"], 2))
 def test_embeddings_in_place_of_ids_count(kind):
     """Where no ids tell how long the prompts are."""
     for seed in range(2):

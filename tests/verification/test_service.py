@@ -15,6 +15,7 @@ from hf_retrieval_assist.verification.service import ServiceDemand, choose_servi
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, knowing, outcome, run, same
+from tests.support.quick import cases, crossed
 from tests.support.threads import in_threads
 from tests.support.watching import results_of
 from tests.support.wrapped_models import ROUNDINGS, rounding_activations
@@ -22,7 +23,10 @@ from tests.support.wrapped_models import ROUNDINGS, rounding_activations
 WINDOWS = ["sliding_attention", "full_attention", "full_attention"]
 
 
-@pytest.mark.parametrize(("capacity", "budget", "new"), [(8, 16, 40), (64, 16, 40), (64, 128, 110)])
+CAPACITIES = [(8, 16, 40), (64, 16, 40), (64, 128, 110)]
+
+
+@pytest.mark.parametrize(("capacity", "budget", "new"), cases(CAPACITIES))
 def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
     model = build(
         "SwitchTransformersForConditionalGeneration", expert_capacity=capacity, num_experts=2
@@ -62,12 +66,12 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
         assert [found.width for found in tests] == [width]
 
 
-@pytest.mark.parametrize(
-    "names", [("",), ("1.mlp.up_proj",), ("0.self_attn.q_proj",), ("lm_head",)]
-)
-@pytest.mark.parametrize("rounded", ROUNDINGS.values(), ids=ROUNDINGS)
-def test_activations_of_fewer_bits_leave_float32_to_plain_decoding(rounded, names, told):
-    model = rounding_activations(build(), rounded, names)
+ROUNDED = ["", "1.mlp.up_proj", "0.self_attn.q_proj", "lm_head"]
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(crossed(ROUNDINGS, ROUNDED), 3))
+def test_activations_of_fewer_bits_leave_float32_to_plain_decoding(kind, name, told):
+    model = rounding_activations(build(), ROUNDINGS[kind], (name,))
     same(model, tier="plain")
     assert any("its logits move in steps" in text for text in told.messages)
 
@@ -181,8 +185,10 @@ def test_a_text_that_is_not_finite_says_nothing_of_the_model():
     assert choose_service(model, {}).tier is Tier.TREE
 
 
-@pytest.mark.parametrize("model_class", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
-@pytest.mark.parametrize("by", ["config", "call"])
+@pytest.mark.parametrize(
+    ("model_class", "by"),
+    cases(crossed(["MixtralForCausalLM", "Qwen2MoeForCausalLM"], ["config", "call"])),
+)
 def test_mixtures_that_return_what_their_routers_compute(model_class, by):
     model = build(model_class, output_router_logits=by == "config")
     options = {"output_router_logits": True} if by == "call" else {}
@@ -207,7 +213,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("kind", cases(MASKS, ["another window", "eager"]))
 def test_masks_follow_the_configuration_from_call_to_call(kind):
     model_class, name, before, after = MASKS[kind]
     model = build(model_class)

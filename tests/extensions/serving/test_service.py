@@ -146,6 +146,7 @@ def test_a_request_takes_no_longer_than_it_may(folder, held, stream):
         assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
 
 
+@pytest.mark.slow
 def test_prompts_and_answers_keep_to_their_bounds(folder):
     limits = Limits(prompt_tokens=60, answer_tokens=30)
     with serving(folder, limits=limits) as served:
@@ -158,6 +159,7 @@ def test_prompts_and_answers_keep_to_their_bounds(folder):
         served.ask("x" * 33_000, max_tokens=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", [False, True])
 def test_streams_of_which_half_are_left(folder, batching):
     """Nothing of those that left goes on, and the others are whole."""
