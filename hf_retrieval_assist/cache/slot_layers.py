@@ -163,9 +163,8 @@ class SlotLayer(DynamicLayer):
         clear_layer(layer)
         if not length:
             return
-        first = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
-        if self.store.block_refs or first > self.store.dropped:
-            self.detach(first)
+        # What a prompt's forward gave it lies in whatever order the model made it.
+        self.detach(max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0)
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = self.keys, self.values
         if layer.is_sliding:

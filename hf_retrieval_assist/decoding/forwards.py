@@ -87,7 +87,7 @@ class Forwards:
             extra_memory=policy.extra_memory,
             several=several,
             batch=call.batch_size,
-            select=walk.rowwise,
+            select=None if policy.needs_all_logits else walk.rowwise,
         )
         self.engine = call.engine.call(call.model, wanted)
         self._sound = True

@@ -20,9 +20,10 @@ from tests.support.documents import (
     contents,
     make_documents,
 )
+from tests.support.quick import cases
 
 
-@pytest.mark.parametrize("vocab_size", [1, 255, 65_536, 1 << 26])
+@pytest.mark.parametrize("vocab_size", cases([1, 255, 65_536, 1 << 26], 3))
 def test_round_trip_in_vocabularies_of_all_sizes(tmp_path, vocab_size):
     documents = [[vocab_size - 1, 0, vocab_size - 1], [0]]
     datastore = build(documents, tmp_path / "store", vocab_size=vocab_size)

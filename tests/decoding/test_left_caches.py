@@ -6,12 +6,22 @@ import io
 import pytest
 import torch
 import transformers
+from safetensors.torch import save
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.lossless import PROMPT, build, knowing, late_token, outcome, run, same
+from tests.support.lossless import (
+    NEW_TOKENS,
+    PROMPT,
+    build,
+    knowing,
+    late_token,
+    outcome,
+    run,
+    same,
+)
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, within
@@ -39,6 +49,18 @@ def assert_alike(one, other):
         assert_alike(vars(one), vars(other))
     else:
         assert one == other
+
+
+def tensors_in(part, name="cache"):
+    """All tensors of a cache, a layer or a part of one, by where they are."""
+    if isinstance(part, torch.Tensor):
+        return {name: part}
+    if isinstance(part, list):
+        named = enumerate(part)
+    else:
+        named = (part if isinstance(part, dict) else getattr(part, "__dict__", {})).items()
+    found = [tensors_in(one, f"{name}.{i}") for i, one in named if not isinstance(one, type)]
+    return {place: tensor for tensors in found for place, tensor in tensors.items()}
 
 
 def saved(cache):
@@ -97,7 +119,8 @@ QUICK = [
 
 @pytest.mark.parametrize(("model_class", "kind", "rows"), cases(LEFT_BY, QUICK))
 def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
-    """Its classes, its attributes, as many entries, and nothing that names this package."""
+    """Its classes, its attributes, as many entries, in memory that can be saved, and nothing that
+    names this package; where the prompt's forward is the only one, too."""
     # Few heads and places make scores of the indexer equal by chance.
     indexed = model_class == "GlmMoeDsaForCausalLM"
     model = build(model_class, **({"index_topk": 24, "index_n_heads": 16} if indexed else {}))
@@ -107,7 +130,10 @@ def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows)
         options |= {"num_beams": 1, "forced_eos_token_id": None}
     caches = [LEFT[kind](model.config) for _ in range(2)]
     ids, accepted = PROMPTS[:rows], 0
-    for _ in range(1 if kind == "static" or encodes else 3):
+    for new in (NEW_TOKENS,) if kind == "static" else (1, NEW_TOKENS, 1):
+        if encodes:
+            ids, caches = PROMPTS[:rows], [LEFT[kind](model.config) for _ in range(2)]
+        options["max_new_tokens"] = new
         plain = run(model, ids, **options, **caches[0])
         assistant = oracle_assistant(plain)
         ours = run(model, ids, **options, **caches[1], assistant=assistant)
@@ -115,6 +141,7 @@ def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows)
         assert ours[CACHE] is caches[1].get(CACHE, ours[CACHE])
         accepted += assistant.stats.last.accepted
         assert_alike(plain[CACHE], ours[CACHE])
+        save(tensors_in(ours[CACHE]))
         ids = torch.cat([plain.sequences, ids[:, :3]], dim=1)
         caches = [{CACHE: plain[CACHE]}, {CACHE: copy.deepcopy(saved(ours[CACHE]))}]
     assert accepted > 0

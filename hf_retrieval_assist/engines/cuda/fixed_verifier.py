@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...cache.blocks import View
 from ...host.callers_hooks import has_callers_hooks
 from ...host.feature_taps import FeatureTaps
 from ...host.transformers_private import attention_of, why_no_mask
+from ...system.lazy import cached_property
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
 from ...verification.options import ForwardOptions
@@ -86,12 +88,21 @@ class FixedVerified(Verified):
                 return tokens
         return super().choose(rows, nodes, select)
 
+    def of_row(self, row: int, nodes: int) -> torch.Tensor:
+        # The next forward leaves its own in the same memory.
+        return super().of_row(row, nodes).clone()
+
+    @cached_property
+    def _brought(self) -> list[NDArray[Any]]:
+        """The largest logits and their tokens, which the next forward leaves no trace of."""
+        self.wait()
+        return [found.copy() for found in self._largest]
+
     def top(self, row: int, nodes: int) -> TopLogits:
         if not self._largest:
             return super().top(row, nodes)
-        self.wait()
         first = self.roots[row]
-        logits, ids = self._largest
+        logits, ids = self._brought
         return TopLogits(logits, np.arange(first, first + 1 + nodes), ids)
 
 

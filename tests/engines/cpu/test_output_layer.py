@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import copies
 from hf_retrieval_assist.engines.cpu.copies import Copies
@@ -19,12 +19,15 @@ from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified, sampling_of, shortlist_of
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory
+from hf_retrieval_assist.system.tensors import same_bits
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
 from tests.support.copied_models import model_of, watch_screens
+from tests.support.logits_feedback import Learner, expected_logits
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
+from tests.support.products import kernels_serving
 from tests.support.quick import cases
 
 SAMPLED = {"do_sample": True}
@@ -152,6 +155,34 @@ def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
     with mock.patch.object(copies, "is_kernel", return_value=False), watch_screens() as watch:
         run(model, assistant=SamAssistant())
     assert watch.screened == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "name"),
+    [
+        (torch.float32, 1, "greedy"),
+        (torch.bfloat16, 1, "temperature"),
+        (torch.float32, 3, "top-k"),
+        (torch.bfloat16, 3, "greedy"),
+    ],
+)
+def test_a_drafter_that_asks_for_all_logits_gets_those_of_the_model(dtype, rows, name):
+    """In forwards that are repeated, and would be screened for the tokens alone."""
+    model, options = model_of(head_dim=16).to(dtype), {"do_sample": False} | OPTIONS[name]
+    prompts = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])[:rows]
+    with kernels_serving(), mock.patch.object(copies, "is_kernel", return_value=True):
+        for _ in range(3):
+            with reroute():
+                plain = run(model, prompts, **options)
+            learner = Learner(plain.tolist())
+            assistant = Assistant([learner], budget=4)
+            assert torch.equal(run(model, prompts, **options, assistant=assistant), plain)
+        with reroute():
+            expected = expected_logits(model, learner, PROMPT.shape[1])
+    assert assistant.stats.last.repeated > 0
+    assert len(expected) > 5
+    for (_, shown), logits in zip(learner.shown, expected, strict=True):
+        assert same_bits(shown.logits, logits)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

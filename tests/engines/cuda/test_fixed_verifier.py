@@ -6,6 +6,7 @@ import weakref
 from functools import wraps
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -18,7 +19,7 @@ from transformers import (
 )
 from transformers.integrations import moe
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.engines.cuda import arena, fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda.arena import Arena
@@ -29,6 +30,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification import engine, service
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support import dense_attention
+from tests.support.logits_feedback import Learner, expected_logits
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
@@ -65,6 +67,23 @@ def test_logits_of_another_dtype_than_the_model():
     run(model, assistant=assistant)
     assert assistant.stats.last.tier == "tree"
     assert assistant.policy.top_k > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_drafters_may_keep_what_they_were_shown_of_logits(rows):
+    """All recordings leave theirs in one place."""
+    model, ids = build(LlamaForCausalLM), torch.cat([PROMPT, PROMPT.flip(1)])[:rows]
+    plain = run(model, ids)
+    for _ in range(2):
+        learner = Learner(plain.tolist())
+        assistant = Assistant([learner], budget=4)
+        assert torch.equal(run(model, ids, assistant=assistant), plain)
+    assert assistant.stats.last.repeated > 0
+    expected = expected_logits(model, learner, PROMPT.shape[1])
+    for (_, shown), logits in zip(learner.shown, expected, strict=True):
+        torch.testing.assert_close(shown.logits, logits, atol=1e-5, rtol=1e-4)
+        found = shown.top.of(np.arange(len(logits)), 2, logits.shape[1])
+        assert found[0].tolist() == logits.topk(2).indices.tolist()
 
 
 def test_buffers_grow_in_mid_call(monkeypatch):
