@@ -192,7 +192,7 @@ def written(monkeypatch):
     def make(dtype, task=SHORT[0]):
         model, tokenizer = small_model()
         model.to(dtype)
-        write(model, tokenizer, task, plain := Run())
+        plain = write(model, tokenizer, task)
         generate = model.generate
         monkeypatch.setattr(
             model, "generate", lambda **options: calls.append(options) or generate(**options)
@@ -213,7 +213,7 @@ def other(run, token):
 def test_in_half_precision_the_text_of_the_kernels_is_the_one_promised(written, dtype, task):
     make, calls = written
     *given, _ = make(dtype, task)
-    write(*given, assisted := Run(), SamAssistant(costs=FixedCosts(lambda n: 1.0)))
+    assisted = write(*given, SamAssistant(costs=FixedCosts(lambda n: 1.0)))
     del calls[:]
     said, is_bug = verdict(*given, other(assisted, 17), assisted)
     assert not is_bug
@@ -244,7 +244,7 @@ KERNELS = "plain decoding by this package's kernels"
 )
 def test_a_text_that_must_be_equal_is_a_bug_to_report(written, dtype, than):
     *given, plain = written[0](dtype)
-    write(*given, promised := Run(), by_kernels=dtype is torch.bfloat16)
+    promised = write(*given, by_kernels=dtype is torch.bfloat16)
     said, is_bug = verdict(*given, other(plain, 3), other(other(promised, 17), 9))
     assert is_bug
     first = 9 if than == KERNELS else 3
