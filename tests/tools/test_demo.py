@@ -1,6 +1,8 @@
 """The demo, with a small random model in the place of the real one."""
 
 import io
+import os
+import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.support.byte_model import small_model
 from tests.support.fixed_costs import FixedCosts
 from tests.support.parts import needs
 
+ROOT = Path(__file__).parents[2]
 TASKS = comparison.TASKS
 SHORT = tuple(Task(task.title, task.prompt[-200:], 24, task.sampling) for task in TASKS)
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -189,7 +192,7 @@ def written(monkeypatch):
     def make(dtype, task=SHORT[0]):
         model, tokenizer = small_model()
         model.to(dtype)
-        write(model, tokenizer, task, plain := Run())
+        plain = write(model, tokenizer, task)
         generate = model.generate
         monkeypatch.setattr(
             model, "generate", lambda **options: calls.append(options) or generate(**options)
@@ -210,7 +213,7 @@ def other(run, token):
 def test_in_half_precision_the_text_of_the_kernels_is_the_one_promised(written, dtype, task):
     make, calls = written
     *given, _ = make(dtype, task)
-    write(*given, assisted := Run(), SamAssistant(costs=FixedCosts(lambda n: 1.0)))
+    assisted = write(*given, SamAssistant(costs=FixedCosts(lambda n: 1.0)))
     del calls[:]
     said, is_bug = verdict(*given, other(assisted, 17), assisted)
     assert not is_bug
@@ -241,7 +244,7 @@ KERNELS = "plain decoding by this package's kernels"
 )
 def test_a_text_that_must_be_equal_is_a_bug_to_report(written, dtype, than):
     *given, plain = written[0](dtype)
-    write(*given, promised := Run(), by_kernels=dtype is torch.bfloat16)
+    promised = write(*given, by_kernels=dtype is torch.bfloat16)
     said, is_bug = verdict(*given, other(plain, 3), other(other(promised, 17), 9))
     assert is_bug
     first = 9 if than == KERNELS else 3
@@ -295,7 +298,7 @@ def two_runs():
 
 
 def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    monkeypatch.syspath_prepend(ROOT / "docs")
     from demo_picture import animation
 
     root = ElementTree.fromstring(animation(SHORT[0], *two_runs(), "said <b>"))
@@ -316,3 +319,27 @@ def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
         assert times[-1] <= 1
         # What is shown at the end is shown at first.
         assert values[0] == values[-1]
+
+
+def commands(target):
+    """What make would run where there is no environment yet."""
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    command = ["make", "--dry-run", "VENV=no-environment", target]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return run.stdout.splitlines()
+
+
+def test_the_demo_installs_what_it_needs_and_the_tests_extend_it():
+    *made, _ = commands("demo")
+    (installed,) = [line for line in made if "--editable" in line]
+    assert '".[demo]"' in installed
+    built = commands("build")
+    assert built[: len(made)] == made
+    more = built[len(made) :]
+    assert [line for line in more if "--editable" in line and '".[dev]"' in line]
+    assert not [line for line in more if "build_ext" in line or "venv" in line.split()]
+    # The commands that take long say how far they are.
+    assert "--quiet" not in installed
+    assert [line for line in made if line.endswith("setup.py -q build_ext")]

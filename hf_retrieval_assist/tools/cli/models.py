@@ -88,12 +88,12 @@ def demo(
     from ..demo.show import show
 
     if model in demo_model.MODELS:
-        print(f"{demo_model.MODELS[model].title}; prepared once, then kept.", flush=True)
+        print(demo_model.MODELS[model].title, flush=True)
         model = str(demo_model.converted_model(model))
     target, tokenizer = model_on(device, model), loaded(AutoTokenizer, model)
     tasks = TASKS if prompt is None else (Task("your prompt", prompt, max_new_tokens),)
     costs = CostModels()
-    print("Warming up.\n", flush=True)
+    print("Warming up: plain generate first, then an assistant.", flush=True)
     compare(target, tokenizer, WARM_UP, costs)
     show(target, tokenizer, costs, tasks)
 

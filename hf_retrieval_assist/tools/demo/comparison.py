@@ -81,22 +81,22 @@ def write(
     model: Any,
     tokenizer: Any,
     task: Task,
-    run: Run,
     assistant: SamAssistant | None = None,
-    shown: Callable[[], None] = lambda: None,
+    shown: Callable[[Run], None] = lambda run: None,
     by_kernels: bool = False,
-) -> None:
+) -> Run:
     """One call, from the same random state every time.
 
     Args:
-        run: takes what the call writes.
-        shown: called after every forward; what it takes does not count as the call's time.
+        shown: called before the first forward and after each one. What it takes is not counted.
         by_kernels: whether plain decoding runs by the package's kernels.
     """
     inputs = prompt_inputs(tokenizer, task.prompt).to(model.device)
     options: dict[str, Any] = {"max_new_tokens": task.new_tokens, "do_sample": task.sampling}
     options |= {"temperature": 0.8} if task.sampling else {}
+    run = Run()
     pieces = PieceStream(tokenizer, inputs.input_ids[0].tolist())
+    shown(run)
     set_seed(0)
     started = time.perf_counter()
 
@@ -106,7 +106,7 @@ def write(
         run.forwards += 1
         for token, origin in zip(tokens, origins, strict=True):
             run.tokens.append(Written(now - started, pieces.add(token), origin))
-        shown()
+        shown(run)
         started += time.perf_counter() - now
 
     def put(token_ids: torch.Tensor) -> None:
@@ -121,6 +121,7 @@ def write(
         with assistant.record(on_step=lambda step: written(step.token_ids.tolist(), step.credits)):
             ids = model.generate(**inputs, **options, assistant=assistant)
     run.ids = ids[0, inputs.input_ids.shape[1] :].tolist()
+    return run
 
 
 def compare(
@@ -130,16 +131,11 @@ def compare(
     costs: CostModels,
     shown: Callable[[Run, Run], None] = lambda plain, assisted: None,
 ) -> tuple[Run, Run]:
-    """Plain first, then a new assistant that knows only the measured costs of forwards.
-
-    Args:
-        shown: called with both runs, as far as they are, before each run and after every forward.
-    """
-    plain, assisted = Run(), Run()
-    for run, assistant in (plain, None), (assisted, SamAssistant(costs=costs)):
-        shown(plain, assisted)
-        write(model, tokenizer, task, run, assistant, lambda: shown(plain, assisted))
-    return plain, assisted
+    """Plain first, then a new assistant that knows only the measured costs of forwards. Both are
+    shown as they grow."""
+    plain = write(model, tokenizer, task, shown=lambda run: shown(run, Run()))
+    assistant = SamAssistant(costs=costs)
+    return plain, write(model, tokenizer, task, assistant, lambda run: shown(plain, run))
 
 
 def verdict(model: Any, tokenizer: Any, task: Task, plain: Run, assisted: Run) -> tuple[str, bool]:
@@ -153,14 +149,14 @@ def verdict(model: Any, tokenizer: Any, task: Task, plain: Run, assisted: Run) -
         return f"{fast}, identical text", False
     dtype = str(model.dtype).removeprefix("torch.")
     parts = f"from token {_first_difference(plain, assisted)} on"
-    promised, by = plain, "plain generate"
+    by, promised = "plain generate", plain
     if model.dtype.itemsize < 4:
         if not _only_kernels_multiply(model):
             said = f"{fast}; {parts} another text than plain generate's. Here rounding in {dtype} "
             said += "depends on how many tokens a forward takes; in float32 the texts are equal."
             return said, False
-        promised, by = Run(), "plain decoding by this package's kernels"
-        write(model, tokenizer, task, promised, by_kernels=True)
+        by = "plain decoding by this package's kernels"
+        promised = write(model, tokenizer, task, by_kernels=True)
         if promised.ids == assisted.ids:
             said = f"{fast}, the text of {by}. PyTorch's kernels round differently in {dtype}: "
             return f"{said}{parts} plain generate writes another.", False

@@ -76,7 +76,9 @@ def _frame(console: Console, task: Task, runs: Sequence[Run]) -> Group:
             _last_lines(console, run, room),
             title=f"[bold]{name}[/]",
             title_align="left",
-            subtitle=f"{len(run.tokens)} tokens, {run.rate:.1f} tokens/s",
+            subtitle=f"{len(run.tokens)} tokens, {run.rate:.1f} tokens/s"
+            if run.tokens
+            else "no token yet",
             subtitle_align="right",
             height=room + 2,
             border_style=border,
