@@ -87,7 +87,7 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         test()
         yield
-        testing.pop().cancel()
+        testing[0].cancel()
         await asyncio.to_thread(service.close)
 
     def test() -> None:
