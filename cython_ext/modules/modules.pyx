@@ -297,14 +297,15 @@ cdef class ObjectWalk:
         """What is told of a module's hooks, where it has some."""
         raise NotImplementedError
 
-    def attributes(self, list modules, dict moved, is_weight):
+    def attributes(self, list modules, dict moved, is_weight, is_left):
         """What is told of modules: of each its class, the classes of its parameters, its own attributes in turns with their
         names, and buffers that may be settings.
 
         Args:
             modules: told by these alone.
             moved: names that are left out, by the addresses of modules.
-            is_weight: whether a tensor is none that tells something by its value.
+            is_weight: whether a buffer is none that tells something by its value.
+            is_left: whether a module's forwards have left a tensor, which is none of its buffers, on it.
         """
         cdef PyObject* key
         cdef PyObject* value
@@ -320,7 +321,10 @@ cdef class ObjectWalk:
                 if _is_internal(key, &at, self._left_out) or (names and <object>key in names):
                     continue
                 told.append(self._tell(<object>key))
-                told.append(self._unless_weight(<object>value, is_weight))
+                if PyObject_TypeCheck(<object>value, <TypeStruct*>TENSOR) and is_left(module, <object>value):
+                    told.append(None)
+                else:
+                    told.append(self._tell(<object>value))
             table, place = own["_parameters"], 0
             while PyDict_Next(table, &place, &key, &value):
                 told.append(self._tell(type(<object>value)))
@@ -329,11 +333,6 @@ cdef class ObjectWalk:
                 if <object>value is not None and <object>key not in names and not is_weight(<object>value):
                     told += ..., <object>key, self._tell(<object>value)
         return told
-
-    cdef object _unless_weight(self, object value, object is_weight):
-        if PyObject_TypeCheck(value, <TypeStruct*>TENSOR) and is_weight(value):
-            return None
-        return self._tell(value)
 
     cdef int _tell_module(self, object module) except -1:
         cdef PyObject* key

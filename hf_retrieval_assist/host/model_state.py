@@ -24,6 +24,7 @@ from ..structures.modules import own_attributes as attributes_but
 from ..system import changes
 from .callers_hooks import all_hooks, callers_global_hooks, is_callers, may_change
 from .callers_hooks import told as told_of
+from .hook_state import LIBRARIES
 from .plain_step import why_exchanged
 from .told import (
     NAMES_OF_ALL,
@@ -60,7 +61,8 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     the kinds of their weights, their hooks but those that only look, how attention is computed, and
     modes that change operators."""
     modules, teller = modules_of(model), Teller(moving)
-    attributes = teller.attributes(modules, moving.by_address if moving else {}, _is_weight)
+    moved = moving.by_address if moving else {}
+    attributes = teller.attributes(modules, moved, _is_weight, _is_left)
     hooks = [*callers_global_hooks(), *hooks_of(*modules)]
     return (
         Told(teller, attributes),
@@ -73,6 +75,12 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
 def _is_weight(value: Any) -> bool:
     """Whether it is a tensor that forwards compute with, as parameters are, and no setting."""
     return issubclass(type(value), torch.Tensor) and not _is_number(value)
+
+
+def _is_left(module: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is no buffer is what forwards have left on a module: on those that no
+    caller has written, as Qwen2-VL's keeps how far positions are ahead of the text."""
+    return _is_weight(tensor) or type(module).__module__.partition(".")[0] in LIBRARIES
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
@@ -166,7 +174,7 @@ def _each(owner: Any, plain: bool = True) -> dict[str, Told]:
 
 
 @contextmanager
-def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
+def restored(model: nn.Module, moving: Moving) -> Iterator[None]:
     """Scope of forwards that plain decoding would not run: which objects modules hold, directly and
     in containers, is put back, and the places of what they changed are added to `moving`.
 
@@ -180,7 +188,7 @@ def restored(model: nn.Module, moving: Moving) -> Iterator[Attributes]:
         tables += _containers([*own_attributes(module).values()])
     held = [(table, members_of(table) or []) for table in tables]
     try:
-        yield before
+        yield
     finally:
         for owner, names in before.changed(model):
             moving.add(owner, names)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __v
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..structures.modules import hooked, modules_of
+from ..structures.modules import hooked
 from .private_names import cache_parameter
 
 PIPELINES_SINCE = Version("5.23")
@@ -215,17 +215,6 @@ def own_calls(module: nn.Module) -> tuple[Any, Any]:
 def own_forwards(modules: list[nn.Module]) -> list[Any]:
     """What stands on modules for their classes' forwards."""
     return [own for module in modules if (own := vars(module).get("forward")) is not None]
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a caller has compiled the model or a part of it in place."""
-    return any(
-        call is not None
-        or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(forward, "_torchdynamo_orig_callable")
-        for module in modules_of(model)
-        for forward, call in [own_calls(module)]
-    )
 
 
 def compilations() -> int:

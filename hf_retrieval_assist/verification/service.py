@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from ..cache.kv_cache import SLOT_LAYERS
 from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
+from ..host.compiled import is_compiled, is_scripted
 from ..host.lookups import lookups_of
 from ..host.model_state import Attributes, has_changing_hooks, model_settings
 from ..host.plain_step import has_own_loop, why_exchanged
@@ -26,7 +27,6 @@ from ..host.transformers_private import (
     cache_name,
     checkpoints_activations,
     input_device,
-    is_compiled,
     is_pipeline,
     is_stateful,
     takes_dynamic_cache,
@@ -132,7 +132,7 @@ class _Verdicts:
         self._found: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._new = 0
         self._refused: Any = None
-        self._watched: tuple[Attributes, Any] | None = None
+        self._watched: tuple[Attributes, Any, Any] | None = None
 
     def get_or_test(self, trial: _Trial, ranks: Ranks) -> Service:
         """A verdict that was found before, or by a test, which all ranks make or none."""
@@ -152,8 +152,9 @@ class _Verdicts:
             service, holds = trial.run(ranks, self._moving)
             if holds:
                 # The test may have shown more attributes that move.
-                self._found[self._key(trial.model, wanted)] = demand.width, service
-                self._watched = Attributes(trial.model), wanted
+                key = self._key(trial.model, wanted)
+                self._found[key] = demand.width, service
+                self._watched = Attributes(trial.model), wanted, key
                 self._new += 1
                 while len(self._found) > _MOST_KEPT:
                     self._found.popitem(last=False)
@@ -184,13 +185,12 @@ class _Verdicts:
             watched, self._watched = self._watched, None
             if watched is None:
                 return
-            before, wanted = watched
+            before, wanted, key = watched
             changed = [*before.changed(model, plain=False)]
             for owner, names in changed:
                 self._moving.add(owner, names)
-            if changed:
-                newest = next(reversed(self._found))
-                self._found[self._key(model, wanted)] = self._found[newest]
+            if changed and key in self._found:
+                self._found[self._key(model, wanted)] = self._found[key]
 
 
 _services: weakref.WeakKeyDictionary[Any, _Verdicts] = weakref.WeakKeyDictionary()
@@ -241,12 +241,16 @@ def learn_changes(model: Any) -> None:
 
 def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) -> str | None:
     """What no test need be asked about; None: nothing."""
+    if is_scripted(model):
+        return "a part of it is TorchScript, of which nobody knows what it does at other lengths"
     if several_ranks and has_callers_hooks(model):
         return "hooks of the caller's may change what one of several processes computes"
     if (why := why_plain() or why_plain_with_hooks(model, model_kwargs)) is not None:
         return why
     if (why := _why_plain_in_training(model)) is not None:
         return why
+    if any(getattr(module, "max_norm", None) is not None for module in modules_of(model)):
+        return "its embeddings have a max_norm: forwards change rows that later forwards read"
     if has_own_loop(model):
         return "it decodes by another loop than transformers' own"
     if (why := why_exchanged(model)) is not None:

@@ -1,12 +1,11 @@
-"""What forwards leave behind: in a model's own tensors, and in states of random numbers.
+"""What forwards leave behind: in tensors, and in states of random numbers.
 
 Plain decoding would not run the forwards of a test, so what they write is put back, and so are the
 random numbers that they draw. Forwards over drafts that are rejected leave traces too, which nobody
-takes back. So a model is decoded plainly where its forward draws, or where what one forward has
-left decides what later ones compute. Models may count, or keep what no forward reads.
+takes back. So a model is decoded plainly where its forward draws, or where a text gets other logits
+once other forwards have run. Models may count, or keep what no forward reads.
 
-Memory is copied just before it is first written to, and what is computed from what a forward has
-left is followed through all operators.
+Memory is compared before and after, and no mode of PyTorch's is entered: compilers see these.
 """
 
 from __future__ import annotations
@@ -14,221 +13,88 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ..host.callers_hooks import has_callers_hooks
+from ..host.hook_state import LIBRARIES
 from ..host.lookups import lookups_of
 from ..host.model_state import own_attributes
 from ..host.told import Teller, attributes_of
 from ..host.transformers_private import hooks_of
 from ..structures.modules import modules_of
 from ..system.tensors import memory_of
-from .reach import has_ropes
 
 DRAWS = "its forward draws random numbers, and fewer forwards draw others"
 MAY_DRAW = (
     "its forward may draw random numbers, as another thread does now; call the assistant's "
     "model_changed() while no other thread draws"
 )
-WRITES = "its forward writes to its own tensors what later forwards read"
+REMEMBERS = "its forward leaves behind what later forwards compute by"
 
 _LEAST_REST = 0.1  # s in which others are seen to draw random numbers, at least
 
-# What memory holds: what was computed from a text, or from what was moved before; and what a
-# forward has left.
-_HISTORY, _LEFT = 1, 2
-
-# Operators that leave nothing of what they write over.
-_OVERWRITING = ("aten::copy_", "aten::fill_", "aten::zero_")
+# Bytes of memory that is put back, at most: of floating-point numbers, and of others, among which
+# weights in few bits are.
+_MOST_FLOATING, _MOST_OTHERS = 1 << 24, 1 << 16
 
 
-class Traces(TorchDispatchMode):
-    """Scopes in which forwards of a model are watched.
+class Traces:
+    """What forwards of a model leave while it is looked at.
 
-    Its own tensors are those that modules hold, directly, in containers and in objects beside them,
-    but the frequencies of RoPE, of which :mod:`.reach` knows when they change.
-
-    Attributes:
-        wrote: whether a forward has written to these.
+    Its own tensors are those that modules and hooks hold, directly, in containers and in objects
+    beside them; parameters count where a caller has written the module.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self._model = model
-        self.wrote = False
-        self._own: set[int] = set()
-        self._stepping = False
-        # Keys: addresses. Memory that ends leaves its own to other memory, so it is known of which
-        # storages the rest is noted; those that would end before their memory are kept.
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._wrapped: list[torch.UntypedStorage] = []
-        self._holds: dict[int, int] = {}
-        self._moved: dict[int, int] = {}
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._drawn: dict[torch.Generator, torch.Tensor] = {}
-        self._others: list[_Numbers] = []
-        self._reads_left = False
-
-    @property
-    def why_plain(self) -> str | None:
-        """Why other forwards than plain decoding's make another text; None: they do not."""
-        if self._drawn or any(numbers.drawn for numbers in self._others):
-            return DRAWS
-        if any(numbers.shared for numbers in self._others) and _has_foreign_modules(self._model):
-            return MAY_DRAW
-        return WRITES if self._reads_left else None
+        self._numbers: list[_Numbers] = []
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Scope of the test, at whose end tensors and random states are as before."""
         found = _own_objects(self._model)
-        self._own, self._others = self._memories(found), _random_numbers(found)
-        for module in filter(has_ropes, modules_of(self._model)):
-            for buffer in module.buffers(recurse=False):
-                self._copy(buffer)
+        self._numbers = _random_numbers(found)
+        memories = [*_memories(found)]
+        copies = [memory.clone() for memory in memories]
         try:
             yield
         finally:
-            for storage, copy in self._copies.values():
-                storage.copy_(copy)
-            for generator, state in self._drawn.items():
-                generator.set_state(state)
-            for numbers in self._others:
+            for memory, copy in zip(memories, copies, strict=True):
+                if not torch.equal(memory, copy):
+                    memory.copy_(copy)
+            for numbers in self._numbers:
                 if numbers.drawn:
                     numbers.set(numbers.before)
 
-    @contextmanager
-    def step(self, inputs: Iterable[Any]) -> Iterator[None]:
-        """Scope of one of several forwards that are all alike, over these inputs."""
-        self._own = self._memories(_own_objects(self._model))
-        self._moved = {memory: left for memory, left in self._moved.items() if memory in self._own}
-        for memory, left in self._moved.items():
-            self._holds[memory] = _HISTORY | left
-        for tensor in _tensors(inputs):
-            self._holds[self._memory(tensor)] = _HISTORY
-        self._stepping = True
-        yield
-        self._stepping = False
-        for numbers in self._others:
+    def look(self) -> None:
+        """See which random numbers were drawn since the last look, as a text was decoded."""
+        for numbers in self._numbers:
             numbers.look()
-        for memory in self._memories(_own_objects(self._model)) - self._own:
-            self._move(memory)
 
-    def judge(self, logits: torch.Tensor) -> None:
-        """See whether a step's logits are computed from what an earlier one has left."""
-        self._reads_left |= bool(self._holds.get(self._memory(logits), 0) & _LEFT)
-
-    def _move(self, memory: int) -> None:
-        """Note that a step has left in own memory what that holds now."""
-        left = _LEFT if self._holds.get(memory, 0) & _HISTORY else 0
-        self._moved[memory] = self._moved.get(memory, 0) | left
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        written = [x for x in _written(func, args, kwargs) if isinstance(x, torch.Tensor)]
-        for tensor in written:
-            self._save(tensor)
-        compute = self._noting_draws if _may_draw(func, args, kwargs) else _call
-        result = compute(func, args, kwargs)
-        over = [x for x in written if _overwrites(func, x)]
-        read = [x for x in _tensors((*args, *kwargs.values())) if not any(x is y for y in over)]
-        holds = 0
-        for tensor in read:
-            holds |= self._holds.get(self._memory(tensor), 0)
-        for tensor in written:
-            self._write(self._memory(tensor), holds, any(tensor is x for x in over))
-        if isinstance(result, bool | int | float):  # Python decides by it
-            self._reads_left |= bool(holds & _LEFT)
-        kept = [*map(memory_of, written)]
-        for tensor in _tensors((result,)):
-            if (memory := self._memory(tensor)) not in kept and (holds or memory in self._holds):
-                self._holds[memory] = holds
-        return result
-
-    def _memories(self, objects: Iterable[Any]) -> set[int]:
-        found = {self._memory(x) for x in objects if issubclass(type(x), torch.Tensor)}
-        return found - {0}
-
-    def _memory(self, tensor: torch.Tensor) -> int:
-        """The address of a tensor's memory, 0 where it has none; what was noted there of memory
-        that has ended is forgotten."""
-        memory = memory_of(tensor)
-        known = self._storages.get(memory)
-        if memory and (known is None or known() is None):
-            storage = tensor.untyped_storage()
-            self._storages[memory] = weakref.ref(storage)
-            if not storage.resizable():  # Memory of NumPy's, say, outlasts storages that wrap it.
-                self._wrapped.append(storage)
-            self._holds.pop(memory, None)
-            self._moved.pop(memory, None)
-            self._own.discard(memory)
-        return memory
-
-    def _save(self, tensor: torch.Tensor) -> None:
-        """Copy own memory before it is written to."""
-        if self._memory(tensor) in self._own:
-            self.wrote = True
-            self._copy(tensor)
-
-    def _copy(self, tensor: torch.Tensor) -> None:
-        memory = memory_of(tensor)
-        if memory and memory not in self._copies:
-            storage = tensor.untyped_storage()
-            self._copies[memory] = storage, storage.clone()
-
-    def _write(self, memory: int, holds: int, over: bool) -> None:
-        own = memory in self._own and self._stepping
-        # What is not written over decides what comes of it.
-        self._holds[memory] = holds | (_HISTORY if own and not over else 0)
-        if own:
-            self._move(memory)
-
-    def _noting_draws(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute an operator that draws, unless it has nothing to draw for."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-        generators = given or _default_generators()
-        states = [generator.get_state() for generator in generators]
-        result = func(*args, **kwargs)
-        for generator, state in zip(generators, states, strict=True):
-            if not torch.equal(state, generator.get_state()):
-                self._drawn.setdefault(generator, state)
-        return result
-
-
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
-def _may_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws from a generator; attention does where it drops out."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0))
+    @property
+    def why_plain(self) -> str | None:
+        """Why fewer forwards draw other numbers, as far as two texts tell; None: none is drawn."""
+        if any(numbers.drawn for numbers in self._numbers):
+            return DRAWS
+        shared = any(numbers.shared for numbers in self._numbers)
+        return MAY_DRAW if shared and _has_foreign_modules(self._model) else None
 
 
 class _Numbers:
-    """A source of random numbers beside PyTorch's.
+    """A source of random numbers.
 
-    Other threads may draw from it, too, while forwards are looked at. Whatever moves in more than
-    one forward is looked at while there is none: what moves then as well tells nothing of forwards.
+    Other threads may draw from it, too, while forwards are looked at. Whatever moves in both texts
+    is looked at while there is no forward: what moves then as well tells nothing of forwards.
 
     Args:
         get, put: its state, plain data.
@@ -245,10 +111,11 @@ class _Numbers:
         self._began, self._last, self._moves = time.monotonic(), pickle.dumps(self.before), 0
 
     def look(self) -> None:
-        """A forward is done."""
+        """A text was decoded."""
         self._moves += self._has_moved()
-        if self._moves > 1 and not (self.drawn or self.shared):
-            self.shared = self._changes_by_itself()
+        alone = threading.active_count() == 1
+        if self._moves > (0 if alone else 1) and not (self.drawn or self.shared):
+            self.shared = not alone and self._changes_by_itself()
             self.drawn = not self.shared
 
     def _has_moved(self) -> bool:
@@ -274,16 +141,28 @@ def _random_numbers(objects: Iterable[Any]) -> list[_Numbers]:
     """Those of the process, and those among some objects."""
     pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate)]
     pairs.append((np.random.get_state, np.random.set_state))
+    generators = _default_generators()
     for found in objects:
         kind = type(found)
-        if issubclass(kind, random.Random):
+        if issubclass(kind, torch.Generator):
+            generators.append(found)
+        elif issubclass(kind, random.Random):
             pairs.append((found.getstate, found.setstate))
         elif issubclass(kind, np.random.RandomState):
             pairs.append((found.get_state, found.set_state))
         elif issubclass(kind, np.random.Generator):
             bits = found.bit_generator
             pairs.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+    pairs += [(partial(_bytes_of, each), partial(_set_bytes, each)) for each in generators]
     return [_Numbers(*pair) for pair in pairs]
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
+def _set_bytes(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _default_generators() -> list[torch.Generator]:
@@ -301,10 +180,11 @@ def _own_objects(model: nn.Module) -> list[Any]:
     for hook in hooks_of(*modules):
         teller.tell(hook.called)
     for module in modules:
-        if not has_ropes(module):
-            for held in (module._parameters, module._buffers, own_attributes(module)):
-                for value in held.values():
-                    teller.tell(value)
+        foreign = type(module).__module__.partition(".")[0] not in LIBRARIES
+        parameters = module._parameters if foreign else {}
+        for held in (parameters, module._buffers, own_attributes(module)):
+            for value in held.values():
+                teller.tell(value)
     teller.rest()
     return [*teller.values, *(beside for value in teller.values for beside in _beside(value))]
 
@@ -317,33 +197,21 @@ def _beside(value: Any) -> Sequence[Any]:
     return () if apart else [*attributes_of(value).values()]
 
 
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors among values and in containers of them."""
-    return [value for value in tree_iter([*values]) if isinstance(value, torch.Tensor)]
+def _memories(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The memory of tensors and arrays among objects, each once, as bytes."""
+    seen = {0}
+    for found in objects:
+        if issubclass(type(found), np.ndarray):
+            if found.flags.writeable and found.flags.c_contiguous and not found.dtype.hasobject:
+                size, floats = found.nbytes, found.dtype.kind in "fc"
+                if size <= _most_bytes(floats):
+                    yield torch.from_numpy(found.reshape(-1).view(np.uint8))
+        elif issubclass(type(found), torch.Tensor) and memory_of(found) not in seen:
+            storage = found.untyped_storage()
+            if storage.nbytes() <= _most_bytes(found.is_floating_point()):
+                seen.add(storage.data_ptr())
+                yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-@cache
-def _writable(func: Any) -> tuple[list[tuple[int, str]], int | None]:
-    """Arguments that an operator writes to, by place and name; and the place of what says whether,
-    None where it always does."""
-    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
-    found = [(i, x.name) for i, x in enumerate(arguments) if x.alias_info and x.alias_info.is_write]
-    # Normalisation by batches does not say of its statistics that it writes to them.
-    names = [x.name for x in arguments]
-    if not found and "running_mean" in names and "training" in names:
-        running = [(names.index(name), name) for name in ("running_mean", "running_var")]
-        return running, names.index("training")
-    return found, None
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    found, when = _writable(func)
-    if when is not None and not args[when]:
-        return []
-    return _tensors(args[i] if i < len(args) else kwargs.get(name) for i, name in found)
-
-
-def _overwrites(func: Any, tensor: torch.Tensor) -> bool:
-    """Whether nothing of a tensor's memory stays as it was."""
-    whole = tensor.nbytes == tensor.untyped_storage().nbytes()
-    return whole and func._schema.name in _OVERWRITING
+def _most_bytes(floats: bool) -> int:
+    return _MOST_FLOATING if floats else _MOST_OTHERS

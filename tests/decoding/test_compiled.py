@@ -1,12 +1,17 @@
 """Calls that plain decoding compiles, callers' static caches, and models compiled in place."""
 
+import io
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from transformers import CompileConfig, MixtralForCausalLM, StaticCache
+from torch import nn
+from transformers import AttentionInterface, CompileConfig, MixtralForCausalLM, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import SamAssistant, attach
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, same, static
 from tests.support.oracle_drafter import agreeing
@@ -96,6 +101,108 @@ def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, t
     same(model, tier="plain")
     assert compilations() == before
     assert any("has compiled it in place" in text for text in told.messages)
+
+
+whole = partial(torch.compile, backend="eager", fullgraph=True)
+
+
+def compile_in_module(model, monkeypatch):
+    function = whole(modeling_llama.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
+
+
+class Scaled(nn.Module):
+    """A part that is its caller's own, with a compiled function among its attributes."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.scale = part, whole(lambda x: x * 0.5)
+
+    def forward(self, x):
+        return self.scale(self.part(x))
+
+
+class Decorated(nn.Linear):
+    """A part whose class has compiled its forward."""
+
+    @whole
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+def compile_attention(model, _):
+    AttentionInterface.register("compiled", whole(sdpa_attention_forward))
+    model.set_attn_implementation("compiled")
+
+
+def compile_part(model, _):
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+
+
+def compile_output_layer(model, _):
+    model.lm_head = Decorated(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+
+
+COMPILED_FUNCTIONS = {
+    "a function of the modeling module": compile_in_module,
+    "in a part": compile_part,
+    "the output layer": compile_output_layer,
+    "attention": compile_attention,
+    "a hook": lambda model, _: model.model.norm.register_forward_hook(whole(lambda *x: x[2] * 2)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED_FUNCTIONS)
+def test_functions_that_their_callers_compiled_whole_are_left_as_they_are(kind, monkeypatch):
+    """PyTorch never compiles a function that was met under a mode, and plain decoding would raise
+    from then on."""
+    model = build(num_hidden_layers=1)
+    COMPILED_FUNCTIONS[kind](model, monkeypatch)
+    plain = run(model)
+    for _ in range(2):
+        same(model, plain=plain, tier="plain")
+    torch._dynamo.reset()
+    assert torch.equal(run(model), plain)
+
+
+def scripted(norm):
+    return torch.jit.script(nn.RMSNorm(norm.weight.shape, 1e-6))
+
+
+def saved_and_loaded(norm):
+    stored = io.BytesIO()
+    torch.jit.save(scripted(norm), stored)
+    stored.seek(0)
+    return torch.jit.load(stored)
+
+
+SCRIPTED = {
+    "scripted": scripted,
+    "frozen": lambda norm: torch.jit.freeze(scripted(norm).eval()),
+    "loaded": saved_and_loaded,
+    "traced": lambda norm: torch.jit.trace(norm, torch.randn(1, 3, 32), check_trace=False),
+    "within": lambda norm: nn.Sequential(scripted(norm)),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTED)
+@pytest.mark.parametrize("attached", [False, True])
+def test_models_with_parts_in_torchscript_are_decoded_plainly(kind, attached):
+    model = build(num_hidden_layers=1)
+    model.model.norm = SCRIPTED[kind](model.model.norm)
+    plain, assistant = run(model), SamAssistant()
+    if attached:
+        attach(model, assistant)
+        assert torch.equal(run(model), plain)
+    else:
+        assert torch.equal(run(model, assistant=assistant), plain)
+    assert "TorchScript" in assistant.stats.last.reason
+
+
+def test_an_encoder_decoder_with_a_part_in_torchscript():
+    model = build("T5ForConditionalGeneration")
+    model.decoder.final_layer_norm = SCRIPTED["traced"](model.decoder.final_layer_norm)
+    same(model, tier="plain")
 
 
 def test_a_compiled_wrapper_generates_as_its_model():

@@ -164,6 +164,20 @@ def test_the_next_turn_continues_from_the_cache(images, assisted_again):
     assert torch.equal(plain.sequences, again.sequences)
 
 
+def test_many_calls_are_assisted_alike(images, tests):
+    """What a forward leaves on the model, as how far positions are ahead of the text, is no
+    setting, whatever its value."""
+    assistant, tiers = oracle_assistant(prompt(images)), []
+    for call in range(10):
+        ids = torch.cat([prompt(images), torch.full((1, call), 7)], dim=1)
+        seeds = [call] if call % 3 else []
+        ids = ids if seeds else ids[:, -3 - call :]
+        generate(images, ids, seeds, assistant=assistant, max_new_tokens=4)
+        tiers.append(assistant.stats.last.tier)
+    assert {*tiers} == {TIERS.get(type(images.model), "tree")}
+    assert len(tests) <= 2
+
+
 def test_layers_that_look_at_an_image_instead_of_the_text_are_decoded_plainly(told):
     """Their cache holds one entry for each part of the image."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}

@@ -3,7 +3,6 @@
 import copy
 import random
 import threading
-import weakref
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,9 +16,8 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification import traces
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Tier
-from hf_retrieval_assist.verification.traces import WRITES
+from hf_retrieval_assist.verification.traces import REMEMBERS
 from tests.support.lossless import PROMPT, build, knowing, run, same
-from tests.support.watching import calls_of, results_of
 
 WIDTH = 32
 
@@ -222,28 +220,8 @@ def test_models_that_count_or_make_the_same_anew_are_assisted(kind, tests):
     assert len(tests) <= 2
 
 
-class Thrifty:
-    """Addresses of tensors' memory, as if whatever is made next got that of what ended last."""
-
-    def __init__(self):
-        self.free, self.given = [], weakref.WeakKeyDictionary()
-
-    def __call__(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() and storage not in self.given:
-            address = self.given[storage] = self.free.pop() if self.free else len(self.given) + 1
-            weakref.finalize(storage, self.free.append, address)
-        return self.given.get(storage, 0)
-
-
 KINDS = {kind: (make, Tier.PLAIN) for kind, make in REMEMBERING.items()}
 KINDS |= {f"benign: {kind}": (make, Tier.TREE) for kind, make in BENIGN.items()}
-
-
-@pytest.mark.parametrize(("make", "tier"), KINDS.values(), ids=KINDS)
-def test_what_ended_says_nothing_of_what_is_made_in_its_memory(make, tier, monkeypatch):
-    monkeypatch.setattr(traces, "memory_of", Thrifty())
-    assert choose_service(make(), {}).tier is tier
 
 
 def kept(model):
@@ -360,7 +338,7 @@ def test_a_model_that_is_told_to_observe_later():
     model.apply(quantization.disable_observer)
     assert choose_service(model, {}).tier is not Tier.PLAIN
     model.apply(quantization.enable_observer)
-    assert choose_service(model, {}).reason == WRITES
+    assert choose_service(model, {}).reason == REMEMBERS
 
 
 def test_a_model_that_was_made_in_inference_mode():
@@ -371,18 +349,6 @@ def test_a_model_that_was_made_in_inference_mode():
         with torch.inference_mode(inside):
             _, _, assistant = same(model, PROMPT.clone(), plain=plain, tier="tree")
             assert assistant.stats.last.accepted > 0
-
-
-def test_numbers_that_other_threads_draw_are_not_the_models(monkeypatch):
-    """PyTorch's are looked at only where an operator draws; others have to move time and again."""
-    asked, others = calls_of(monkeypatch, traces, "_default_generators"), []
-    draw_once = lambda *_, **__: others or others.append(random.random())  # noqa: E731
-    results_of(monkeypatch, traces.Traces, "judge", draw_once)
-    random.seed(3)
-    assert choose_service(build(), {}).tier is Tier.TREE
-    assert not asked
-    seeded = random.Random(3)
-    assert [*others, random.random()] == [seeded.random(), seeded.random()]
 
 
 @contextmanager
@@ -403,7 +369,25 @@ def another_drawing(draw):
         thread.join()
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python's", "NumPy's"])
+def test_numbers_that_another_thread_draws_once_are_not_the_models():
+    others = []
+    random.seed(3)
+    with another_drawing(lambda: None):
+        watched = traces.Traces(build())
+        with watched.restored():
+            for draws in (1, 0):
+                others += [random.random() for _ in range(draws)]
+                watched.look()
+    assert watched.why_plain is None
+    seeded = random.Random(3)
+    assert [*others, random.random()] == [seeded.random(), seeded.random()]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, np.random.rand, partial(torch.rand, 1)],
+    ids=["Python", "NumPy", "torch"],
+)
 def test_numbers_that_another_thread_draws_all_the_time(draw):
     """A library's model does not draw them; of a caller's own nobody knows until that thread is
     done, and then it is asked again."""
