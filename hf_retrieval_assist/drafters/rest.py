@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..corpus.datastore import Datastore
+from ..structures.draft_tree import path_products
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, Int32Array, TokenTree
-from .automaton import MatchSession, counted_tree
+from .automaton import MatchSession
 from .base import Drafter, Target
 
 # Nodes are told apart by tokens of context before them, their share of the occurrences of that
@@ -107,7 +108,12 @@ class RestDrafter(Drafter):
         found = None
         with self._tolerated():
             found = matcher.select(most, self.continuation, self.sources)
-        return TokenTree.empty() if found is None else counted_tree(found, _EVIDENCE)
+        if found is None:
+            return TokenTree.empty()
+        token_ids, parents, counts, parent_counts, contexts = found
+        classes = _EVIDENCE.of(contexts, counts / parent_counts, parent_counts)
+        probs = path_products(parents, _EVIDENCE.priors[classes])
+        return TokenTree(token_ids, parents, probs, classes)
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:

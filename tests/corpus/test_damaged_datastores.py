@@ -11,12 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_retrieval_assist import RestAssistant, SamAssistant
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.corpus import datastore
 from hf_retrieval_assist.corpus import format as datastore_format
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
+from hf_retrieval_assist.papers import Rest
 from hf_retrieval_assist.structures.suffix_array import BLOCK_ENTRIES, SuffixMatcher, block_sums
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.byte_model import small_model
@@ -319,7 +320,7 @@ def test_generate_goes_on_without_a_damaged_corpus(tmp_path, without_corpus):
     options = {"max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**inputs, **options)
     for number, assistant in enumerate(
-        (RestAssistant(Datastore.open(store.path)), SamAssistant(store.path)), 1
+        (Rest(Datastore.open(store.path)), SamAssistant(store.path)), 1
     ):
         for _ in range(2):
             assert model.generate(**inputs, assistant=assistant, **options).equal(plain)

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import LogitsProcessorList
 
-from hf_retrieval_assist import OutputMemory, RolloutAssistant, SamAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.drafters import logit_ngrams
 from hf_retrieval_assist.drafters.base import Feedback, Law, Target
@@ -16,6 +16,7 @@ from hf_retrieval_assist.structures.logit_ngrams import BLIND, CLASS_SHAPE, GREE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run
+from tests.support.memories import rollouts
 from tests.support.trees import paths
 
 CPU = torch.device("cpu")
@@ -248,7 +249,7 @@ def test_draws_that_nobody_knows_leave_what_is_likeliest(monkeypatch):
     assert np.unravel_index(tree.classes, CLASS_SHAPE)[0].tolist() == [BLIND] * len(tree)
 
 
-@pytest.mark.parametrize("make", [SamAssistant, RolloutAssistant])
+@pytest.mark.parametrize("make", [SamAssistant, rollouts])
 @pytest.mark.parametrize("private", [False, True])
 def test_samples_of_a_group_are_those_of_plain_decoding(make, private):
     model, prompt = build(), torch.arange(3, 15)[None]
