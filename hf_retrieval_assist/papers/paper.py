@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ..draft_models.fallbacks import Fallback, fallback_drafters
 from ..drafters.base import Drafter
@@ -15,6 +15,8 @@ from ..types.token_tree import Forest
 from .token_recycling import TokenRecycling
 
 MOST_NODES = 255  # of a draft; wider forwards are not made
+
+PapersFallback: TypeAlias = Fallback | Literal["token_recycling"] | Sequence[Any]
 
 
 class PaperPolicy(DraftingPolicy):
@@ -55,9 +57,9 @@ class PaperPolicy(DraftingPolicy):
         return reduce(Forest.merge, drafts, Forest.empty(len(step.sessions)))
 
 
-def papers_fallback(fallback: Any, memory: OutputMemory | None = None) -> list[Drafter]:
+def papers_fallback(fallback: PapersFallback, memory: OutputMemory | None = None) -> list[Drafter]:
     """The drafters of a `fallback=` that may also name "token_recycling"."""
-    named = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
+    named: list[Any] = [*fallback] if isinstance(fallback, (list, tuple)) else [fallback]
     recycling = [TokenRecycling(memory) for one in named if one == "token_recycling"]
     others: Fallback = [one for one in named if one not in (None, "token_recycling")]
     return [*recycling, *fallback_drafters(others, memory)]

@@ -8,14 +8,13 @@ from typing import Any, Unpack
 from ..assistants import Assistant
 from ..corpus.datastore import Datastore
 from ..corpus.readers import Corpus, tokenised
-from ..draft_models.fallbacks import Fallback
 from ..drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from ..drafters.base import Drafter
 from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
 from ..system.arguments import require_at_least
 from ..types.token_tree import Forest
-from .paper import MOST_NODES, PaperPolicy, papers_fallback
+from .paper import MOST_NODES, PaperPolicy, PapersFallback, papers_fallback
 
 
 class SamPolicy(PaperPolicy):
@@ -23,21 +22,19 @@ class SamPolicy(PaperPolicy):
 
     Args:
         drafters: automata of the text and of the corpus, if there is one; then the fallback's.
-        automata: how many those are.
-        min_match, corpus_bias: see `SamDecoding`.
+        biases: of each automaton, the tokens by which its match counts for less.
+        min_match: see `SamDecoding`.
     """
 
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        automata: int,
+        biases: Sequence[int],
         min_match: int,
-        corpus_bias: int,
         **options: Any,
     ) -> None:
-        super().__init__(drafters, automata, **options)
-        self._biases = [0, corpus_bias][:automata]
-        self._min_match = min_match
+        super().__init__(drafters, len(biases), **options)
+        self._biases, self._min_match = biases, min_match
 
     def propose(self, step: DraftedStep, budget: int) -> Forest:
         drafts = Forest.empty(len(step.sessions))
@@ -89,7 +86,7 @@ class SamDecoding(Assistant):
     def __init__(
         self,
         corpus: Corpus | None = None,
-        fallback: Fallback = "token_recycling",
+        fallback: PapersFallback = "token_recycling",
         min_match: int = 5,
         corpus_bias: int = 5,
         max_draft: int = 40,
@@ -108,10 +105,10 @@ class SamDecoding(Assistant):
                     "SamAssistant(corpus=...) and papers.Rest(...) draft from it"
                 )
             automata.append(StaticAutomatonDrafter(documents, max_draft))
-        self.min_match, self.corpus_bias, self._automata = min_match, corpus_bias, len(automata)
+        self.min_match, self.corpus_bias = min_match, corpus_bias
+        self._biases = [0, corpus_bias][: len(automata)]
         drafters = [*automata, *papers_fallback(fallback)]
         super().__init__(drafters, budget=max(max_draft, MOST_NODES), **options)
 
     def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
-        rule = self._automata, self.min_match, self.corpus_bias
-        return SamPolicy(drafters, *rule, **options)
+        return SamPolicy(drafters, self._biases, self.min_match, **options)

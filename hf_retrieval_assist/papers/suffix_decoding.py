@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..assistants import Assistant
-from ..draft_models.fallbacks import Fallback
 from ..drafters.base import Drafter, DraftSession, Feedback, Target
 from ..memory.output_memory import OutputMemory
 from ..policy.account import DraftedStep
@@ -19,7 +18,7 @@ from ..presets import require
 from ..structures.suffix_tree import SuffixTree
 from ..types.passages import OwnText, Source
 from ..types.token_tree import Forest, TokenTree
-from .paper import MOST_NODES, PaperPolicy, papers_fallback
+from .paper import MOST_NODES, PaperPolicy, PapersFallback, papers_fallback
 
 
 class ScoredSuffixDrafter(Drafter):
@@ -153,7 +152,7 @@ class SuffixDecoding(Assistant):
         memory: OutputMemory | None = None,
         alpha: float = 4.0,
         threshold: float | None = None,
-        fallback: Fallback = None,
+        fallback: PapersFallback = None,
         **options: Unpack[Options],
     ):
         if not alpha > 0:
