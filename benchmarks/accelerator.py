@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_retrieval_assist import Assistant, SuffixAssistant, TokenTree
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
+from hf_retrieval_assist.policy.account import DraftedStep
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.policy.policy import DraftingPolicy, union
+from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
@@ -72,13 +73,25 @@ STEPS = {
 Options = Callable[[], dict[str, Any]]
 
 
-class Chained(SuffixAssistant):
+class Remembering(SamAssistant):
+    """Drafts from a new memory."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(memory=OutputMemory(), **options)
+
+
+class ChainPolicy(DraftingPolicy):
+    """Drafts best paths alone."""
+
+    def propose(self, step: DraftedStep, budget: int) -> Forest:
+        return super().propose(step, budget).best_paths()
+
+
+class Chained(Remembering):
     """The same drafts, of which only the best path is verified."""
 
     def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
-        policy = super()._policy(drafters, **options)
-        policy.choose = lambda sessions, drafts: Forest.of([union(drafts)]).best_paths()[0]
-        return policy
+        return ChainPolicy(drafters, **options)
 
 
 class Filler(Drafter):
@@ -212,7 +225,7 @@ class Bench:
         methods: dict[str, Options] = {"plain": dict}
         if batch == 1:
             methods["prompt lookup"] = lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-        methods |= self._variants(lambda graphs: SuffixAssistant(graphs=graphs, costs=self.costs))
+        methods |= self._variants(lambda graphs: Remembering(graphs=graphs, costs=self.costs))
         chained = self._variants(lambda graphs: Chained(graphs=graphs, costs=self.costs))
         methods |= {f"{name}, chains": options for name, options in chained.items()}
         return methods | {"plain, static and compiled": self._compiled}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from hf_retrieval_assist import SuffixAssistant, simulate
+from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.simulation import simulate
 
 from .acceptance import cpu_time, gpu_time
 from .report import Report, Table
@@ -39,7 +40,7 @@ def replay(table: Table, trace: Trace, rows: int, machine: str, packed: bool) ->
         return cost(rows * tokens)
 
     found = simulate(
-        SuffixAssistant(fallback=None),
+        SamAssistant(fallback=None, memory=OutputMemory()),
         trace.requests,
         cost if packed else of_padded,
         trace.vocab_size,

@@ -25,7 +25,7 @@ from .traces import read_traces
 
 VOCAB_SIZE = 262_144
 SIZES = (200_000, 2_000_000, 20_000_000, 100_000_000)
-MAX_MATCH, NODES, DEPTH, SOURCES = 16, 64, 10, 3  # RestAssistant's
+MAX_MATCH, NODES, DEPTH, SOURCES = 16, 64, 10, 3  # RestDrafter's
 REPLACED = 0.1
 STEPS = 1_000
 CACHE_BYTES = 1 << 26  # more than the caches of a processor hold

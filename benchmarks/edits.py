@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, simulate
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.simulation import simulate
 
 from .baselines import prompt_lookup
 from .inputs import load, model_name
@@ -157,10 +158,6 @@ def methods(nodes: int) -> dict[str, Callable[[Edit, Callable[[str], list[int]]]
         "prompt lookup": lambda edit, encode: prompt_lookup(nodes),
         "SamAssistant": lambda edit, encode: SamAssistant(budget=nodes),
         "SamAssistant, expecting": lambda edit, encode: SamAssistant(budget=nodes).expecting(
-            encode(edit.before)
-        ),
-        "SuffixAssistant": lambda edit, encode: SuffixAssistant(budget=nodes),
-        "SuffixAssistant, expecting": lambda edit, encode: SuffixAssistant(budget=nodes).expecting(
             encode(edit.before)
         ),
     }

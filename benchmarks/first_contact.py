@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen3Config
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 
 from .accelerator import Setting, prompts_of, software
@@ -186,7 +186,7 @@ def _compare(
         return found, torch.cuda.memory_allocated(model.device) / 2**20 if on_card else None
 
     # No kernel for CPUs takes part, as none does on a card.
-    assistant = SuffixAssistant(budget=15, reroute=False)
+    assistant = SamAssistant(memory=OutputMemory(), budget=15, reroute=False)
     table = report.table("Calls", CALLS)
     plain = [call(setting, {}) for setting in settings]
     for setting, (expected, plain_held) in zip(settings, plain, strict=True):

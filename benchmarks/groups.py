@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from hf_retrieval_assist import Assistant, RolloutAssistant, SamAssistant, reroute
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, reroute
+from hf_retrieval_assist.papers import TokenRecycling
 from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .inputs import UNTUNED, Prompt, first_of_each, load, model_name, read_prompts
@@ -27,7 +28,10 @@ from .model import DECODINGS, await_quiet, forget_choices
 from .report import Report
 from .timing import lock_memory, orders
 
-FALLBACKS = {"Token Recycling": "token_recycling", "logit n-grams": "logit_ngrams"}
+FALLBACKS: dict[str, Callable[[], Any]] = {
+    "Token Recycling": TokenRecycling,
+    "logit n-grams": lambda: "logit_ngrams",
+}
 REPEATS = 2
 COUNTS = {
     "model": "model",
@@ -85,6 +89,11 @@ class Group:
             yield epoch + 1, 1 + accepted / steps
 
 
+def rollouts() -> OutputMemory:
+    """Outputs of each prompt, kept apart."""
+    return OutputMemory(by_prompt=True, half_life=16)
+
+
 def timed() -> list[Method]:
     """What whole calls are compared by; assistants are new in every call, but for the last one."""
     costs = CostModels()
@@ -93,7 +102,7 @@ def timed() -> list[Method]:
         Method("kernels", dict, scope=reroute),
         assisted("without drafts", lambda: Assistant([], budget=0, costs=costs)),
         assisted("SamAssistant", lambda: SamAssistant(costs=costs)),
-        assisted("RolloutAssistant", lambda: RolloutAssistant(costs=costs)),
+        assisted("memory by prompt", lambda: SamAssistant(memory=rollouts(), costs=costs)),
         assisted("SamAssistant, kept", lambda: kept),
     ]
 
@@ -168,8 +177,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
                 for width, texts, epochs in sizes:
                     progress(f"{decoding}, {width} rows, {size} nodes, {fallback}")
 
-                    def make(drafter: str = drafter, size: int = size) -> Assistant:
-                        return SamAssistant(fallback=drafter, budget=size)  # type: ignore[arg-type]
+                    def make(drafter: Any = drafter, size: int = size) -> Assistant:
+                        return SamAssistant(fallback=drafter(), budget=size)
 
                     for epoch, per_forward in group.count(make, texts, width, epochs):
                         what = {"rows": width, "epoch": epoch, "fallback": fallback}

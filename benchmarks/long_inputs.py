@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, reroute, simulate
+from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
+from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.tools.demo_model import MODELS
 
 from . import methods
@@ -57,7 +58,6 @@ METHODS: dict[str, Callable[[int], Assistant]] = {
     "SamDecoding": lambda nodes: SamDecoding(fallback=None, max_draft=nodes),
     "SuffixDecoding": lambda nodes: SuffixDecoding(fallback=None),
     "SamAssistant": lambda nodes: SamAssistant(fallback=None, budget=nodes),
-    "SuffixAssistant": lambda nodes: SuffixAssistant(fallback=None, budget=nodes),
 }
 
 CLOCK = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.structures.suffix_tree import CELL_SHAPE, COPY_SHAPE, WEIGHT_SHAPE
@@ -125,7 +125,7 @@ def portions(trace: Trace) -> Iterator[list[tuple[object, object]]]:
 
 
 def judge(traces: Sequence[Trace], requests: int | None) -> Report:
-    """`SuffixAssistant` on each trace, the corpus in its memory, with weights of the others."""
+    """`SamAssistant` on each trace, the corpus in its memory, with weights of the others."""
     report = Report("mixture", {"requests": {t.name: len(t.requests[:requests]) for t in traces}})
     columns = {"trace": "trace", "variant": "variant", "nodes": "nodes"}
     columns |= {"accepted": "tokens/step", "speed": "x plain"}
@@ -136,7 +136,7 @@ def judge(traces: Sequence[Trace], requests: int | None) -> Report:
         for nodes in (*SIZES, *CURVES):
             cost = CURVES.get(str(nodes))
             budget = "auto" if cost else nodes
-            assistant = SuffixAssistant(warmed(trace.corpus), budget=budget)
+            assistant = SamAssistant(memory=warmed(trace.corpus), budget=budget)
             assistant.drafters[0].mixer = mixture.mixer()
             found = simulate(assistant, served, cost, trace.vocab_size)
             figures = {"accepted": found.mean_accepted_tokens, "speed": found.speedup}

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
-from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.papers import TokenRecycling
 from hf_retrieval_assist.tools.demo.comparison import TASKS
 from hf_retrieval_assist.types.evidence import EvidenceClasses
 
@@ -70,7 +70,7 @@ def methods(nodes: int, model: Any) -> list[Method]:
         prompt_lookup(nodes),
         assisted("RACER", lambda: Assistant([RacerDrafter()], budget=nodes)),
         assisted("AdaPLD", lambda: Assistant([AdaPldDrafter(layer)], budget=nodes)),
-        assisted("Token Recycling", lambda: Assistant([TokenRecyclingDrafter()], budget=nodes)),
+        assisted("Token Recycling", lambda: Assistant([TokenRecycling()], budget=nodes)),
         assisted("logit n-grams", lambda: Assistant([LogitNgramDrafter()], budget=nodes)),
         assisted("retrieval alone", partial(SamAssistant, fallback=None, budget=nodes)),
         assisted("SamAssistant", beside),

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant, reroute
+from hf_retrieval_assist import OutputMemory, SamAssistant, reroute
 from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .forced import forcing
@@ -264,8 +264,8 @@ def _methods(draft: Any) -> list[Method]:
         draft_model(draft),
         Method("kernels", dict, scope=reroute),
         assisted("SamAssistant", partial(SamAssistant, costs=costs)),
-        assisted("SuffixAssistant", partial(SuffixAssistant, costs=costs)),
-        assisted("SequoiaAssistant", partial(SequoiaAssistant, draft, costs=costs)),
+        assisted("with a memory", lambda: SamAssistant(memory=OutputMemory(), costs=costs)),
+        assisted("draft model's trees", partial(SamAssistant, fallback=draft, costs=costs)),
     ]
 
 

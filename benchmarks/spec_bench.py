@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
+from hf_retrieval_assist.papers import TokenRecycling
 
 from .inputs import Prompt, first_of_each, load, model_name, read_prompts
 from .methods import Method, Run, assisted, prompt_lookup, run_method, tokens_per_forward
@@ -56,9 +56,9 @@ def methods(nodes: int) -> list[Method]:
     return [
         Method("plain", dict),
         prompt_lookup(nodes),
-        assisted("Token Recycling", lambda: Assistant([TokenRecyclingDrafter()], budget=nodes)),
+        assisted("Token Recycling", lambda: Assistant([TokenRecycling()], budget=nodes)),
         assisted("SamAssistant", partial(SamAssistant, budget=nodes)),
-        assisted("SuffixAssistant", partial(SuffixAssistant, budget=nodes)),
+        assisted("with a memory", lambda: SamAssistant(memory=OutputMemory(), budget=nodes)),
     ]
 
 

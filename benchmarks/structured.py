@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_retrieval_assist import Assistant, SamAssistant, simulate
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.tools.demo_model import prompt_inputs
 
 from .inputs import dtype_name, load

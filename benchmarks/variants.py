@@ -11,16 +11,13 @@ from hf_retrieval_assist import (
     Assistant,
     Datastore,
     OutputMemory,
-    RestAssistant,
     SamAssistant,
-    SuffixAssistant,
-    TokenTree,
 )
-from hf_retrieval_assist.drafters.base import DraftSession
+from hf_retrieval_assist.drafters.base import Drafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
-from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
-from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
-from hf_retrieval_assist.policy.policy import union
+from hf_retrieval_assist.papers import Rest, SamDecoding, SuffixDecoding
+from hf_retrieval_assist.papers.sam_decoding import SamPolicy
+from hf_retrieval_assist.policy.policy import DraftingPolicy
 
 from .baselines import prompt_lookup
 from .traces import Ids, Trace
@@ -34,41 +31,34 @@ def presets(trace: Trace, folder: Path) -> dict[str, Make]:
     """Everything a user would reach for, with what the trace lets it index beforehand."""
     found: dict[str, Make] = {
         "prompt lookup": prompt_lookup,
-        "token recycling": lambda: Assistant([TokenRecyclingDrafter()]),
         "SamAssistant": SamAssistant,
         "SamAssistant, memory": lambda: SamAssistant(memory=OutputMemory()),
-        "SuffixAssistant": SuffixAssistant,
     }
     if trace.corpus:
         found["SamAssistant, corpus"] = lambda: SamAssistant(corpus=trace.corpus)
         found["SamAssistant, corpus, memory"] = lambda: SamAssistant(
             corpus=trace.corpus, memory=OutputMemory()
         )
-        found["RestAssistant"] = _rest(trace, folder, trace.corpus)
+        found["REST"] = _rest(trace, folder, trace.corpus)
     return found
 
 
 class CorpusAlone(SamDecoding):
     """SAM-Decoding whose automaton over the text itself never gets to draft."""
 
-    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        corpus: Any = sessions[1]
-        if corpus.match_length - self.corpus_bias >= self.min_match:
-            return drafts[1]
-        return union(drafts[2:])
+    def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
+        _, *others = drafters
+        return SamPolicy(others, [self.corpus_bias], self.min_match, **options)
 
 
 def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
-    """The paper's table of ablations, under its own rule."""
-    found: dict[str, Make] = {
-        "without corpus": SamDecoding,
-        "without corpus and fallback": partial(SamDecoding, fallback=None),
-    }
+    """The paper's table of ablations, under its own rule; a fallback's logits are not recorded."""
+    alone = partial(SamDecoding, fallback=None)
+    found: dict[str, Make] = {"the text's automaton": alone}
     if trace.corpus:
         found |= {
-            "whole": lambda: SamDecoding(trace.corpus),
-            "without fallback": lambda: SamDecoding(trace.corpus, fallback=None),
-            "without the text's own automaton": lambda: CorpusAlone(trace.corpus),
+            "both automata": lambda: alone(trace.corpus),
+            "the corpus's automaton": lambda: CorpusAlone(trace.corpus, fallback=None),
             "whole, planned": lambda: SamAssistant(corpus=trace.corpus),
         }
     return found
@@ -76,20 +66,14 @@ def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
 
 def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
     """The paper's alpha (nodes per matched token), and what each of the two trees brings."""
-    paper = partial(SuffixDecoding, fallback=None)
     found: dict[str, Make] = {
-        f"alpha {alpha}": partial(paper, alpha=alpha) for alpha in (0.5, 1, 2, 4)
+        f"alpha {alpha}": partial(SuffixDecoding, alpha=alpha) for alpha in (0.5, 1, 2, 4)
     }
-    bare = partial(SuffixAssistant, fallback=None)
     return found | {
-        "alpha 4, the request's tree alone": lambda: Assistant(
-            [SuffixDrafter(alpha=4, scored=True, learn=False)], budget=4 * 64
-        ),
-        # No match in a tree of depth 1 leaves room for a draft.
-        "alpha 4, the outputs' tree alone": partial(paper, alpha=4, max_depth=1),
-        "planned": bare,
-        "planned, with fallback": SuffixAssistant,
-        "planned, paths instead of trees": partial(bare, tree=False),
+        "alpha 4, the request's tree alone": lambda: SuffixDecoding().private(),
+        "planned": lambda: SamAssistant(memory=OutputMemory(), fallback=None),
+        "planned, with fallback": lambda: SamAssistant(memory=OutputMemory()),
+        "planned, paths instead of trees": lambda: Assistant([SuffixDrafter(tree=False)]),
         "planned, without earlier outputs": lambda: Assistant([SuffixDrafter(learn=False)]),
     }
 
@@ -126,6 +110,6 @@ def _rest(trace: Trace, folder: Path, corpus: list[Ids], max_match: int = 16) ->
             store = Datastore.open(path)
         else:
             store = Datastore.build(corpus, path, vocab_size=trace.vocab_size, progress=False)
-        return RestAssistant(store, max_match)
+        return Rest(store, max_match)
 
     return make

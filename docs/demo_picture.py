@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hf_retrieval_assist import CostModels
 from hf_retrieval_assist.extensions.record.palette import colours
 from hf_retrieval_assist.extensions.record.pieces import readable
+from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.tools.demo.comparison import TASKS, WARM_UP, Run, Task, compare, verdict
 from hf_retrieval_assist.tools.demo_model import load_demo_model
 

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from hf_retrieval_assist import RolloutAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.tools.demo_model import load_demo_model
 
 PROMPTS = (
@@ -32,6 +32,12 @@ PROMPTS = (
     "The capital of France is",
     "To list the files of a folder in Python, write",
 )
+
+
+def rollout_assistant() -> SamAssistant:
+    """Samples of a prompt draft from one another, the newest ones most."""
+    memory = OutputMemory("1GB", by_prompt=True, half_life=16)
+    return SamAssistant(memory=memory, fallback="logit_ngrams")
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -49,7 +55,7 @@ class Timed(GRPOTrainer):
         tokens, seconds: of the rollouts, plain and assisted.
     """
 
-    assistant: RolloutAssistant
+    assistant: SamAssistant
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -64,7 +70,7 @@ class Timed(GRPOTrainer):
                 # has not seen these rollouts.
                 self._warm = True
                 rollout()
-                with RolloutAssistant().attached(self.model):
+                with rollout_assistant().attached(self.model):
                     rollout()
         with torch.random.fork_rng():
             self._timed(0, rollout)
@@ -79,7 +85,7 @@ class Timed(GRPOTrainer):
         return result
 
 
-def train(arguments: argparse.Namespace, assistant: RolloutAssistant) -> Timed:
+def train(arguments: argparse.Namespace, assistant: SamAssistant) -> Timed:
     """A short training; the trainer, with its accounts."""
     set_seed(0)
     model, tokenizer = load_demo_model()
@@ -121,7 +127,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="per prompt, in one batch")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion at most")
     arguments = parser.parse_args()
-    assistant = RolloutAssistant()
+    assistant = rollout_assistant()
     trainer = train(arguments, assistant)
     rates = [n / seconds for n, seconds in zip(trainer.tokens, trainer.seconds, strict=True)]
     for name, tokens, rate in zip(("plain", "assisted"), trainer.tokens, rates, strict=True):

@@ -25,13 +25,13 @@ class Writer:
     """Lives in a worker, which loads the model once."""
 
     def __init__(self, memory: str, new_tokens: int) -> None:
-        from hf_retrieval_assist import OutputMemory, SuffixAssistant
+        from hf_retrieval_assist import OutputMemory, SamAssistant
         from hf_retrieval_assist.tools.demo_model import load_demo_model
 
         self.model, self.tokenizer = load_demo_model()
         self.memory = OutputMemory(**{"url" if "://" in memory else "path": memory})
         self.memory.sync()
-        self.assistant = SuffixAssistant(memory=self.memory)
+        self.assistant = SamAssistant(memory=self.memory)
         self.new_tokens = new_tokens
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

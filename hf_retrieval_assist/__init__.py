@@ -20,27 +20,17 @@ if TYPE_CHECKING:
     from .attachment import detach as detach
     from .candidate_generator import RetrievalCandidateGenerator as RetrievalCandidateGenerator
     from .corpus.datastore import Datastore as Datastore
-    from .draft_models.draft_model import EarlyExit as EarlyExit
     from .drafters.base import Drafter as Drafter
     from .drafters.base import DraftSession as DraftSession
     from .engines.cpu.quantized_self import QuantizedSelf as QuantizedSelf
     from .engines.cpu.reroute import reroute as reroute
     from .extensions.heads.eagle import EagleHead as EagleHead
-    from .extensions.record.record import Record as Record
     from .hook import install as install
     from .hook import uninstall as uninstall
     from .memory.output_memory import OutputMemory as OutputMemory
-    from .policy.cost_store import CostModels as CostModels
-    from .presets import RestAssistant as RestAssistant
-    from .presets import RolloutAssistant as RolloutAssistant
     from .presets import SamAssistant as SamAssistant
-    from .presets import SequoiaAssistant as SequoiaAssistant
-    from .presets import SuffixAssistant as SuffixAssistant
-    from .simulation import SimulationReport as SimulationReport
-    from .simulation import simulate as simulate
     from .tools.suggestion import suggest as suggest
     from .types.evidence import EvidenceClasses as EvidenceClasses
-    from .types.token_tree import NamedIds as NamedIds
     from .types.token_tree import TokenTree as TokenTree
     from .verification.engine import release_memory as release_memory
 
@@ -53,23 +43,41 @@ _NAMES = {
     "attachment": "attach detach",
     "candidate_generator": "RetrievalCandidateGenerator",
     "corpus.datastore": "Datastore",
-    "draft_models.draft_model": "EarlyExit",
     "drafters.base": "DraftSession Drafter",
     "hook": "install uninstall",
     "memory.output_memory": "OutputMemory",
     "types.evidence": "EvidenceClasses",
-    "policy.cost_store": "CostModels",
-    "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
-    "simulation": "SimulationReport simulate",
-    "types.token_tree": "NamedIds TokenTree",
+    "presets": "SamAssistant",
+    "types.token_tree": "TokenTree",
     "verification.engine": "release_memory",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_MODULES, *ours("names")])
 
+# What to write for names of version 0.2 and before.
+_GONE = {
+    "SuffixAssistant": "SamAssistant(memory=OutputMemory())",
+    "RolloutAssistant": "SamAssistant(memory=OutputMemory(by_prompt=True, half_life=16))",
+    "RestAssistant": (
+        "SamAssistant(corpus=datastore), or hf_retrieval_assist.papers.Rest(datastore)"
+    ),
+    "SequoiaAssistant": (
+        "SamAssistant(fallback=draft_model), or hf_retrieval_assist.papers.Sequoia(draft_model)"
+    ),
+    "EarlyExit": "model.generate(..., assistant_early_exit=layer), which transformers has",
+    "CostModels": "from hf_retrieval_assist.policy.cost_store import CostModels",
+    "NamedIds": "from hf_retrieval_assist.types.token_tree import NamedIds",
+    "Record": "from hf_retrieval_assist.extensions.record import Record",
+    "SimulationReport": "from hf_retrieval_assist.simulation import SimulationReport",
+    "simulate": "from hf_retrieval_assist.simulation import simulate",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _GONE:
+        # No AttributeError, of which `from ... import` would tell no more than the name.
+        raise ImportError(f"{name} is gone from {__name__}; write {_GONE[name]}", name=name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     give_generate_its_keyword()

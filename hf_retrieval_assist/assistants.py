@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from difflib import get_close_matches
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +78,9 @@ class Assistant:
         extra_memory: int | None = None,
         residual: bool = False,
         costs: CostModels | None = None,
+        **unknown: Never,
     ):
+        self._refuse(*unknown)
         require_several("drafters", drafters, "a list of drafters")
         self.policy = policy = self._policy(
             drafters,
@@ -92,6 +96,14 @@ class Assistant:
         self.drafters, self.stats, self.costs = policy.drafters, policy.stats, policy.costs
         self.records: list[Any] = []
         self._lock = Lock()
+
+    def _refuse(self, *unknown: str) -> None:
+        """TypeError for arguments of these names, which a subclass has handed on."""
+        for name in unknown:
+            known = {*signature(type(self)).parameters, *signature(Assistant).parameters}
+            near = [f"; did you mean {one!r}?" for one in get_close_matches(name, known, 1)]
+            kind = type(self).__name__
+            raise TypeError(f"{kind}: got an unexpected keyword argument {name!r}{''.join(near)}")
 
     def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
         return DraftingPolicy([*drafters, *[make() for make in every("drafters")]], **options)
@@ -152,7 +164,7 @@ class Assistant:
         """
         assistant = copy.copy(self)
         expected = Expected.of(texts, rows, tokenizer, schema, tools)
-        if expected.forms and self.policy.choose is not None:
+        if expected.forms and not self.policy.joins:
             raise ValueError(f"expecting: {self!r} drafts from no schema or tools")
         assistant.policy = self.policy.twin(expected=expected)
         return assistant

@@ -59,7 +59,6 @@ OURS: dict[str, dict[str, str]] = {
     "names": {
         "EagleHead": "extensions.heads.eagle:EagleHead",
         "QuantizedSelf": "engines.cpu.quantized_self:QuantizedSelf",
-        "Record": "extensions.record.record:Record",
         "reroute": "engines.cpu.reroute:reroute",
         "suggest": "tools.suggestion:suggest",
     },

@@ -8,21 +8,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import (
-    Assistant,
-    CostModels,
-    OutputMemory,
-    SamAssistant,
-    SuffixAssistant,
-    TokenTree,
-    simulate,
-)
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.host.fingerprint import fingerprint
+from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.policy.stats import CallStats, Stats
+from hf_retrieval_assist.simulation import simulate
+from tests.support.memories import remembering
 from tests.support.parts import needs
 from tests.support.rounding import near
 from tests.support.threads import in_threads
@@ -256,7 +251,7 @@ def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):
 
 @needs("extensions/structured")
 def test_drafters_of_one_name_are_told_apart():
-    assistant = Assistant([AutomatonDrafter(), AutomatonDrafter(min_match=3)])
+    assistant = Assistant([AutomatonDrafter(), AutomatonDrafter(max_draft=3)])
     assert list(assistant.stats.reliability) == ["automaton", "automaton 2", "grammar"]
 
 
@@ -323,7 +318,7 @@ def test_a_class_in_an_objects_place_is_named(model):
 TEXT = np.random.default_rng(0).integers(1, 60, 60).tolist()
 
 
-@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+@pytest.mark.parametrize("preset", [SamAssistant, remembering])
 def test_a_private_text_teaches_nothing(preset):
     assistant = preset(memory=OutputMemory())
     private = assistant.private()

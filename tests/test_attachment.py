@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, GenerationConfig
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
+from hf_retrieval_assist import SamAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
+from tests.support.memories import remembering
 
 from .support.lossless import build, knowing, outcome, run
 
@@ -191,5 +192,5 @@ def test_copies_of_arguments_hold_the_same_assistant():
 
 
 def test_pickling_says_what_cannot_travel():
-    with pytest.raises(TypeError, match=r"^SuffixAssistant: .* OutputMemory\(path="):
-        pickle.dumps(SuffixAssistant())
+    with pytest.raises(TypeError, match=r"^remembering: .* OutputMemory\(path="):
+        pickle.dumps(remembering())

@@ -4,13 +4,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import (
-    Assistant,
-    OutputMemory,
-    RetrievalCandidateGenerator,
-    SuffixAssistant,
-)
+from hf_retrieval_assist import Assistant, OutputMemory, RetrievalCandidateGenerator
 from hf_retrieval_assist.drafters.base import Target
+from tests.support.memories import remembering
 
 from .support.lossless import NEW_TOKENS, build, run
 from .support.oracle_drafter import OracleDrafter, oracle_assistant
@@ -52,7 +48,7 @@ def test_models_do_not_draft_from_each_others_texts(model):
     text = [*PROMPT[0].tolist(), 3, 8, 12]
     memory = OutputMemory()
     first, second = (
-        RetrievalCandidateGenerator.for_model(SuffixAssistant(memory, fallback=None), m)
+        RetrievalCandidateGenerator.for_model(remembering(memory, fallback=None), m)
         for m in (model, other)
     )
     first.get_candidates(PROMPT)
@@ -60,14 +56,14 @@ def test_models_do_not_draft_from_each_others_texts(model):
     first.close()
     fresh = torch.tensor([[44, 3, 8]])
     assert second.get_candidates(fresh)[0].tolist() == fresh.tolist()
-    again = RetrievalCandidateGenerator.for_model(SuffixAssistant(memory, fallback=None), model)
+    again = RetrievalCandidateGenerator.for_model(remembering(memory, fallback=None), model)
     assert again.get_candidates(fresh)[0].tolist() == [[44, 3, 8, 12]]
 
 
 def test_the_loop_lets_go_of_a_generator_which_finishes_its_text(model, tmp_path, monkeypatch):
     """transformers closes no generator: what it wrote was never finished nor kept."""
     memory = OutputMemory(path=tmp_path / "log")
-    assistant = SuffixAssistant(memory, budget=8)
+    assistant = remembering(memory, budget=8)
 
     def make(self, *args, **kwargs):
         return RetrievalCandidateGenerator.for_model(assistant, model, 37)
@@ -89,7 +85,7 @@ def test_several_rows_are_refused():
 @pytest.mark.parametrize("placeholder", [-200, 2**31 + 5])
 def test_placeholders_are_drafted_behind(placeholder):
     text = torch.tensor([[5, 9, placeholder, 7, 44, 5, 9, placeholder]])
-    generator = RetrievalCandidateGenerator(SuffixAssistant(budget=4), Target(67))
+    generator = RetrievalCandidateGenerator(remembering(budget=4), Target(67))
     candidates, _ = generator.get_candidates(text)
     assert torch.equal(candidates[:, :8], text)
     longer = torch.cat([text, torch.tensor([[7]])], dim=1)

@@ -13,7 +13,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import hf_retrieval_assist
-from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant, attach
+from hf_retrieval_assist import Datastore, SamAssistant, attach
+from hf_retrieval_assist.papers import Rest
 from hf_retrieval_assist.plugins import paths
 
 from .support.lossless import PROMPT
@@ -241,7 +242,7 @@ def test_refuses_corpora_of_another_vocabulary(model, bad_id):
 def test_refuses_datastores_of_another_vocabulary(model, tmp_path):
     store = Datastore.build([[1, 2, 3]], tmp_path / "store", vocab_size=VOCAB + 5, progress=False)
     with pytest.raises(ValueError, match=r"vocab"):
-        model.generate(PROMPT, assistant=RestAssistant(store), **LENGTH)
+        model.generate(PROMPT, assistant=Rest(store), **LENGTH)
 
 
 @pytest.mark.parametrize("option", [{"stop_strings": "x"}, {"token_healing": True}])

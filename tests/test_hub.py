@@ -22,8 +22,8 @@ def generate(monkeypatch, tmp_path):
     """A call by way of the repository, whose code is copied to a cache of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     # It would draft where that pays, which no test may hang on.
-    eager = partial(hf_retrieval_assist.SuffixAssistant, budget=8)
-    monkeypatch.setattr(hf_retrieval_assist, "SuffixAssistant", eager)
+    eager = partial(hf_retrieval_assist.SamAssistant, budget=8)
+    monkeypatch.setattr(hf_retrieval_assist, "SamAssistant", eager)
     # The package is installed in place or only on the path; both will do.
     check = "transformers.generation.utils.check_python_requirements"
     monkeypatch.setattr(check, lambda *_, **__: None)

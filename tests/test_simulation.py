@@ -3,18 +3,10 @@
 import numpy as np
 import pytest
 
-from hf_retrieval_assist import (
-    Assistant,
-    OutputMemory,
-    RolloutAssistant,
-    SamAssistant,
-    SimulationReport,
-    SuffixAssistant,
-    simulate,
-)
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.papers import SamDecoding
-from hf_retrieval_assist.policy.policy import Ask
+from hf_retrieval_assist.simulation import SimulationReport, simulate
+from tests.support.memories import remembering, rollouts
 from tests.support.rounding import near
 
 TEXT = list(range(1, 11))
@@ -37,15 +29,11 @@ COUNTED = [
     ({}, (1, 9, 8)),
     # 4 nodes and a token, then 3 nodes and a token.
     ({"budget": 4}, (2, 9, 7)),
-    # One token a step until 5 are matched, then the remaining 5 with 4 nodes.
-    ({"make": SamDecoding}, (5, 9, 4)),
-    ({"make": SamDecoding, "min_match": 3}, (3, 9, 6)),
-    ({"make": SamDecoding, "max_draft": 2}, (6, 9, 3)),
 ]
 
 
 @pytest.mark.parametrize(("options", "counted"), COUNTED)
-def test_budgets_and_papers_decide_how_a_copy_is_drafted(options, counted):
+def test_budgets_decide_how_a_copy_is_drafted(options, counted):
     arrays = ((np.array(p, np.int64), np.array(o, np.uint16)) for p, o in [COPY])
     for requests in ([COPY], arrays):
         assert counts(simulate(sam(**options), requests)) == counted
@@ -92,7 +80,7 @@ def test_figures_of_a_report():
     assert counts(simulate(Assistant([]), [COPY])) == (9, 9, 0)
 
 
-@pytest.mark.parametrize("make", [lambda: SuffixAssistant(fallback=None), RolloutAssistant])
+@pytest.mark.parametrize("make", [lambda: remembering(fallback=None), rollouts])
 def test_later_requests_profit_from_earlier_ones(make):
     requests, assistant = [([1, 2, 3], list(range(20, 60)))], make()
     first, second = (simulate(assistant, requests) for _ in range(2))
@@ -104,7 +92,7 @@ def test_later_requests_profit_from_earlier_ones(make):
 
 def test_what_it_learns_is_kept_from_real_models():
     memory = OutputMemory()
-    assistant = SuffixAssistant(memory)
+    assistant = remembering(memory)
     simulate(assistant, [(TEXT, TEXT)])
     assert assistant.stats.total.calls == assistant.stats.total.tokens == 0
     assert memory.tree("simulation").token_count == len(TEXT)
@@ -128,40 +116,6 @@ def test_refuses_what_is_no_id_of_the_vocabulary(request_, options, error, said)
         simulate(sam(**options), [request_], vocab_size=5)
     with pytest.raises(ValueError, match=r"^batch_size: expected at least 1"):
         simulate(sam(), [COPY], batch_size=0)
-
-
-# The paper's rule: a corpus of consecutive ids, and texts that match it in part.
-CORPUS = list(range(100, 140))
-
-
-def first_draft(prompt, first, **options):
-    policy = SamDecoding([CORPUS], fallback=None, **options).policy
-    session = policy.start(np.array(prompt, np.int32), TARGET)
-    session.begin([first])
-    dynamic, static = (part.match_length for part in session.sessions)
-    (tree,) = policy.draft(Ask([session])).trees
-    return dynamic, static, tree.token_ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("matched", "options", "length"),
-    [
-        *((9, {}, 0), (10, {}, 30), (11, {}, 29)),
-        *((6, {"corpus_bias": 0}, 34), (6, {"corpus_bias": 0, "max_draft": 3}, 3)),
-    ],
-)
-def test_a_corpus_match_counts_less_by_its_bias(matched, options, length):
-    found = first_draft(CORPUS[: matched - 1], CORPUS[matched - 1], **options)
-    assert found == (0, matched, CORPUS[matched : matched + length])
-
-
-@pytest.mark.parametrize(("skipped", "static_wins"), [(1, False), (0, True)])
-def test_the_corpus_drafts_where_its_match_is_longer_by_more_than_the_bias(skipped, static_wins):
-    # The text has met the last six tokens before, followed by 7.
-    prompt = [*CORPUS[6:12], 7, *CORPUS[skipped:11]]
-    dynamic, static, draft = first_draft(prompt, CORPUS[11])
-    assert (dynamic, static) == (6, 12 - skipped)
-    assert draft[0] == (CORPUS[12] if static_wins else 7)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +159,10 @@ def test_rows_of_a_batch_draft_from_one_another():
     # Two samples of one prompt, the second a token ahead: what it writes, the first may draft.
     output = list(range(20, 60))
     requests = [([1, 2, 3], [5, *output]), ([1, 2, 3], output)]
-    alone = simulate(RolloutAssistant(), requests[:1])
-    beside = simulate(RolloutAssistant(), requests, batch_size=2)
+    alone = simulate(rollouts(), requests[:1])
+    beside = simulate(rollouts(), requests, batch_size=2)
     assert alone.steps == 40
     assert beside.forwards < 40
     apart = [requests[0], ([1, 2, 4], output)]
-    assert simulate(RolloutAssistant(fallback=None), apart, batch_size=2).forwards == 40
-    assert simulate(RolloutAssistant(fallback=None), apart).forwards == 40 + 39
+    assert simulate(rollouts(fallback=None), apart, batch_size=2).forwards == 40
+    assert simulate(rollouts(fallback=None), apart).forwards == 40 + 39

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist import Assistant, EarlyExit, SamAssistant, TokenTree
+from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.types.evidence import EvidenceClasses
 from tests.support.eagle_fixtures import tiny_target
@@ -113,7 +113,6 @@ MISFITS = {
         lambda: build("RwkvForCausalLM"),
         "token trees, got RwkvForCausalLM",
     ),
-    "more layers than there are": (lambda: EarlyExit(3), "layer: expected 1 to 2"),
 }
 
 
@@ -121,7 +120,7 @@ MISFITS = {
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(llama, name):
     make, message = MISFITS[name]
-    for fallback in (make(), ["token_recycling", make()]):
+    for fallback in (make(), ["logit_ngrams", make()]):
         with pytest.raises(ValueError, match=message):
             run(llama, assistant=SamAssistant(fallback=fallback))
 
@@ -138,11 +137,8 @@ def test_a_fallback_that_does_not_fit_is_named_before_the_prompt_is_processed(ll
 @needs("engines/cpu")
 @pytest.mark.usefixtures("nothing_is_generated")
 def test_models_that_take_no_trees(name, match):
-    """They are targets of what drafts with them; their first layers may have another reason."""
-    model = build(name)
-    for fallback, reason in (("quantized_self", match), (EarlyExit(1), "fed token trees")):
-        with pytest.raises(ValueError, match=reason):
-            run(model, assistant=SamAssistant(fallback=fallback))
+    with pytest.raises(ValueError, match=match):
+        run(build(name), assistant=SamAssistant(fallback="quantized_self"))
 
 
 @needs("engines/cpu", "extensions/heads")
@@ -150,5 +146,7 @@ def test_what_is_no_fallback():
     expected = r".*'mtp', 'quantized_self', .* EagleHead.from_pretrained\(folder, model\).*"
     with pytest.raises(ValueError, match=f"^fallback: expected {expected}, got 'eagle'"):
         SamAssistant(fallback="eagle")
+    with pytest.raises(ValueError, match=r"papers.TokenRecycling\(\)"):
+        SamAssistant(fallback="token_recycling")
     with pytest.raises(TypeError, match=r"fallback: expected .* got Linear"):
         SamAssistant(fallback=torch.nn.Linear(2, 2))

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_retrieval_assist
-from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.engines.cpu import skinny
 from hf_retrieval_assist.structures import suffix_array, suffix_automaton, suffix_tree
 
@@ -35,7 +35,7 @@ def main() -> None:
     prompt = torch.randint(3, 64, (1, 24))
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 48, "do_sample": False}
     plain = model.generate(prompt, **options)
-    assistant = SuffixAssistant(budget=8)
+    assistant = SamAssistant(memory=OutputMemory(), budget=8)
     for _ in range(2):
         assert torch.equal(plain, model.generate(prompt, assistant=assistant, **options))
     stats = assistant.stats.last

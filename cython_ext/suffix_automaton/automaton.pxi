@@ -43,7 +43,6 @@ cdef inline Slot* find(const Table* t, state_t state, token_t token) noexcept no
 cdef struct State:
     state_t link       # suffix link
     token_t branch     # newest token of its further transitions, NO_TOKEN without any
-    int32_t latest     # a late end position of its strings, see `Cursor.latest`
 
 cdef struct Position:
     token_t token      # the token at this position, SEPARATOR after a document
@@ -64,8 +63,6 @@ cdef struct Automaton:
     int64_t clone_capacity
     Table root                  # transitions of the root
     Table branches              # transitions of other states beyond their first
-    int32_t refresh
-    int32_t* counts             # [-clone_count .. n], occurrences of states, once frozen
 
 cdef inline State* state_at(const Automaton* a, state_t s) noexcept nogil:
     return &a.positions[s].state if s >= 0 else &a.clones[~s].state
@@ -203,25 +200,15 @@ cdef int split(Automaton* a, state_t p, token_t token, state_t q, state_t* made)
     made[0] = clone
     return 0
 
-cdef void refresh_latest(Automaton* a) noexcept nogil:
-    """Tell the nearest suffixes of the text that they occurred at its end."""
-    cdef state_t s = a.positions[a.n].state.link
-    cdef int32_t left = a.refresh
-    while s != ROOT and left > 0:
-        state_at(a, s).latest = <int32_t>a.n
-        s = link_of(a, s)
-        left -= 1
-
 cdef void push_position(Automaton* a, token_t token) noexcept nogil:
     """The new prefix, which is its predecessor's first target by merely standing after it."""
     a.n += 1
-    a.positions[a.n] = Position(token, State(ROOT, NO_TOKEN, <int32_t>a.n))
+    a.positions[a.n] = Position(token, State(ROOT, NO_TOKEN))
     a.positions[a.n + 1].token = SEPARATOR
 
 cdef int append(Automaton* a, token_t token) except -1 nogil:
     cdef state_t p, q
     make_room(a)
-    refresh_latest(a)
     p = a.positions[a.n].state.link
     push_position(a, token)
     q = step(a, p, token)

@@ -148,7 +148,7 @@ cdef class Mixer:
 
     def draft(
         self, list texts, list memories, list running, SuffixTree corpus, list budgets, *,
-        double alpha=INFINITY, float min_prob=0, bint path=False,
+        float min_prob=0, bint path=False,
     ):
         """Draft what may follow each of several texts, best first.
 
@@ -159,7 +159,6 @@ cdef class Mixer:
                 None where there is no such.
             corpus: a tree for all of them; None: none.
             budgets: number of nodes of each at most.
-            alpha: nodes for each token of the longest context, at most.
             min_prob: no node is less probable.
             path: draft single paths.
 
@@ -189,7 +188,7 @@ cdef class Mixer:
             self.texts[row].nodes = budgets[row]
         with nogil:
             for row in range(count):
-                draft_text(self.texts[row], alpha, d, &self.mixture)
+                draft_text(self.texts[row], d, &self.mixture)
                 for i in range(d.size):
                     token_view[end], parent_view[end] = d.guesses[i].token, d.guesses[i].parent
                     prob_view[end], class_view[end] = d.guesses[i].prob, -1 - d.guesses[i].source

@@ -463,10 +463,10 @@ cdef void expand_node(MixedDraft* d, int32_t node, Mixture* m, MixedText* text) 
     apply_trend(&text.trend, &m.now)
     queue_candidates(d, &m.now, node, prob)
 
-cdef void draft_text(MixedText* text, double alpha, MixedDraft* d, Mixture* m) noexcept nogil:
+cdef void draft_text(MixedText* text, MixedDraft* d, Mixture* m) noexcept nogil:
     """Draft behind a text; there is room for its nodes."""
-    cdef int32_t longest = find_contexts_of(text, d.contexts)
-    d.budget = <int32_t>min(<double>text.nodes, alpha * max(longest, 1))
+    find_contexts_of(text, d.contexts)
+    d.budget = text.nodes
     d.copies[0] = text.copy
     find_copy(&text.sources, d.contexts, d.copies)
     d.size = d.queued = 0

@@ -18,9 +18,7 @@ cdef struct Search:
     Store* store
     Place* matches         # [max_depth], where the last 1, 2, .. tokens lead
     int32_t most           # nodes
-    double factor, offset  # a match of L tokens drafts at most L * factor + offset nodes
-    double min_prob
-    bint tree
+    double alpha           # a match of p tokens makes a tree of alpha * p nodes, the matched one counted
     Option* candidates  # [2 * most + 1]
     Entry* queue           # those not drafted
     int32_t made, queued   # candidates, and entries
@@ -104,15 +102,16 @@ cdef void queue_place(Search* q, const Option* candidate) noexcept nogil:
 cdef void grow_draft(Search* q, Place at, int32_t budget) noexcept nogil:
     """Fill `spare` best first from a matched place.
 
-    Children come by descending count, so that each need only be queued once its elder is drafted.
+    The matched node counts in the score, D(N_p) = 1. Children come by descending count, so that each
+    need only be queued once its elder is drafted.
     """
     cdef Option best, more
     cdef ScoredDraft* draft = &q.spare
     q.queued = q.made = 0
-    draft.size, draft.score = 0, 0
+    draft.size, draft.score = 0, 1
     if below(q.store, at, 1.0, -1, &more):
         queue_place(q, &more)
-    while q.queued and draft.size < budget and q.queue[0].key >= q.min_prob:
+    while q.queued and draft.size < budget:
         best = q.candidates[heap_pop(q.queue, &q.queued).index]
         draft.tokens[draft.size] = label_token(q.store, best.place.item, best.place.depth)
         draft.parents[draft.size] = best.parent
@@ -121,7 +120,7 @@ cdef void grow_draft(Search* q, Place at, int32_t budget) noexcept nogil:
         draft.size += 1
         if below(q.store, best.place, best.prob, draft.size - 1, &more):
             queue_place(q, &more)
-        if q.tree and best.share > 0:
+        if best.share > 0:
             best.place.item = next_item(q.store, best.place.item)
             if best.place.item != NO_ITEM:
                 best.prob = best.share * item_count(q.store, best.place.item)
@@ -130,8 +129,9 @@ cdef void grow_draft(Search* q, Place at, int32_t budget) noexcept nogil:
 cdef int32_t search(Search* q, const token_t[::1] context, int32_t sequence) noexcept nogil:
     """Fill `best` with the draft of highest score behind a context, or behind a sequence.
 
-    From long to short, since ties go to the longer match, and ended where even a certain draft could
-    not gain. Returns the length of the match, or 0.
+    The paper tries p = 1, 2, .. and keeps a tree only for one of a higher score, so among equals the
+    shortest match stays. The other way round, the search ends where even a certain draft could not
+    gain. Returns the length of the match, or 0.
     """
     cdef int32_t length, longest = 0, chosen = 0, budget, most = q.store.max_depth
     for length in range(most):
@@ -141,13 +141,12 @@ cdef int32_t search(Search* q, const token_t[::1] context, int32_t sequence) noe
     elif context.shape[0]:
         longest = match_tokens(q.store, &context[0], <int32_t>context.shape[0], q.matches, most)
     for length in range(longest, 0, -1):
-        budget = <int32_t>min(<double>q.most, max(0.0, length * q.factor + q.offset + 1e-6))
-        if budget <= q.best.score:
-            if q.factor >= 0:
-                break
-            continue
+        budget = <int32_t>min(<double>q.most, max(0.0, ceil(length * q.alpha - 1e-6) - 1))
+        # Sums that differ by rounding alone are a tie.
+        if 1 + budget < q.best.score - 1e-9:
+            break
         grow_draft(q, q.matches[length - 1], budget)
-        if q.spare.score > q.best.score + 1e-9:  # sums that differ by rounding alone are a tie
+        if q.spare.score >= q.best.score - 1e-9:
             chosen = length
             q.best, q.spare = q.spare, q.best
     return chosen

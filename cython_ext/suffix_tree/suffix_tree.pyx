@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 cimport cython
-from libc.math cimport INFINITY, expf, logf
+from libc.math cimport ceil, expf, logf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
 
@@ -45,7 +45,7 @@ cdef int32_t stores = 0  # that there have been
 
 class Speculation(NamedTuple):
     """A draft: int32 `token_ids` [n], int32 `parents` [n] (−1: root), float32 `probs` [n]; the
-    length of the match it continues (0: none) and its score, the sum of `probs`."""
+    length of the match it continues (0: none) and its score: the sum of `probs`, and 1 for the match."""
 
     token_ids: np.ndarray
     parents: np.ndarray
@@ -213,16 +213,15 @@ cdef class SuffixTree:
         return found
 
     def speculate(
-        self, const token_t[::1] context, int max_nodes, *, sequence=None, double factor=1.0,
-        double offset=0.0, double min_prob=0.1, bint tree=True,
+        self, const token_t[::1] context, int max_nodes, *, sequence=None, double alpha=4.0
     ):
         """The best continuation of the last 1, 2, .. tokens of `context` (Algorithm 1).
 
-        A match of L tokens drafts at most min(max_nodes, L * factor + offset) nodes, the most
-        probable first (`tree`) or along the most frequent children (a path), none below `min_prob`.
-        A child's probability is its parent's times its count over the sum of the siblings' counts,
-        the paper's C(N). The highest sum of probabilities wins, and among equals the longer match.
-        A sequence's own tokens, by its id, may take the context's place, which costs no matching.
+        A match of p tokens makes a tree of at most alpha * p nodes, the matched one counted, and at
+        most `max_nodes` besides that, the most probable first. A child's probability is its parent's
+        times its count over the sum of the siblings' counts, the paper's C(N). The highest sum of
+        probabilities wins, and among equals the shorter match. A sequence's own tokens, by its id,
+        may take the context's place, which costs no matching.
         """
         cdef int32_t own = NIL if sequence is None else self._checked(sequence)
         cdef int32_t most = max(max_nodes, 0), chosen
@@ -233,7 +232,7 @@ cdef class SuffixTree:
         cdef double[:, ::1] prob_rows = probs
         cdef Search q
         q.store, q.most = &self.store, most
-        q.factor, q.offset, q.min_prob, q.tree = factor, offset, min_prob, tree
+        q.alpha = alpha
         q.best = ScoredDraft(0, 0.0, &token_rows[0, 0], &parent_rows[0, 0], &prob_rows[0, 0])
         q.spare = ScoredDraft(0, 0.0, &token_rows[1, 0], &parent_rows[1, 0], &prob_rows[1, 0])
         q.candidates = <Option*>resized(

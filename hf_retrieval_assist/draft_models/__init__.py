@@ -1,1 +1,1 @@
-"""Models that draft: EAGLE heads, MTP layers, DFlash models, early exit, smaller models."""
+"""Models that draft: EAGLE heads, MTP layers, DFlash models, smaller models."""

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model, or of the target's first layers, as trees of Sequoia's shapes."""
+"""Drafts of a smaller model, as trees of Sequoia's shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Preview, Target
-from ..host.first_layers import first_layers
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
@@ -165,47 +164,6 @@ class DraftModelDrafter(Drafter):
                 chooser = ShapeChooser(width, self.max_nodes + 1, self.max_levels + 1, share)
                 self._choosers[fingerprint] = chooser
             return self._choosers[fingerprint]
-
-
-class EarlyExit(Drafter):
-    """Drafts by leaving the target early: its first layers, final norm and output layer.
-
-    Worth it with models that were trained for it (Elhoushi et al. 2024, LayerSkip,
-    arXiv:2404.16710); right with all. It needs no second model, and keeps a cache of its own.
-
-    Args:
-        layer: how many layers are run.
-        **sizes: of :class:`DraftModelDrafter`.
-
-    Raises:
-        ValueError: from `start`, the target does not have more layers than that, or cannot be fed
-            token trees.
-    """
-
-    name = "early exit"
-    costly = True
-    evidence = EVIDENCE
-
-    def __init__(self, layer: int, **sizes: Any) -> None:
-        require_at_least(1, layer=layer)
-        self.layer = layer
-        self._sizes = sizes
-        self._drafters = weakref.WeakKeyDictionary[Any, DraftModelDrafter]()
-        self._lock = Lock()
-
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
-        model = target.require_model("EarlyExit")
-        return self._drafter_of(model).start(prompt_ids, target)
-
-    def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
-        return sessions[0].drafter.propose_rows(sessions, budgets)
-
-    def _drafter_of(self, model: Any) -> DraftModelDrafter:
-        with self._lock:
-            if model not in self._drafters:
-                shallow = first_layers(model, self.layer)
-                self._drafters[model] = DraftModelDrafter(shallow, **self._sizes)
-            return self._drafters[model]
 
 
 def _weight_bytes(model: Any) -> int:

@@ -10,20 +10,13 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..drafters.logit_ngrams import LogitNgramDrafter
-from ..drafters.token_recycling import TokenRecyclingDrafter
 from ..memory.output_memory import OutputMemory
 from ..plugins import every, load, paths
 from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
 
-Source: TypeAlias = (
-    Literal["auto", "logit_ngrams", "token_recycling", "mtp", "quantized_self"]
-    | Drafter
-    | nn.Module
-)
+Source: TypeAlias = Literal["auto", "logit_ngrams", "mtp", "quantized_self"] | Drafter | nn.Module
 Fallback: TypeAlias = Source | Sequence[Source] | None
-
-_TABLES = ("logit_ngrams", "token_recycling")
 
 
 def fallback_drafters(fallback: Any, memory: OutputMemory | None = None) -> list[Drafter]:
@@ -45,7 +38,7 @@ def fallback_drafters(fallback: Any, memory: OutputMemory | None = None) -> list
     if "auto" in several:
         several = ["logit_ngrams", *(one for one in several if one not in ("auto", "logit_ngrams"))]
         automatic = [make() for make in every("automatic")]
-    if "quantized_self" in several and not any(one in several for one in _TABLES):
+    if "quantized_self" in several and "logit_ngrams" not in several:
         # A table costs nothing and comes first; this one is asked for what that lacks.
         several = ["logit_ngrams", *several]
     drafters = [*[_fallback_drafter(one, memory) for one in several], *automatic]
@@ -62,7 +55,7 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
                 return found
     if isinstance(fallback, PreTrainedModel):
         return DraftModelDrafter(fallback)
-    names = ["auto", "logit_ngrams", "token_recycling", *paths("fallbacks")]
+    names = ["auto", "logit_ngrams", *paths("fallbacks")]
     expected = (
         f"{', '.join(map(repr, names))}, a draft model, an EagleHead (of "
         "EagleHead.from_pretrained(folder, model)), a drafter, a list of these or None"
@@ -70,7 +63,10 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
     if fallback == "logit_ngrams":
         return LogitNgramDrafter(memory)
     if fallback == "token_recycling":
-        return TokenRecyclingDrafter(memory=memory)
+        raise ValueError(
+            "fallback: expected 'logit_ngrams' where 'token_recycling' was, or "
+            "hf_retrieval_assist.papers.TokenRecycling(), which drafts as its paper has it"
+        )
     if isinstance(fallback, str):
         if fallback not in names:
             raise ValueError(f"fallback: expected {expected}, got {fallback!r}")

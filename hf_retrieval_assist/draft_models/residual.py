@@ -1,6 +1,6 @@
 """Residual sampling: drafts drawn without replacement, verified so that the law stays the target's.
 
-Sequoia (Chen et al. 2024, section 4.2, algorithm 2). The children of a node are drawn one after the
+Sequoia (Chen et al. 2024, section 3.2, algorithm 1). The children of a node are drawn one after the
 other from the draft's distribution Q without replacement; each is accepted with probability
 min(1, R[x]/D[x]), where R is what is left of the target's distribution P and D of Q. Whatever the
 draws, the token that comes out is distributed as P.

@@ -135,7 +135,7 @@ class OptimalTrees:
     """The best trees of all sizes up to `max_nodes`, for one acceptance vector.
 
     T(m, l, b) = max over y of T(y, l, b−1) + p_b·M(m−y, l−1), where M(m, l) is the maximum over b
-    (section 4.1 and appendix; O(N²·L·K) time). p need not be sorted.
+    (section 3.1 and appendix; O(N²·L·K) time). p need not be sorted.
 
     Args:
         acceptance: [K], p_1, …, p_K, of events that exclude each other; a node has at most K
@@ -211,7 +211,7 @@ class OptimalTrees:
         """Tokens per second against plain decoding, for every size and bound on the levels.
 
         Args:
-            seconds: float64 [≥ max_nodes], t(1), t(2), … of the target (section 4.3).
+            seconds: float64 [≥ max_nodes], t(1), t(2), … of the target (section 3.3).
             draft_seconds: of one pass of the draft model. A tree of l levels takes l − 1 passes,
                 since its leaves are not fed.
 
@@ -270,7 +270,7 @@ class ShapeChooser:
     """Keeps the tree that is fastest for what has been measured lately. Thread-safe.
 
     Measures the acceptance vector and the time of a draft pass, is told the target's t(n), and
-    solves for the tree again when one of them has changed (section 4.3).
+    solves for the tree again when one of them has changed (section 3.3).
 
     Args:
         width: children of a node at most.

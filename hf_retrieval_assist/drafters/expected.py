@@ -88,8 +88,8 @@ class Expected:
 class ExpectedTexts:
     """Where an output is in the texts that were expected of it. O(1) a token.
 
-    The output may leave a text and join it again further on, at whichever place its last tokens
-    have there.
+    The output may leave a text and join it again further on, at the first place that its last
+    tokens have there.
     """
 
     def __init__(self, texts: Iterable[Int32Array]) -> None:
@@ -97,7 +97,6 @@ class ExpectedTexts:
         for text in texts:
             automaton.extend(text)
             automaton.end_document()
-        automaton.freeze()
         self._cursor = automaton.cursor()
         self._tokens = automaton.tokens()
         self.any = len(self._tokens) > 0  # whether there is something to follow
@@ -114,7 +113,7 @@ class ExpectedTexts:
                 self._came[self._next] = True
                 self._next += 1
             elif joined:
-                self._next = self._cursor.latest
+                self._next = self._cursor.earliest
                 self._came[self._next - _JOINED : self._next] = True
             else:
                 self._next = -1

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..corpus.datastore import Datastore
+from ..structures.draft_tree import path_products
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Float32Array, TokenTree
-from .automaton import MatchSession, counted_tree
+from .automaton import MatchSession
 from .base import Drafter, Target
 
 # Nodes are told apart by tokens of context before them, their share of the occurrences of that
@@ -93,4 +94,8 @@ class RestDrafter(Drafter):
     def _tree(self, matcher: SuffixMatcher, budget: int) -> TokenTree:
         """The most frequent continuations."""
         most = min(budget, self.max_nodes)
-        return counted_tree(matcher.select(most, self.continuation, self.sources), _EVIDENCE)
+        found = matcher.select(most, self.continuation, self.sources)
+        token_ids, parents, counts, parent_counts, contexts = found
+        classes = _EVIDENCE.of(contexts, counts / parent_counts, parent_counts)
+        probs = path_products(parents, _EVIDENCE.priors[classes])
+        return TokenTree(token_ids, parents, probs, classes)

@@ -1,14 +1,13 @@
-"""SuffixDecoding: drafts from the text so far and from earlier outputs.
+"""Drafts from the text so far, from earlier outputs and from a corpus in memory.
 
-Follows https://arxiv.org/abs/2411.04975: one suffix tree for the text, one for all outputs,
-candidates over the lengths of match. Where the paper keeps the one match whose draft scores best
-(Algorithm 1), matches of several lengths in all trees, a corpus's among them, are mixed here, and
-what each is worth is learnt while drafting (`Mixer`). `scored=True` drafts as the paper does.
+The sources are those of SuffixDecoding (https://arxiv.org/abs/2411.04975): one suffix tree for the
+text, one for all outputs, candidates over the lengths of match. Where the paper keeps the one match
+whose draft scores best (`papers.SuffixDecoding`), matches of several lengths in all trees are mixed
+here, and what each is worth is learnt while drafting (`Mixer`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +21,8 @@ from numpy.typing import NDArray
 from ..memory.output_memory import OutputMemory
 from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
-from ..structures.suffix_tree import MAX_DEPTH, Mixer, Speculation, SuffixTree, Text, extend_texts
+from ..structures.suffix_tree import MAX_DEPTH, Mixer, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
-from ..types.evidence import EvidenceClasses
 from ..types.passages import Documents, OwnText, Source
 from ..types.token_tree import (
     Float32Array,
@@ -36,9 +34,6 @@ from ..types.token_tree import (
     checked_documents,
 )
 from .base import BatchSession, Drafter, Feedback, Target
-
-# Scored drafts know of no other evidence than the frequency of each token, in tenths.
-_FREQUENCIES = EvidenceClasses((np.arange(10) + 0.5) / 10)
 
 
 @dataclass(frozen=True)
@@ -81,14 +76,9 @@ class SuffixDrafter(Drafter):
     Args:
         memory: outputs to draft from, and to teach; None for a new one that this drafter keeps.
         max_depth: longest match plus draft within the text, in tokens.
-        alpha: nodes for each token of the longest match, at most.
         min_prob: no node is drafted that is estimated to be less probable.
         tree: draft trees; otherwise single paths.
-        scored: draft by the paper's Algorithm 1: the match of the highest SCORE in the better of
-            the two trees; `alpha` then bounds each match's draft by the match's own length.
         learn: teach the outputs to the memory, from their first token on.
-        by_prompt: keep the outputs of every prompt apart: a text drafts from those of its own
-            prompt alone, others that are being written beside it among them.
         corpus: further texts to draft from, indexed once and only read.
         mixture: what is known of the worth of contexts at first; None: what was learnt from
             recorded texts.
@@ -100,31 +90,21 @@ class SuffixDrafter(Drafter):
         self,
         memory: OutputMemory | None = None,
         max_depth: int = 64,
-        alpha: float = math.inf,
         min_prob: float = 0.002,
         tree: bool = True,
-        scored: bool = False,
         learn: bool = True,
-        by_prompt: bool = False,
         corpus: Iterable[Ids | NamedIds] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
-        if not alpha > 0:
-            raise ValueError(f"alpha: expected a number above 0, got {alpha}")
         if not 0 < min_prob <= 1:
             raise ValueError(f"min_prob: expected a number above 0, at most 1, got {min_prob}")
         self.memory = OutputMemory() if memory is None else memory
         self.max_depth = max_depth
-        self.alpha = alpha
         self.min_prob = min_prob
         self.tree = tree
-        self.scored = scored
-        if scored:  # mixed probabilities are no rates of classes
-            self.evidence = _FREQUENCIES
         self.learn = learn
-        self.by_prompt = by_prompt
         self.corpus: SuffixTree | None = None
         self.names: dict[int, str] = {}  # the corpus's, by sequence
         self._largest_id = -1  # the corpus's
@@ -141,23 +121,13 @@ class SuffixDrafter(Drafter):
         target.require_ids("corpus", self._largest_id)
         return SuffixSession(self, prompt_ids, target)
 
-    @property
-    def longest_context(self) -> int:
-        """Tokens of a text's end that a scored draft may look up."""
-        return max(self.max_depth, self.memory.max_depth)
-
     def propose_rows(
         self, sessions: Sequence[SuffixSession], budgets: Sequence[int]
     ) -> Sequence[TokenTree]:
-        if self.scored:
-            return [
-                session.scored(budget) for session, budget in zip(sessions, budgets, strict=True)
-            ]
         with self.memory.lock, self._mixing:
             draft = self.mixer.draft(
                 *self._evidence(sessions),
                 list(budgets),
-                alpha=self.alpha,
                 min_prob=self.min_prob,
                 path=not self.tree,
             )
@@ -170,9 +140,8 @@ class SuffixDrafter(Drafter):
         feedbacks: Sequence[Feedback | None],
     ) -> None:
         ids, offsets = draft_tree.flattened(tokens)
-        if not self.scored:
-            with self.memory.lock, self._mixing:
-                self.mixer.learn(*self._evidence(sessions), ids, offsets)
+        with self.memory.lock, self._mixing:
+            self.mixer.learn(*self._evidence(sessions), ids, offsets)
         extend_texts([session.text for session in sessions], ids, offsets)
         self.memory.extend([session.output for session in sessions], ids, offsets)
 
@@ -189,13 +158,11 @@ class SuffixDrafter(Drafter):
 
     @property
     def origins(self) -> tuple[str, ...]:
-        if self.scored:
-            return ("text or memory",)
         return ("text", "memory") if self.corpus is None else ("text", "memory", "corpus")
 
     def origins_of(self, classes: Int32Array) -> Int32Array:
         # The classes of mixed probabilities name the origin alone, as −1 and below.
-        return np.zeros_like(classes) if self.scored else -1 - classes
+        return -1 - classes
 
 
 @dataclass(frozen=True)
@@ -209,14 +176,6 @@ class _Corpus(Documents):
         return (NamedIds(name, self._tree.tokens(i)) for i, name in self._names.items())
 
 
-def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
-    """A scored draft without foreign ids, classed by each token's frequency after its parent."""
-    above = np.append(draft.probs, np.float32(1))[draft.parents]
-    classes = np.minimum(draft.probs / above * 10, 9).astype(np.int32)
-    tree = TokenTree(draft.token_ids, draft.parents, draft.probs, classes)
-    return tree.without(draft.token_ids >= vocab_size)
-
-
 class SuffixSession(BatchSession):
     """A text and its suffix tree.
 
@@ -224,20 +183,16 @@ class SuffixSession(BatchSession):
         text: with its tree.
         kind: of the memory's outputs that it is drafted from.
         output: that the memory learns of it; None: none.
-        score: number of tokens of the last scored draft that its evidence promises (the paper's
-            SCORE).
     """
 
     def __init__(
         self, drafter: SuffixDrafter, prompt_ids: NDArray[np.int32], target: Target
     ) -> None:
-        self.score = 0.0
         self.drafter = drafter
         self._expected = target.expected
         self._prompt_length = len(prompt_ids)
-        self._vocab_size = target.vocab_size
         self.kind = target.fingerprint
-        if drafter.by_prompt:
+        if drafter.memory.by_prompt:
             self.kind = prompt_group(target.fingerprint, prompt_ids)
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         tree = SuffixTree(drafter.max_depth)
@@ -251,27 +206,6 @@ class SuffixSession(BatchSession):
             self.output = drafter.memory.start(self.kind)
         else:
             drafter.memory.refresh()
-
-    def scored(self, budget: int) -> TokenTree:
-        """Algorithm 1, its expansion counting the matched node; the memory first among equals."""
-        drafter, text = self.drafter, self.text
-        how: dict[str, Any] = {
-            "factor": drafter.alpha,
-            "offset": -1.0,
-            "min_prob": drafter.min_prob,
-            "tree": drafter.tree,
-        }
-        assert text.tree is not None
-        drafts = [text.tree.speculate(None, budget, sequence=text.sequence, **how)]
-        with drafter.memory.lock:
-            outputs = drafter.memory.tree(self.kind)
-            if outputs is not None:
-                context = text.tree.last_tokens(text.sequence, drafter.longest_context)
-                drafts.insert(0, outputs.speculate(context, budget, **how))
-        best = max(drafts, key=lambda draft: draft.score)
-        tree = _frequency_tree(best, self._vocab_size)
-        self.score = tree.expected_tokens
-        return tree
 
     def sources(self) -> Mapping[str, Source]:
         drafter = self.drafter

@@ -77,8 +77,13 @@ class OutputMemory:
             password unless the host is this machine; instead of `path`.
         half_life: later outputs of its kind that an output has an even chance to outlive; None
             drops outputs for want of room only.
+        by_prompt: keep the outputs of every prompt apart: a text is drafted from those of its own
+            prompt alone, others that are being written beside it among them. For rollouts, many
+            samples of each prompt; with a `half_life`, of 16 say, older ones fade as the policy
+            moves on.
 
     Attributes:
+        by_prompt: as above.
         lock: guards the trees that `tree` hands out.
 
     Raises:
@@ -98,7 +103,9 @@ class OutputMemory:
         path: str | os.PathLike[str] | None = None,
         url: str | None = None,
         half_life: float | None = None,
+        by_prompt: bool = False,
     ) -> None:
+        self.by_prompt = by_prompt
         self.max_depth = whole_number("max_depth", max_depth, 1, MAX_DEPTH)
         smallest = 2 * SuffixTree(self.max_depth).nbytes
         given = os.fspath(max_bytes) if isinstance(max_bytes, os.PathLike) else max_bytes

@@ -1,7 +1,9 @@
-"""Published systems whose own rules choose between drafts, with the papers' defaults.
+"""Published systems as their papers have them: a rule of their own drafts, and what it drafts is
+verified whole. :class:`~hf_retrieval_assist.presets.SamAssistant` drafts from all their sources,
+and lets measurements decide."""
 
-The assistants of the same sources in :mod:`~hf_retrieval_assist.presets` let measurements decide.
-"""
-
+from .rest import Rest as Rest
 from .sam_decoding import SamDecoding as SamDecoding
+from .sequoia import Sequoia as Sequoia
 from .suffix_decoding import SuffixDecoding as SuffixDecoding
+from .token_recycling import TokenRecycling as TokenRecycling

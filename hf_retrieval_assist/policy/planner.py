@@ -55,7 +55,7 @@ class Planner:
         if self.budget != "auto" and not _is_count(self.budget):
             raise ValueError(
                 f'budget: expected "auto" or a number >= 0, got {self.budget!r}; a rule of a paper '
-                "is hf_retrieval_assist.papers.SamDecoding() or papers.SuffixDecoding()"
+                "is a class of hf_retrieval_assist.papers"
             )
         if self.max_nodes < 1:
             raise ValueError(f"max_nodes: expected at least 1, got {self.max_nodes}")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, NamedTuple, Self, TypedDict
 
 import numpy as np
@@ -38,8 +37,6 @@ from .cost_model import CostModel
 from .cost_store import CostKey, CostModels
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
-
-Choose = Callable[[Sequence[DraftSession], Sequence[TokenTree]], TokenTree]
 
 
 class Options(TypedDict, total=False):
@@ -99,13 +96,13 @@ class DraftingPolicy:
     Args: see :class:`~hf_retrieval_assist.assistants.Assistant`.
 
     Attributes:
-        choose: the rule by which a draft is made of those of the drafters, one of each session;
-            None: they become one tree, in which a later one adds to those before it.
+        joins: whether drafts become one tree, in which a later one adds to those before it; a paper
+            whose rule is another overrides `propose`.
         teaches: whether texts teach later ones.
         expected: texts that outputs are expected to resemble.
     """
 
-    choose: Choose | None = None
+    joins = True
 
     def __init__(
         self,
@@ -156,11 +153,10 @@ class DraftingPolicy:
         """How often each drafter's drafts for one model were accepted."""
         with self._lock:
             if fingerprint not in self._calibrators:
-                # The judgement of costly drafters is better and stays; rules compare drafts.
-                joined = self.choose is None
+                # The judgement of costly drafters is better and stays; papers compare drafts.
                 self._calibrators[fingerprint] = tuple(
                     Calibrator(
-                        drafter.evidence, conditional=number > 0 and drafter.defers and joined
+                        drafter.evidence, conditional=self.joins and number > 0 and drafter.defers
                     )
                     for number, drafter in enumerate(self.drafters)
                 )
@@ -207,29 +203,24 @@ class DraftingPolicy:
         planner = self.planner if ask.account is None else ask.account.planner
         step = DraftedStep(ask.price, planner, ask.account, ask.sessions)
         budget = self.planner.request(ask.price) if ask.budget is None else ask.budget
-        drafts = self._propose(step, budget)
+        drafts = self.propose(step, budget)
         step.is_plain = ask.account is not None and not step.uses
-        if self.choose is not None:
-            proposed = zip(ask.sessions, zip(*step.proposals, strict=True), strict=True)
-            drafts = Forest.of([self.choose(text.sessions, trees) for text, trees in proposed])
         limits = ask.limits() if ask.agree or len(drafts.token_ids) else Limits()
         step.trees = planner.plan(drafts, ask.price, limits)
         if ask.agree is not None:
             step.trees = ask.agree(step.trees, len(ask.sessions))
         return step
 
-    def _propose(self, step: DraftedStep, budget: int) -> Forest:
-        """One tree for each text, merged of at most `budget` nodes of each drafter."""
+    def propose(self, step: DraftedStep, budget: int) -> Forest:
+        """One tree for each text of a step, merged of at most `budget` nodes of each drafter; what
+        each drafter proposed is kept in `step.proposals`."""
         sessions, known = step.sessions, 0.0
         trees = nothing = Forest.empty(len(sessions))
         for number, drafter in enumerate(self.drafters):
-            drafts, costly = nothing, drafter.costly
-            awake = [session for session in sessions if not session.idle[number]]
-            able = bool(awake)
-            if able and costly:
-                able = any(session.sessions[number].ready for session in awake)
-            if budget and able and step.asks(number, _missed(trees) if costly else 1.0):
-                drafts = self._draft(number, step, budget, trees)
+            drafts = nothing
+            missed = _missed(trees) if drafter.costly else 1.0
+            if budget and self.can_draft(number, sessions) and step.asks(number, missed):
+                drafts = self.ask_drafter(number, step, sessions, budget, trees)
                 trees = trees.merge(drafts)
                 if step.account is not None:
                     promised = trees.expected_tokens
@@ -238,9 +229,24 @@ class DraftingPolicy:
             step.proposals.append(drafts)
         return trees
 
-    def _draft(self, number: int, step: DraftedStep, budget: int, earlier: Forest) -> Forest:
-        """A drafter's proposals, checked and calibrated beside those of the drafters before it."""
-        drafter, use, sessions = self.drafters[number], step.uses[number], step.sessions
+    def can_draft(self, number: int, sessions: Sequence[AssistantSession]) -> bool:
+        """Whether a drafter has something to draft from for any of these texts."""
+        awake = [text.sessions[number] for text in sessions if not text.idle[number]]
+        if self.drafters[number].costly:
+            return any(session.ready for session in awake)
+        return bool(awake)
+
+    def ask_drafter(
+        self,
+        number: int,
+        step: DraftedStep,
+        sessions: Sequence[AssistantSession],
+        budget: int,
+        earlier: Forest | None = None,
+    ) -> Forest:
+        """A drafter's proposals for some texts of a step, checked, and calibrated beside those of
+        the drafters before it."""
+        drafter, use = self.drafters[number], step.uses[number]
         own = [session.sessions[number] for session in sessions]
         asked = time.perf_counter()
         drafter.prepare_rows(own)
@@ -383,11 +389,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
     """The names, a repeated one with its number: "suffix", "suffix 2"."""
     numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
-
-
-def union(drafts: Sequence[TokenTree]) -> TokenTree:
-    """One tree of all paths."""
-    return reduce(TokenTree.merge, drafts, TokenTree.empty())
 
 
 class AssistantSession:

@@ -16,8 +16,9 @@ from ..assistants import Assistant
 from ..extensions.record.html import table
 from ..extensions.record.record import Record
 from ..extensions.record.steps import MODEL
+from ..memory.output_memory import OutputMemory
 from ..policy.cost_store import CostModels
-from ..presets import SamAssistant, SuffixAssistant
+from ..presets import SamAssistant
 from ..system.arguments import kind_of, require_at_least, require_several
 from ..verification.engine import engine_of
 
@@ -175,11 +176,15 @@ class Suggestion:
 def default_candidates() -> dict[str, Callable[[], Assistant]]:
     """Assistants without a corpus or a second model, on one measured t(n)."""
     costs = CostModels()
+
+    def remembering(**options: Any) -> Assistant:
+        return SamAssistant(memory=OutputMemory(), costs=costs, **options)
+
     return {
         "SamAssistant()": lambda: SamAssistant(costs=costs),
         "SamAssistant(fallback=None)": lambda: SamAssistant(fallback=None, costs=costs),
-        "SuffixAssistant()": lambda: SuffixAssistant(costs=costs),
-        "SuffixAssistant(fallback=None)": lambda: SuffixAssistant(fallback=None, costs=costs),
+        "SamAssistant(memory=OutputMemory())": remembering,
+        "SamAssistant(fallback=None, memory=OutputMemory())": lambda: remembering(fallback=None),
     }
 
 

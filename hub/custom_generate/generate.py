@@ -2,12 +2,11 @@
 
 from weakref import WeakKeyDictionary
 
-from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 
 PRESETS = {
     "sam": SamAssistant,
-    "suffix": SuffixAssistant,
-    "sam-memory": lambda: SamAssistant(memory=OutputMemory()),
+    "suffix": lambda: SamAssistant(memory=OutputMemory()),
 }
 
 # What was learnt from a model's calls helps its later ones, and goes with the model.
@@ -19,8 +18,8 @@ def generate(model, drafts="sam", **arguments):
 
     Args:
         model: a transformers model.
-        drafts: "sam" drafts from the text itself, "suffix" and "sam-memory" also from what the
-            model wrote in earlier calls of this process.
+        drafts: "sam" drafts from the text itself, "suffix" also from what the model wrote in
+            earlier calls of this process.
         **arguments: of `generate`.
 
     Raises:

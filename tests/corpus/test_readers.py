@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_retrieval_assist import RestAssistant, SamAssistant
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.corpus import readers
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.corpus.readers import (
@@ -13,6 +13,7 @@ from hf_retrieval_assist.corpus.readers import (
     read_texts,
     tokenised,
 )
+from hf_retrieval_assist.papers import Rest
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.byte_model import byte_tokenizer, small_model
 
@@ -186,11 +187,11 @@ def test_paths_of_texts_and_of_datastores(tokenizer, ids, tmp_path):
     Datastore.build(ids, store, vocab_size=len(tokenizer))
     found = tokenised(store)
     assert isinstance(found, Datastore)
-    assert RestAssistant(str(store)).datastore.token_count == found.token_count
+    assert Rest(str(store)).datastore.token_count == found.token_count
     none = "no file, folder or datastore at 'some words'; Datastore.build and .* make datastores; a"
     with pytest.raises(FileNotFoundError, match=f"^corpus: {none} single text stands in a list"):
         tokenised("some words", tokenizer)
-    for open_at in (RestAssistant, Datastore.open):
+    for open_at in (Rest, Datastore.open):
         with pytest.raises(FileNotFoundError, match=r"^no datastore at none; Datastore.build and"):
             open_at("none")
     with pytest.raises(

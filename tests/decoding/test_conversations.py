@@ -24,17 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hf_retrieval_assist import (
-    Assistant,
-    OutputMemory,
-    QuantizedSelf,
-    SamAssistant,
-    SuffixAssistant,
-)
+from hf_retrieval_assist import Assistant, OutputMemory, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build, rope_model
+from tests.support.memories import remembering
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.quick import cases
 from tests.support.watching import Interrupt, interrupted_forward
@@ -160,7 +155,7 @@ class Conversation(RuleBasedStateMachine):
         self.ids = self.ids * self.mask
         self.memory = OutputMemory()
         self.assistants = [
-            SuffixAssistant(self.memory, budget=8),
+            remembering(self.memory, budget=8),
             SamAssistant(memory=self.memory, budget=12),
         ]
         self.by_time = SamAssistant(memory=self.memory)

@@ -205,7 +205,7 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
 def test_calls_whose_forwards_are_repeated_are_not_tried_plainly(graphs, monkeypatch):
     """Whatever drafts cost there."""
     # Its drafts have few widths, which are recorded soon.
-    assistant = SamAssistant(fallback="token_recycling", graphs=graphs)
+    assistant = SamAssistant(fallback="logit_ngrams", graphs=graphs)
     model, tried = build(), []
     monkeypatch.setattr(Account, "count_drafted", lambda *told: tried.append(told[3]))
     for number in range(12):  # each width is recorded when it has come some times

@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 import torch
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from hf_retrieval_assist import Assistant, EagleHead, EarlyExit, SamAssistant
+from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
 from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.extensions.heads import dflash, layers_follower
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
@@ -16,9 +15,9 @@ from hf_retrieval_assist.host.first_layers import first_layers
 from hf_retrieval_assist.papers import SuffixDecoding
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case, outputs
-from tests.support.feature_following import assert_same, chains_of
+from tests.support.feature_following import assert_same
 from tests.support.heads import DRAFTERS, assisted
-from tests.support.lossless import NEW_TOKENS, PROMPT, build, padded, run
+from tests.support.lossless import PROMPT, build, padded, run
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, within
@@ -64,7 +63,7 @@ def test_a_long_text_is_followed_in_parts(name):
 
 
 # Every kind of fallback; the last two are recorded heads, one of another width than its target's.
-FALLBACKS = [*NAMES, "early exit", "eagle1_fcbias", "eagle3_target_hidden48_theta5e5"]
+FALLBACKS = [*NAMES, "eagle1_fcbias", "eagle3_target_hidden48_theta5e5"]
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 QUICK = [("EAGLE", "seeded"), ("MTP", "greedy")]
 
@@ -83,9 +82,7 @@ def test_output_is_plain(name, call, tmp_path):
     options = OPTIONS | sampling | {"pad_token_id": 0}
     for make_assistant in (
         lambda plain: Assistant([drafter], budget=8),
-        lambda plain: SamAssistant(
-            plain.tolist(), fallback=[drafter, "token_recycling"], budget=16
-        ),
+        lambda plain: SamAssistant(plain.tolist(), fallback=[drafter, "logit_ngrams"], budget=16),
         lambda plain: SuffixDecoding(fallback=drafter),
     ):
         _, _, found = agreeing(target, padded(rows), seed=1, make=make_assistant, **options)
@@ -158,16 +155,3 @@ def test_no_weight_is_copied(llama):
     shallow = first_layers(llama, 1)
     assert {parameter.data_ptr() for parameter in shallow.parameters()} < shared
     assert llama.config.num_hidden_layers == 3
-
-
-def test_the_chain_is_transformers_own(llama, monkeypatch):
-    candidates, drafts = chains_of(monkeypatch, EarlyExitCandidateGenerator, EarlyExit)
-    # Otherwise transformers' stops where it is not sure.
-    monkeypatch.setattr(llama.generation_config, "assistant_confidence_threshold", 0.0)
-    run(llama, assistant_early_exit=2)
-    run(llama, assistant=Assistant([EarlyExit(2, width=1, max_levels=8)], budget=8))
-    shared = candidates.keys() & drafts.keys()
-    lengths = {text: min(len(candidates[text]), len(drafts[text])) for text in shared}
-    assert sum(lengths.values()) > NEW_TOKENS
-    for text, length in lengths.items():
-        assert candidates[text][:length] == drafts[text][:length]

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.drafters.expected import Expected, ExpectedTexts
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
+from hf_retrieval_assist.simulation import simulate
+from tests.support.memories import remembering
 
 FILE = np.random.default_rng(0).integers(1, 900, 300).tolist()
 EDITED = [*FILE[:100], 901, 902, *FILE[104:200], *FILE[230:]]
@@ -33,7 +35,7 @@ def test_no_run_crosses_from_one_text_to_the_next():
     assert followed([[1, 2, 3], [4, 5, 6]], [1, 2, 3, 4, 5]) == (3, 3)
 
 
-DRAFTING = [partial(preset, budget=32) for preset in (SamAssistant, SuffixAssistant)]
+DRAFTING = [partial(preset, budget=32) for preset in (SamAssistant, remembering)]
 
 
 @pytest.mark.parametrize("make", [*DRAFTING, SamDecoding, SuffixDecoding])
@@ -57,7 +59,7 @@ def generated(llama, assistant):
     return assistant.stats.last.expected_accepted
 
 
-@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+@pytest.mark.parametrize("preset", [SamAssistant, remembering])
 def test_generate_with_an_expected_text(llama, preset):
     """The first row comes out as expected, the second does not; both are plain's."""
     first = llama.generate(PROMPTS, **OPTIONS)[0, 3:].tolist()
@@ -98,13 +100,13 @@ def test_text_needs_a_tokenizer():
             assert not add_special_tokens
             return type("Encoding", (), {"input_ids": [ord(c) for c in text]})
 
-    assistant = SuffixAssistant().expecting("ab", tokenizer=Tokenizer())
+    assistant = remembering().expecting("ab", tokenizer=Tokenizer())
     assert assistant.expected.texts[0].tolist() == [97, 98]
     with pytest.raises(TypeError, match="expected a tokenizer with it, got None"):
-        SuffixAssistant().expecting("ab")
+        remembering().expecting("ab")
     with pytest.raises(ValueError, match=r"expected text: .* surrogates not allowed"):
-        SuffixAssistant().expecting("a \ud83d", tokenizer=Tokenizer())
+        remembering().expecting("a \ud83d", tokenizer=Tokenizer())
     with pytest.raises(TypeError, match="expected integer ids, got float64"):
-        SuffixAssistant().expecting([0.5])
+        remembering().expecting([0.5])
     with pytest.raises(ValueError, match="expected ids from 0 to"):
-        SuffixAssistant().expecting([-1])
+        remembering().expecting([-1])

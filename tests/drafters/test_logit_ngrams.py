@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import LogitsProcessorList
 
-from hf_retrieval_assist import OutputMemory, RolloutAssistant, SamAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.drafters import logit_ngrams
 from hf_retrieval_assist.drafters.base import Feedback, Law, Target
@@ -16,6 +16,7 @@ from hf_retrieval_assist.structures.logit_ngrams import BLIND, CLASS_SHAPE, GREE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run
+from tests.support.memories import rollouts
 from tests.support.quick import cases, crossed
 from tests.support.trees import paths
 
@@ -244,7 +245,7 @@ def test_draws_that_nobody_knows_leave_what_is_likeliest(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "private"), cases(crossed([SamAssistant, RolloutAssistant], [False, True]), 2)
+    ("make", "private"), cases(crossed([SamAssistant, rollouts], [False, True]), 2)
 )
 def test_samples_of_a_group_are_those_of_plain_decoding(make, private):
     model, prompt = build(), torch.arange(3, 15)[None]

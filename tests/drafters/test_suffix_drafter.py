@@ -1,20 +1,14 @@
 """The suffix drafter: what it drafts, from where, and what it learns."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from hf_retrieval_assist.papers import SuffixDecoding
-from hf_retrieval_assist.policy.policy import Ask
-from hf_retrieval_assist.structures.suffix_tree import SuffixTree
-from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.memories import check_memory
 from tests.support.rounding import near
-from tests.support.scripted import Scripted
 from tests.support.trees import paths
 
 TARGET = Target(vocab_size=1000, fingerprint="m")
@@ -98,27 +92,6 @@ def test_a_text_that_repeats_at_length_is_drafted_beyond_the_depth_of_the_match(
     assert tree.token_ids.tolist()[:50] == text[100:150]
 
 
-@given(st.lists(texts, max_size=3), texts, texts, st.integers(0, 20), st.booleans())
-def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, budget, branching):
-    memory = memory_of(earlier)
-    drafter = SuffixDrafter(memory, 8, alpha=4, scored=True, tree=branching, learn=False)
-    tree = session(drafter, prompt, output, Target(vocab_size=5, fingerprint="m")).propose(budget)
-    check(tree, budget, branching)
-    assert (tree.token_ids < 5).all()
-    assert not len(tree.classes) or 0 <= tree.classes.min() <= tree.classes.max() < 10
-    assert len(drafter.evidence) == 10
-    text = np.array(prompt + output, np.int32)
-    own = SuffixTree(8)
-    own.extend(own.add_sequence(), text)
-    options = {"factor": 4, "offset": -1, "min_prob": 0.02, "tree": branching}
-    scores = [
-        structure.speculate(text[-64:], budget, **options).score
-        for structure in [own, *([memory.tree("m")] if earlier else [])]
-    ]
-    whole = session(drafter, prompt, output).propose(budget)
-    assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)
-
-
 def test_models_and_ids_out_of_the_vocabulary_are_not_drafted():
     memory = OutputMemory()
     memory.add([1, 2, 5000, 3], "m")
@@ -137,23 +110,3 @@ def test_an_output_cut_by_the_memory_still_drafts():
     started.commit(text[:40], None)
     assert started.propose(8).token_ids.tolist()[:4] == text[40:44]
     started.close()
-
-
-def test_alpha_bounds_the_nodes_by_the_match():
-    drafter = SuffixDrafter(alpha=1.0)
-    assert len(session(drafter, [1, 2, 3, 4, 5, 6, 7, 8], [1, 2]).propose(64)) == 2
-
-
-@pytest.mark.parametrize(
-    ("threshold", "token", "drafted"),
-    [(2.9, 2, [3, 4, 5]), (3.1, 2, [7]), (None, 2, [3, 4, 5]), (None, 8, [7]), (0.0, 8, [])],
-)
-def test_the_paper_falls_back_below_the_threshold(threshold, token, drafted):
-    seven = Scripted(lambda budget: TokenTree.chain([7], [0.5]))
-    assistant = SuffixDecoding(threshold=threshold, fallback=seven)
-    assistant.memory.add([1, 2, 3, 4, 5, 6])
-    policy = assistant.private().policy
-    started = policy.start(np.array([9], np.int32), Target(vocab_size=1000))
-    started.begin([token])
-    (tree,) = policy.draft(Ask([started])).trees
-    assert tree.token_ids.tolist() == drafted

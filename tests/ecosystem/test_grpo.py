@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_retrieval_assist import SuffixAssistant, attach
+from hf_retrieval_assist import attach
+from tests.support.memories import remembering
 
 from .small_world import small_world
 
@@ -84,7 +85,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_rollouts_and_what_they_teach_are_plain(tmp_path, kind):
     completions, weights = [], []
-    for assistant in (None, SuffixAssistant(budget=8)):
+    for assistant in (None, remembering(budget=8)):
         torch.manual_seed(0)
         model, tokenizer = small_world(ALPHABET)
         before = [p.clone() for p in model.parameters()]

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM, set_seed
 
-from hf_retrieval_assist import OutputMemory, SamAssistant, SequoiaAssistant, SuffixAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.papers import Sequoia
+from tests.support.memories import remembering
 
 NEW_TOKENS = 48
 
@@ -56,9 +58,9 @@ def lossless(model, rank):
         plain = run(model, ids, do_sample=sample)
         if not sample:
             assert torch.equal(plain, run(whole, ids))
-        for preset in (SamAssistant, SuffixAssistant):
+        for preset in (SamAssistant, remembering):
             assistant = preset(memory=knowing(plain[0, ids.shape[1] :], rank))
-            for _ in range(6 if preset is SuffixAssistant and rows == 1 else 2):
+            for _ in range(6 if preset is remembering and rows == 1 else 2):
                 assert torch.equal(plain, run(model, ids, do_sample=sample, assistant=assistant))
             counts = everywhere(assistant.stats.total)
             assert counts[0].steps == counts[1].steps
@@ -117,10 +119,10 @@ def refuses(model, rank):
     ids = prompts(1, model.config.vocab_size)
     whole = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
     plain = run(model, ids)
-    assert torch.equal(plain, run(model, ids, assistant=SequoiaAssistant(whole)))
+    assert torch.equal(plain, run(model, ids, assistant=Sequoia(whole)))
     for assistant, message in (
-        (SequoiaAssistant(model), "draft model: expected a model that each process holds"),
-        (SequoiaAssistant(whole, temperature=1.0), "residual: expected False"),
+        (Sequoia(model), "draft model: expected a model that each process holds"),
+        (Sequoia(whole, temperature=1.0), "residual: expected False"),
     ):
         with pytest.raises(ValueError, match=message):
             run(model, ids, do_sample=True, assistant=assistant)
@@ -132,7 +134,7 @@ def own_batches(model, rank, **options):
         ids = prompts(rows, model.config.vocab_size)[:, rank:]
         options |= {"do_sample": sample, "max_new_tokens": NEW_TOKENS - 20 * rank}
         plain = run(model, ids, **options)
-        assistant = SuffixAssistant(memory=knowing(plain[0, ids.shape[1] :], 0), budget=8)
+        assistant = remembering(memory=knowing(plain[0, ids.shape[1] :], 0), budget=8)
         for _ in range(3):
             assert torch.equal(plain, run(model, ids, assistant=assistant, **options))
         assert assistant.stats.total.accepted > 0

@@ -5,27 +5,20 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hf_retrieval_assist import (
-    OutputMemory,
-    RolloutAssistant,
-    SamAssistant,
-    SuffixAssistant,
-    simulate,
-)
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
-from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.extensions.redis import redis_server
 from hf_retrieval_assist.memory import log
-from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
+from hf_retrieval_assist.papers import SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from tests.support.memories import check_memory, count
+from hf_retrieval_assist.simulation import simulate
+from tests.support.memories import check_memory, count, remembering
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync
 
 RANDOM = np.random.default_rng(0)
 TEXT = RANDOM.integers(1, 60, 60).tolist()
-TABLES = (LogitNgramDrafter, TokenRecyclingDrafter)
 # A text whose parts the first one has as well.
 CHANGED = [*TEXT[:30], *range(60, 70), *TEXT[40:]]
 
@@ -59,10 +52,8 @@ def test_a_log_keeps_tenants_apart_and_does_not_name_them(tmp_path):
     "make",
     [
         partial(SamAssistant, budget=8),
-        SamDecoding,
-        SuffixAssistant,
+        remembering,
         SuffixDecoding,
-        partial(RolloutAssistant, budget=8),
     ],
 )
 def test_no_step_tells_of_another_tenant(make, half_life):
@@ -85,17 +76,13 @@ def test_no_step_tells_of_another_tenant(make, half_life):
     assert steps_of_b("b") != alone
 
 
-@pytest.mark.parametrize("fallback", ["logit_ngrams", "token_recycling", "both"])
-@pytest.mark.parametrize(
-    "make", [SamAssistant, SuffixAssistant, RolloutAssistant, SamDecoding, SuffixDecoding]
-)
-def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs(make, fallback):
+@pytest.mark.parametrize("make", [SamAssistant, SuffixDecoding])
+def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs(make):
     memory, target = OutputMemory(), Target(70, fingerprint="m")
-    named = ["logit_ngrams", "token_recycling"] if fallback == "both" else fallback
     tables = {}
     for name in "ab":
-        drafters = make(memory=memory.namespace(name), fallback=named).drafters
-        tables[name] = [one for one in drafters if isinstance(one, TABLES)]
+        drafters = make(memory=memory.namespace(name), fallback="logit_ngrams").drafters
+        tables[name] = [one for one in drafters if isinstance(one, LogitNgramDrafter)]
 
     def read(name, count):
         """Nodes that each table drafts behind so many tokens of the text."""
@@ -122,13 +109,13 @@ def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs
 
 @pytest.mark.parametrize("max_bytes", [60_000, 1 << 20, 8 << 20])
 def test_tables_and_outputs_are_together_within_the_bound(max_bytes):
-    """Tables that grow, of several kinds and more tenants than there is room for."""
+    """Tables that grow, of more tenants than there is room for."""
     memory, target = OutputMemory(max_bytes), Target(3000, fingerprint="m")
     rng, kept = np.random.default_rng(0), set()
     for number in range(6):
         tenant = memory.namespace(f"{number}")
         output = tenant.start("m")
-        drafters = [make(memory=tenant) for make in TABLES]
+        drafters = [LogitNgramDrafter(memory=tenant)]
         for _ in range(25):  # calls
             sessions = [one.start(np.array([1], np.int32), target) for one in drafters]
             tokens = rng.integers(0, 3000, 100).astype(np.int32)

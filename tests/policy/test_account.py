@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist import Assistant, simulate
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy import policy
 from hf_retrieval_assist.policy.account import Account, DraftedStep
@@ -15,6 +15,7 @@ from hf_retrieval_assist.policy.cost_model import CostModel
 from hf_retrieval_assist.policy.cost_store import CostKey
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.policy.policy import Ask, Outcome
+from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.parts import needs
 from tests.support.scripted import Scripted

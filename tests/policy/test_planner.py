@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.papers.paper import WholeDrafts
 from hf_retrieval_assist.policy.cost_model import CostModel, CostView
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import Limits, TokenTree
@@ -62,13 +61,12 @@ def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
 
 def test_budgets():
     tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
-    assert len(WholeDrafts().plan([tree], cost)[0]) == 32
     assert len(Planner(budget=5).plan([tree], cost)[0]) == 5
     assert len(Planner(budget=0).plan([tree], cost)[0]) == 0
     assert [Planner(budget=b).request() for b in ("auto", 7)] == [64, 7]
 
 
-@pytest.mark.parametrize("planner", [Planner(), WholeDrafts(), Planner(100)])
+@pytest.mark.parametrize("planner", [Planner(), Planner(100)])
 @pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["flat"])])
 def test_no_more_is_kept_than_a_forward_can_verify(planner, cost):
     drafts = [chain(0.9, n) for n in (30, 2, 30, 0)]

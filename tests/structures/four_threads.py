@@ -1,6 +1,6 @@
 """Four threads draft and learn by shared assistants, for ThreadSanitizer: `make test-threads`.
 
-A table of successors that two threads write to without its lock has to be found first.
+A suffix tree that threads extend without a lock has to be found first.
 """
 
 import random
@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from hf_retrieval_assist import OutputMemory, RestAssistant, SamAssistant, SuffixAssistant
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.feedback import RowFeedback
-from hf_retrieval_assist.papers import SamDecoding
+from hf_retrieval_assist.papers import Rest, SamDecoding
 from hf_retrieval_assist.policy.policy import Ask, Outcome
-from hf_retrieval_assist.structures import successors
+from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.verification.verified import TopLogits
+from tests.support.memories import remembering
 
 THREADS, VOCABULARY, STEPS = 4, 50, 12
 
@@ -29,13 +30,12 @@ def text(length, seed):
 
 def write_without_a_lock():
     """What is found, if anything is."""
-    table, classes = np.zeros((50, 8), np.int32), np.zeros((50, 8), np.uint8)
-    rows, edges = np.arange(40, dtype=np.int32), np.full(1, 0.1, np.float32)
+    tree = SuffixTree(16)
+    sequences = [tree.add_sequence() for _ in range(THREADS)]
 
     def write(seed):
         for turn in range(300):
-            new = text(320, seed + turn).reshape(40, 8)
-            successors.write(table, classes, rows, new, np.zeros((40, 8), np.float32), edges, 7)
+            tree.extend(sequences[seed], text(320, seed + turn))
 
     together(write)
 
@@ -78,8 +78,8 @@ def main(turns):
         assistants = [
             SamAssistant(corpus, memory=memory),
             SamDecoding(corpus),
-            SuffixAssistant(memory=memory),
-            RestAssistant(store),
+            remembering(memory=memory),
+            Rest(store),
         ]
 
         def work(seed):

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures.suffix_automaton import SuffixAutomaton
@@ -46,20 +46,19 @@ def array(tokens):
     return np.array(tokens, np.int32)
 
 
-def build(text, **options):
-    automaton = SuffixAutomaton(**options)
+def build(text):
+    automaton = SuffixAutomaton()
     automaton.extend(array(text))
     return automaton
 
 
 def build_documents(docs):
-    """A frozen automaton over the documents, and its text with separators."""
-    automaton, text = SuffixAutomaton(refresh=0), []
+    """An automaton over the documents, and its text with separators."""
+    automaton, text = SuffixAutomaton(), []
     for doc in docs:
         automaton.extend(array(doc))
         automaton.end_document()
         text += [*doc, SEPARATOR]
-    automaton.freeze()
     return automaton, text
 
 
@@ -72,14 +71,12 @@ def document_tail(text, end):
 @given(texts())
 def test_every_substring_is_found_where_it_occurs(text):
     automaton = build(text)
-    automaton.freeze()
     assert automaton.tokens().tolist() == text
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
             cursor = automaton.cursor()
             assert cursor.advance_all(array(text[start:end])) == end - start
-            ends = ends_of(text[start:end], text)
-            assert (cursor.earliest, cursor.latest) == (ends[0], ends[-1])
+            assert cursor.earliest == ends_of(text[start:end], text)[0]
 
 
 @given(texts(), texts())
@@ -99,33 +96,17 @@ def test_a_cursor_stays_exact_while_the_text_grows(text, query):
             assert cursor.earliest == ends_of(found, grown)[0]
 
 
-@given(texts(max_size=32), st.integers(0, 3))
-def test_latest_is_exact_with_enough_refreshing_and_else_true_but_older(text, refresh):
-    exact, lazy = (build(text, refresh=n) for n in (len(text), refresh))
-    match = longest_earlier_suffix(text)
-    for start in range(len(match)):
-        first, *others, _ = ends_of(match[start:], text)
-        found = []
-        for automaton in (exact, lazy):
-            cursor = automaton.cursor()
-            cursor.advance_all(array(match[start:]))
-            assert cursor.earliest == first
-            found.append(cursor.latest)
-        assert found[0] == [first, *others][-1]
-        assert found[1] in [first, *others]
-
-
-@given(texts(max_size=32), st.integers(1, 8), st.booleans())
-def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit, latest):
-    automaton = SuffixAutomaton(refresh=len(text))
+@given(texts(max_size=32), st.integers(1, 8))
+def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit):
+    automaton = SuffixAutomaton()
     cursor = automaton.cursor()
     automaton.extend(array(text), cursor)
     best = []
     for start in range(len(text) - len(longest_earlier_suffix(text)), len(text)):
         ends = ends_of(text[start:], text)[:-1]
-        tail = text[ends[-1 if latest else 0] :][:limit]
+        tail = text[ends[0] :][:limit]
         best = tail if len(tail) > len(best) else best
-    draft = cursor.draft(limit, latest=latest)
+    draft = cursor.draft(limit)
     assert draft.dtype == np.int32
     assert draft.tolist() == best
 
@@ -138,59 +119,10 @@ def test_no_match_and_no_draft_crosses_documents(docs, query, limit):
         expected = longest_suffix(query[: i + 1], text)
         assert cursor.advance(token) == len(expected)
         if expected:
-            for latest in (False, True):
-                tails = [
-                    document_tail(text, ends_of(expected[start:], text)[-1 if latest else 0])
-                    for start in range(len(expected))
-                ]
-                draft = cursor.draft(limit, latest=latest).tolist()
-                assert draft == max((tail[:limit] for tail in tails), key=len)
-
-
-def counted_tree(text, match, limit, min_prob):
-    """The paths of the best-first nodes with all children, by definition."""
-    nodes, frontier = [], [(-1.0, -1, ())]
-    while frontier and len(nodes) <= limit:
-        frontier.sort(key=lambda item: (item[0], item[1], item[2][-1:]))
-        negative, _, path = frontier.pop(0)
-        nodes.append(path)
-        here = [*match, *path]
-        total = len(ends_of(here, text))
-        for token in {text[end] for end in ends_of(here, text) if end < len(text)} - {SEPARATOR}:
-            child_rate = np.float32(len(ends_of([*here, token], text)) / total)
-            if -negative * child_rate >= min_prob:
-                score = (negative * float(child_rate), len(nodes) - 2)
-                frontier.append((*score, (*path, token)))
-    return nodes[1:]
-
-
-@settings(max_examples=60)
-@given(documents(), texts(max_size=3), st.integers(0, 12), st.sampled_from([0.0, 0.3]))
-def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
-    automaton, text = build_documents(docs)
-    cursor = automaton.cursor()
-    cursor.advance_all(array(query))
-    tokens, parents, counts, totals, contexts = cursor.draft_tree(
-        limit, max_children=100, min_prob=min_prob
-    )
-    paths = []
-    for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    match = query[len(query) - cursor.length :]
-    expected = counted_tree(text, match, limit, min_prob) if match else []
-    assert paths == expected
-    for path, count, total, context in zip(paths, counts, totals, contexts, strict=True):
-        assert count == len(ends_of([*match, *path], text))
-        assert total == len(ends_of([*match, *path[:-1]], text))
-        assert context == len(match) + len(path) - 1
-
-
-def test_draft_tree_keeps_the_frequent_children():
-    automaton, _ = build_documents([[1, token] for token in [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]])
-    cursor = automaton.cursor()
-    cursor.advance(1)
-    tree = cursor.draft_tree(10, max_children=3)[:4]
-    assert [part.tolist() for part in tree] == [[8, 7, 6], [-1] * 3, [4, 3, 2], [10] * 3]
+            suffixes = [expected[start:] for start in range(len(expected))]
+            tails = [document_tail(text, ends_of(suffix, text)[0]) for suffix in suffixes]
+            draft = cursor.draft(limit).tolist()
+            assert draft == max((tail[:limit] for tail in tails), key=len)
 
 
 def fibonacci_word(n):
@@ -221,9 +153,7 @@ def test_linear_time_and_memory_on_hard_texts(text):
         automaton, started = SuffixAutomaton(), time.process_time()
         automaton.extend(array(text[:length]), automaton.cursor())
         taken = time.process_time() - started
-        for _ in range(2):
-            assert automaton.nbytes <= 100 * max(length, 1_000)
-            automaton.freeze()
+        assert automaton.nbytes <= 100 * max(length, 1_000)
         return taken
 
     few, many = (min(seconds(n) for _ in range(3)) for n in (len(text) // 4, len(text)))
@@ -235,9 +165,6 @@ def test_capacity_and_pieces_make_no_difference(text, capacity):
     whole, pieces = build(text), SuffixAutomaton(capacity=capacity)
     for token in text:
         pieces.extend(array([token]))
-    pieces.freeze()
-    whole.freeze()
-    assert pieces.nbytes == whole.nbytes
     assert pieces.tokens().tolist() == whole.tokens().tolist()
     assert len(pieces) == len(text)
 
@@ -260,18 +187,11 @@ def test_bad_tokens_are_refused_and_nothing_is_appended(tokens, error):
 
 
 def test_misuse_is_refused():
-    automaton, other, frozen = build([1, 2]), build([1]), build([1])
-    frozen.freeze()
-    frozen.freeze()
+    automaton, other = build([1, 2]), build([1])
     for misuse, message in (
         (lambda: automaton.extend(array([3]), other.cursor()), "over another"),
-        (lambda: automaton.cursor().draft_tree(4), "expected a frozen automaton"),
         (lambda: automaton.cursor().advance(-1), "token: expected"),
         (lambda: SuffixAutomaton(capacity=-1), "capacity"),
-        (lambda: SuffixAutomaton(refresh=-1), "refresh"),
-        (lambda: frozen.extend(array([3])), "expected a growing automaton"),
-        (frozen.end_document, "expected a growing automaton"),
-        (lambda: frozen.cursor().draft_tree(-1), "limit"),
     ):
         with pytest.raises(ValueError, match=message):
             misuse()

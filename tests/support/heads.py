@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist import EagleHead, EarlyExit
+from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.extensions.heads import mtp
@@ -85,7 +85,6 @@ DRAFTERS = {
     "draft model": _model("LlamaForCausalLM"),
     "windows": _model("Gemma3ForCausalLM"),
     "draws": _model("LlamaForCausalLM", temperature=1.0),
-    "early exit": lambda target: EarlyExit(2),
 }
 """Drafters of every kind by what drafts, each made for a target."""
 
@@ -109,8 +108,6 @@ def layers_of(drafter, target):
     """What drafts: the target's MTP layers, the head, or the model."""
     if isinstance(drafter, MtpDrafter):
         return mtp.mtp_layers(target)
-    if isinstance(drafter, EarlyExit):
-        drafter = drafter._drafter_of(target)
     return drafter.head if isinstance(drafter, EagleDrafter) else drafter.model
 
 

@@ -1,5 +1,7 @@
 """Calls to `generate` whose results are compared with and without an assistant."""
 
+import copy
+
 import torch
 import transformers
 from transformers import CompileConfig, LlamaForCausalLM
@@ -14,6 +16,7 @@ from .tiny_models import tiny_config, tiny_model
 PHRASE = [5, 9, 33, 21, 60, 7, 44]
 PROMPT = torch.tensor([PHRASE * 2])
 NEW_TOKENS = 20
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 
 # The prompt alone, and three rows of which two are padded.
 _ROWS = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
@@ -42,6 +45,14 @@ def late_token(text, earliest):
     """A token that a text has not used before a position; 66 where it repeats itself."""
     new = [token for token in text[earliest:].tolist() if token not in text[:earliest]]
     return new[0] if new else 66
+
+
+def disturbed(model):
+    """A draft model that is right most of the time: the model with a disturbed output layer."""
+    draft = copy.deepcopy(model)
+    weight = draft.get_output_embeddings().weight
+    weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return draft
 
 
 def build(kind=LlamaForCausalLM, **overrides):

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 
+from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.memory.log import OutputLog
 
 WAIT = 60.0  # seconds, for what takes far less
@@ -71,3 +72,13 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
+
+
+def remembering(memory=None, **options):
+    """An assistant that learns from its outputs."""
+    return SamAssistant(memory=OutputMemory() if memory is None else memory, **options)
+
+
+def rollouts(**options):
+    """An assistant that learns from outputs of the same prompt."""
+    return remembering(OutputMemory(by_prompt=True, half_life=16), **options)

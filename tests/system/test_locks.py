@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import hf_retrieval_assist
-from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.system import locks as locks_module
 from hf_retrieval_assist.system.lazy import cached_property
 from hf_retrieval_assist.system.locks import Lock
 from tests.support.lossless import INPUTS, build
-from tests.support.memories import check_memory
+from tests.support.memories import check_memory, remembering
 from tests.support.threads import elsewhere
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
@@ -170,7 +169,7 @@ def test_nothing_but_this_module_makes_locks():
 
 @pytest.mark.parametrize("forks", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_children_of_a_generating_process_generate(forks):
-    model, assistant = build(), SuffixAssistant()
+    model, assistant = build(), remembering()
 
     def generate():  # no seed, for which torch holds a lock of its own
         model.generate(**INPUTS["one row"], do_sample=False, max_new_tokens=20, assistant=assistant)

@@ -3,12 +3,13 @@
 import pytest
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant, suggest
+from hf_retrieval_assist import SamAssistant, suggest
 from hf_retrieval_assist.extensions.record.record import Record
 from hf_retrieval_assist.tools import suggestion as module
 from hf_retrieval_assist.tools.suggestion import COPIES, KERNELS, LOOKUP, PLAIN, Suggestion, Trial
 from tests.support.byte_model import small_model
 from tests.support.lossless import PROMPT, build
+from tests.support.memories import remembering
 from tests.support.rounding import near
 from tests.support.watching import calls_of
 
@@ -16,7 +17,7 @@ from tests.support.watching import calls_of
 def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch, capsys):
     model = build(LlamaForCausalLM)
     calls = calls_of(monkeypatch, module, "_call")
-    candidates = {"sam": SamAssistant, "suffix": lambda: SuffixAssistant(fallback=None)}
+    candidates = {"sam": SamAssistant, "suffix": lambda: remembering(fallback=None)}
     found = suggest(
         model, [PROMPT, PROMPT.flip(1)], candidates=candidates, max_new_tokens=8, repeats=2
     )
@@ -32,7 +33,7 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
     rounds = [asked[i : i + 6] for i in range(0, 36, 6)]
     assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
     assert found.best.name in str(found)
-    assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
+    assert isinstance(found.best.make(), SamAssistant | remembering)
     assert "| 36/36 [" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant, release_memory
+from hf_retrieval_assist import SamAssistant, release_memory
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
@@ -19,6 +19,7 @@ from hf_retrieval_assist.engines.cpu.skinny import PATHS
 from hf_retrieval_assist.system import memory
 from tests.support.fixed_costs import FixedCosts
 from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.memories import remembering
 from tests.support.quick import cases, crossed
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import results_of
@@ -64,7 +65,7 @@ def automatic(preset=SamAssistant, **options):
 
 @pytest.mark.parametrize(
     ("preset", "rows", "options"),
-    cases(crossed([SamAssistant, SuffixAssistant], [1, 3], [SAMPLED, {}])),
+    cases(crossed([SamAssistant, remembering], [1, 3], [SAMPLED, {}])),
 )
 def test_output_is_plain(preset, options, rows, drafted):
     model, assistant = model_of(), automatic(preset)

@@ -37,7 +37,7 @@ CLASSES = [
 def repeating(model, assistant=None, **options):
     """An assistant all of whose forwards of this call were recorded by earlier ones."""
     # A fallback whose drafts have all widths at several lengths.
-    few = {"budget": 3, "fallback": "token_recycling"}
+    few = {"budget": 3, "fallback": "logit_ngrams"}
     assistant = assistant or knowing(run(model, **options), **few)
     for _ in range(8):
         same(model, assistant=assistant, **options)

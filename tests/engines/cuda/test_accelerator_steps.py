@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.decoding.loop import Generation
 from tests.support.accelerator import DEVICE, Accelerator
 from tests.support.heads import DRAFTERS, as_launches, layers_of, put_head
 from tests.support.lossless import build, padded
+from tests.support.memories import remembering
 from tests.support.oracle_drafter import oracle_assistant
 
 pytestmark = pytest.mark.slow
@@ -71,7 +72,7 @@ def knowing(plain, mask, *_):
 ASSISTANTS = {
     "oracle": knowing,
     "sam": lambda plain, *_: SamAssistant([row.tolist() for row in plain], budget=16),
-    "suffix": lambda *_: SuffixAssistant(budget=16),
+    "suffix": lambda *_: remembering(budget=16),
 }
 
 

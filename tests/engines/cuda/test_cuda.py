@@ -10,11 +10,12 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import Assistant, SamAssistant, SequoiaAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
+from hf_retrieval_assist.papers import Sequoia
 from tests.support.heads import DRAFTERS, layers_of
 from tests.support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
 from tests.support.op_recorder import growing, hidden_states_told, idle
@@ -91,7 +92,7 @@ def test_scores_and_logits(llama):
 
 def test_residual_sampling_accepts_the_targets_own_draws(llama):
     draft = copy.deepcopy(llama)
-    assistant = SequoiaAssistant(draft, 0.8, max_nodes=3, max_levels=3, width=1, budget=3)
+    assistant = Sequoia(draft, 0.8, nodes=3, levels=3, width=1)
     run(llama, do_sample=True, temperature=0.8, top_k=0, assistant=assistant)
     assert assistant.stats.last.accepted > 0.9 * assistant.stats.last.drafted > 0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 
-from hf_retrieval_assist import SuffixAssistant, release_memory
+from hf_retrieval_assist import release_memory
 from hf_retrieval_assist.cache.blocks import Block, OwnTensors
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.engines.cuda.arena import Arena, capacity_bucket
@@ -16,6 +16,7 @@ from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES, LogitsBuffer
 from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, run
+from tests.support.memories import remembering
 from tests.support.op_recorder import few_tokens, serve_in_place
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import calls_of, results_of
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def assistant(monkeypatch):
     serve_in_place(monkeypatch)
-    return SuffixAssistant(budget=15, reroute=False)
+    return remembering(budget=15, reroute=False)
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, MixtralForCausalLM])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
 
-from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
+from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
@@ -21,6 +21,7 @@ from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.byte_model import small_model
 from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
+from tests.support.memories import remembering
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.rounding import near
 from tests.support.threads import in_threads
@@ -102,7 +103,7 @@ def test_a_node_of_two_drafters_has_both_as_witnesses(llama):
 
 
 def test_origins_of_the_memory_and_the_text(llama):
-    assistant = SuffixAssistant(budget=16, fallback=None)
+    assistant = remembering(budget=16, fallback=None)
     run(llama, assistant=assistant)
     with assistant.record() as record:
         run(llama, assistant=assistant)
@@ -114,7 +115,7 @@ def test_origins_of_the_memory_and_the_text(llama):
 
 def test_every_class_has_an_origin():
     corpus = [PHRASE * 3]
-    for drafter in (AutomatonDrafter(), StaticAutomatonDrafter(corpus), SuffixDrafter(scored=True)):
+    for drafter in (AutomatonDrafter(), StaticAutomatonDrafter(corpus)):
         origins = drafter.origins_of(np.arange(len(drafter.evidence), dtype=np.int32))
         assert set(origins.tolist()) == set(range(len(drafter.origins)))
     assert RestDrafter.origins == StaticAutomatonDrafter.origins == ("corpus",)

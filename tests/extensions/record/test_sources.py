@@ -12,8 +12,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.extensions.record.passages import Passage
 from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.papers import SuffixDecoding
-from hf_retrieval_assist.presets import RestAssistant
+from hf_retrieval_assist.papers import Rest, SuffixDecoding
 from hf_retrieval_assist.types.passages import BESIDE, LONGEST, OwnText
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.byte_model import small_model
@@ -147,7 +146,7 @@ def test_other_assistants_tell_places_too(llama, text, kind, tmp_path):
     else:
         vocab_size = llama.config.vocab_size
         store = Datastore.build(documents, tmp_path / "s", vocab_size=vocab_size, progress=False)
-        make = {"rest": RestAssistant, "datastore beside": SamAssistant}[kind]
+        make = {"rest": Rest, "datastore beside": SamAssistant}[kind]
         assistant = make(store)
     record = recorded(llama, assistant)
     passages = record.sources()

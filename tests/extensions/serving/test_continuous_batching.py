@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu import norms
 from hf_retrieval_assist.extensions.serving import methods
@@ -37,6 +37,7 @@ from tests.support.batching import (
 from tests.support.fixed_costs import FixedCosts
 from tests.support.laws import assert_follows, exact_law
 from tests.support.lossless import build
+from tests.support.memories import remembering
 from tests.support.rounding import near
 from tests.support.scripted import Scripted
 from tests.support.watching import calls_of
@@ -117,7 +118,7 @@ def test_requests_share_the_time_of_steps(llama, count):
 def test_what_requests_wrote_is_drafted_to_later_ones(llama):
     """Those whose texts end early get one as well, and while the assistant is attached."""
     inputs = prompts()
-    assistant = SuffixAssistant(memory=OutputMemory(), budget=8)
+    assistant = remembering(memory=OutputMemory(), budget=8)
     plain = run(llama, inputs)
     assert run(llama, inputs, assistant=assistant) == plain
     before = assistant.stats.total.steps
@@ -276,7 +277,7 @@ def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch)
     # Prompts that begin alike.
     inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
     config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
-    assert drafted(llama, inputs, config, lambda *_: SuffixAssistant(budget=5)).accepted > 0
+    assert drafted(llama, inputs, config, lambda *_: remembering(budget=5)).accepted > 0
 
 
 def never(commit=lambda *_: None, **attributes):

@@ -190,9 +190,7 @@ def test_output_is_plain(target, drafter, byte_tokens, rows, sample):
     ids = prompt(byte_tokens, TEXT)[0, : 12 * rows].view(rows, 12)
     for make in (
         lambda plain: Assistant([drafter], budget=8),
-        lambda plain: SamAssistant(
-            plain.tolist(), fallback=[drafter, "token_recycling"], budget=12
-        ),
+        lambda plain: SamAssistant(plain.tolist(), fallback=[drafter, "logit_ngrams"], budget=12),
     ):
         _, _, assistant = same(target, ids, make, do_sample=sample)
         assert assistant.stats.total.drafted > 0

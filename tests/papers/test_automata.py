@@ -1,4 +1,4 @@
-"""The automaton drafters through the drafter protocol."""
+"""SAM-Decoding's two automata through the drafter protocol."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,27 @@ def test_every_draft_keeps_the_contract(prompt, steps):
         session.close()
 
 
-def test_latest_or_earliest_occurrence():
-    prompt = [1, 2, 30, 1, 2, 40, 1, 2]
-    drafts = {
-        latest: start(AutomatonDrafter(latest=latest), prompt).propose(1).token_ids.tolist()
-        for latest in (False, True)
-    }
-    assert drafts == {False: [30], True: [40]}
+@pytest.mark.parametrize(
+    ("most", "drafted"),
+    [
+        (2, [30, 1]),  # behind the first 1 2, not the second
+        (6, [30, 1, 2, 40, 1, 2]),  # as many as follow it
+    ],
+)
+def test_the_earliest_occurrence_drafts(most, drafted):
+    text = [1, 2, 30, 1, 2, 40, 1, 2]
+    assert start(AutomatonDrafter(most), text).propose(40).token_ids.tolist() == drafted
+    corpus = StaticAutomatonDrafter([text, [1, 2, 50]], most)
+    assert start(corpus, [9, 1, 2]).propose(40).token_ids.tolist() == drafted
+
+
+def test_a_shorter_match_drafts_where_too_few_tokens_follow_the_longest():
+    # 8 1 2 3 matches 1 2 3, behind which one token stands in its document; 3 stood earlier.
+    corpus = StaticAutomatonDrafter([[3, 4, 5, 6, 7], [1, 2, 3, 9]], 3)
+    session = start(corpus, [8, 1, 2, 3])
+    assert session.match_length == 3
+    assert session.propose(40).token_ids.tolist() == [4, 5, 6]
+    assert session.propose(1).token_ids.tolist() == [9]
 
 
 def test_longer_matches_are_trusted_more():
@@ -57,11 +71,3 @@ def test_ids_outside_the_output_layer_are_never_proposed():
     assert session.propose(4).token_ids.tolist() == [8]
     with pytest.raises(ValueError, match="corpus: expected ids below the vocabulary size 9, got 9"):
         start(StaticAutomatonDrafter([[3, 9]]), [1], Target(vocab_size=9))
-
-
-def test_what_occurred_once_is_told_from_what_always_went_on_alike():
-    session = start(StaticAutomatonDrafter([[1, 2], [3, 4], [3, 4]]), [1])
-    once = session.propose(1)
-    session.commit([3], None)
-    twice = session.propose(1)
-    assert (once.probs[0], twice.probs[0]) == (np.float32(0.133), np.float32(0.355))

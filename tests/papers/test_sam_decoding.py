@@ -1,0 +1,157 @@
+"""SAM-Decoding's rule: the longer match drafts, and below the threshold the fallback."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist import Datastore
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.papers import SamDecoding
+from hf_retrieval_assist.policy.policy import Ask
+from hf_retrieval_assist.simulation import simulate
+from hf_retrieval_assist.types.token_tree import TokenTree
+from tests.support.scripted import Scripted
+
+TARGET = Target(vocab_size=1000)
+TEXT = list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        # One token a step until 5 are matched, then the remaining 5 with 4 nodes.
+        ({}, (5, 9, 4)),
+        ({"min_match": 3}, (3, 9, 6)),
+        ({"max_draft": 2}, (6, 9, 3)),
+    ],
+)
+def test_how_a_copy_is_drafted(options, counted):
+    report = simulate(SamDecoding(fallback=None, **options), [(TEXT, TEXT)])
+    assert (report.steps, report.tokens, report.nodes) == counted
+
+
+# A corpus of consecutive ids, and texts that match it in part.
+CORPUS = list(range(100, 140))
+
+
+def first_draft(prompt, first, **options):
+    policy = SamDecoding([CORPUS], fallback=None, **options).policy
+    session = policy.start(np.array(prompt, np.int32), TARGET)
+    session.begin([first])
+    dynamic, static = (part.match_length for part in session.sessions)
+    (tree,) = policy.draft(Ask([session])).trees
+    return dynamic, static, tree.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("matched", "options", "length"),
+    [
+        *((9, {}, 0), (10, {}, 30), (11, {}, 29)),
+        *((6, {"corpus_bias": 0}, 34), (6, {"corpus_bias": 0, "max_draft": 3}, 3)),
+    ],
+)
+def test_a_corpus_match_counts_less_by_its_bias(matched, options, length):
+    found = first_draft(CORPUS[: matched - 1], CORPUS[matched - 1], **options)
+    assert found == (0, matched, CORPUS[matched : matched + length])
+
+
+@pytest.mark.parametrize(("skipped", "static_wins"), [(1, False), (0, True)])
+def test_the_corpus_drafts_where_its_match_is_longer_by_more_than_the_bias(skipped, static_wins):
+    # The text has met the last six tokens before, followed by 7.
+    prompt = [*CORPUS[6:12], 7, *CORPUS[skipped:11]]
+    dynamic, static, draft = first_draft(prompt, CORPUS[11])
+    assert (dynamic, static) == (6, 12 - skipped)
+    assert draft[0] == (CORPUS[12] if static_wins else 7)
+
+
+class Seven(Scripted):
+    """A fallback that drafts 7, and counts the texts that it is asked for."""
+
+    def __init__(self):
+        super().__init__(lambda budget: TokenTree.chain([7], [0.5]))
+        self.asked = []
+
+    def propose_rows(self, sessions, budgets):
+        self.asked.append(len(sessions))
+        return super().propose_rows(sessions, budgets)
+
+
+def draft_rows(prompts, **options):
+    """What is drafted behind several texts, and how many the fallback was asked for."""
+    fallback = Seven()
+    policy = SamDecoding(fallback=fallback, **options).policy
+    sessions = []
+    for *prompt, first in prompts:
+        sessions.append(policy.start(np.array(prompt, np.int32), TARGET))
+        sessions[-1].begin([first])
+    step = policy.draft(Ask(sessions))
+    return [tree.token_ids.tolist() for tree in step.trees], fallback.asked, step
+
+
+def test_the_fallback_is_asked_for_no_text_but_those_below_the_threshold():
+    matching, new = [1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5], [1, 2, 3]
+    drafts, asked, step = draft_rows([matching, new, matching], max_draft=1)
+    assert drafts == [[9], [7], [9]]
+    assert asked == [1]
+    assert [step.reached(place, [9, 7][place : place + 1]) for place in (0, 1)] == [[1, 0], [0, 1]]
+    assert draft_rows([matching], max_draft=1)[:2] == ([[9]], [])
+
+
+def test_a_match_at_the_end_of_all_documents_leaves_the_step_to_the_fallback():
+    corpus = [[11, 12, 13, 14, 15]]
+    drafts, asked, _ = draft_rows([[9, *corpus[0]]], corpus=corpus, corpus_bias=0)
+    assert (drafts, asked) == ([[7]], [1])
+
+
+def ends(pattern, text):
+    size = len(pattern)
+    return [i for i in range(size, len(text) + 1) if text[i - size : i] == pattern]
+
+
+def by_definition(text, documents, min_match, bias, most):
+    """The draft of a rule that looks at every suffix; None: the fallback's."""
+
+    def found(suffixes, texts, own):
+        """The longest match, and behind its ancestors the first longest chain."""
+        length, best = 0, []
+        for size in range(len(suffixes), 0, -1):
+            pattern = suffixes[-size:]
+            places = [(t, end) for t in texts for end in ends(pattern, t)]
+            if own:
+                places = [(t, end) for t, end in places if end < len(t)]
+            if places:
+                length = length or size
+                t, end = places[0]
+                best = max(best, t[end : end + most], key=len)
+        return length, best
+
+    dynamic, own = found(text, [text], True)
+    static, corpus = found(text, documents, False)
+    static -= bias
+    if max(dynamic, static) < min_match:
+        return None
+    return (own if dynamic >= static else corpus) or None
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=24),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 6),
+)
+def test_drafts_are_those_of_the_definition(text, documents, min_match, bias, most):
+    options = {"min_match": min_match, "corpus_bias": bias, "max_draft": most}
+    (draft,), asked, _ = draft_rows([text], corpus=documents, **options)
+    expected = by_definition(text, documents, min_match, bias, most)
+    assert draft == ([7] if expected is None else expected)
+    assert asked == ([1] if expected is None else [])
+
+
+def test_a_datastore_has_no_automaton(tmp_path):
+    store = Datastore.build([[1, 2]], tmp_path / "store", vocab_size=9, progress=False)
+    for corpus in (store, str(store.path)):
+        with pytest.raises(TypeError, match=r"^corpus: expected documents"):
+            SamDecoding(corpus)
