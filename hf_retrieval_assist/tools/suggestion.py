@@ -175,16 +175,11 @@ class Suggestion:
 
 def default_candidates() -> dict[str, Callable[[], Assistant]]:
     """Assistants without a corpus or a second model, on one measured t(n)."""
-    costs = CostModels()
-
-    def remembering(**options: Any) -> Assistant:
-        return SamAssistant(memory=OutputMemory(), costs=costs, **options)
-
+    make = partial(SamAssistant, costs=CostModels())
     return {
-        "SamAssistant()": lambda: SamAssistant(costs=costs),
-        "SamAssistant(fallback=None)": lambda: SamAssistant(fallback=None, costs=costs),
-        "SamAssistant(memory=OutputMemory())": remembering,
-        "SamAssistant(fallback=None, memory=OutputMemory())": lambda: remembering(fallback=None),
+        "SamAssistant()": make,
+        "SamAssistant(fallback=None)": partial(make, fallback=None),
+        "SamAssistant(memory=OutputMemory())": lambda: make(memory=OutputMemory()),
     }
 
 
