@@ -18,7 +18,7 @@ from common.sort cimport key_value, sort, sort_key
 from common.types cimport int32_t, int64_t
 
 cdef enum:
-    END = -1          # behind every document
+    END = -1          # stands behind every document
     SAMPLES = 1024    # occurrences of a match whose continuations are counted, at most
     DEPTH_BITS = 17
 
@@ -33,7 +33,7 @@ cdef struct Interval:         # ranks [low, high) of one shard's suffixes
     int64_t low
     int64_t high
 
-cdef struct Place:            # behind one occurrence of a match
+cdef struct Place:            # what stands behind one occurrence of a match
     const Shard* shard
     int64_t position
 

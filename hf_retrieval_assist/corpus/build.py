@@ -25,12 +25,12 @@ from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .format import MAX_CODES, MAX_VOCAB, Document, Manifest, Shard, write_manifest
 
 _SORTER = "pydivsufsort", "building a datastore needs"
-_SORTED_BYTES = 24  # of memory for a token: its rank, and four bytes for each byte of that
-_WAITING_BYTES = 4  # for a token of the shard that is read meanwhile
+_SORTED_BYTES = 24  # a token's share of memory: its rank, and four bytes for each byte of that
+_WAITING_BYTES = 4  # the same of the shard that is read meanwhile
 _MIN_SHARD = 64  # tokens; with less memory than they need, every document would be cut up
 _BLOCK = 1 << 18  # numbers that are worked on at a time, in a processor's own cache
 _SHARD_FILE = re.compile(r"[0-9a-f]{16}\.[a-z]+")
-_END = np.array([-1], np.int32)  # behind every document
+_END = np.array([-1], np.int32)  # stands behind every document
 
 
 @dataclass(frozen=True)

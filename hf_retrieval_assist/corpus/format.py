@@ -179,7 +179,7 @@ class MappedShard:
 
     @cached_property
     def documents(self) -> list[Document]:
-        """In the order in which they were added; ValueError where the list is damaged."""
+        """The documents, the first that was added first; ValueError where the list is damaged."""
         try:
             found = [Document(*row) for row in json.loads(self._bytes[self.shard.array_bytes :])]
             sound = all(map(_is_document, found))

@@ -73,7 +73,7 @@ class MatchSession(DraftSession):
 
 
 def _chain(cursor: Cursor, most: int, vocab_size: int, budget: int) -> TokenTree:
-    """At most `most` tokens that followed a match's earliest occurrence."""
+    """Tokens that followed a match's earliest occurrence, `most` of them at most."""
     if not cursor.length or budget <= 0:
         return TokenTree.empty()
     tokens = cursor.draft(min(budget, most))

@@ -120,7 +120,7 @@ class OutputMemory:
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
         self._kinds: dict[str, OutputTree] = {}  # keys: fingerprints
-        self._tables: OrderedDict[str, Any] = OrderedDict()  # by use
+        self._tables: OrderedDict[str, Any] = OrderedDict()  # the last one used is last
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # those in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log

@@ -14,7 +14,7 @@ from ..policy.policy import DraftingPolicy
 from ..types.token_tree import Forest
 from .token_recycling import TokenRecycling
 
-MOST_NODES = 255  # of a draft; wider forwards are not made
+MOST_NODES = 255  # a draft's; wider forwards are not made
 
 PapersFallback: TypeAlias = Fallback | Literal["token_recycling"] | Sequence[Any]
 

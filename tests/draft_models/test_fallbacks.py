@@ -11,16 +11,14 @@ from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
 from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.extensions.heads import dflash, layers_follower
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
-from hf_retrieval_assist.host.first_layers import first_layers
 from hf_retrieval_assist.papers import SuffixDecoding
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case, outputs
 from tests.support.feature_following import assert_same
 from tests.support.heads import DRAFTERS, assisted
-from tests.support.lossless import PROMPT, build, padded, run
+from tests.support.lossless import PROMPT, padded, run
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
-from tests.support.rounding import OF_MODEL, within
 from tests.support.wrapped_models import WRAPS
 
 
@@ -130,28 +128,3 @@ def test_output_is_plain_where_logits_are_not_finite(llama, name, rows, value, e
     if name == "draws":
         sampled = run(llama, ids, assistant=assistant, do_sample=True)
         assert sampled.shape == (rows, PROMPT.shape[1] + 20)
-
-
-FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("layer", [1, 2])
-def test_logits_are_those_of_the_first_layers(name, layer):
-    model = build(name)
-    with torch.no_grad():
-        states = model(PROMPT, output_hidden_states=True).hidden_states
-        decoder = model.get_decoder()
-        norm = decoder.ln_f if name.startswith("GPT2") else decoder.norm
-        expected = model.get_output_embeddings()(norm(states[layer]))
-        before = model(PROMPT).logits
-        found = first_layers(model, layer)(PROMPT).logits
-        torch.testing.assert_close(found, expected, **within(expected, OF_MODEL))
-        assert torch.equal(model(PROMPT).logits, before)
-
-
-def test_no_weight_is_copied(llama):
-    shared = {parameter.data_ptr() for parameter in llama.parameters()}
-    shallow = first_layers(llama, 1)
-    assert {parameter.data_ptr() for parameter in shallow.parameters()} < shared
-    assert llama.config.num_hidden_layers == 3

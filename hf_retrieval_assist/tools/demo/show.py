@@ -22,7 +22,7 @@ from .comparison import Run, Task, compare, verdict
 RUNS = ("plain generate", "assistant=SamAssistant()")
 _FRAMES = 12  # a second, at most
 _LINES = 20  # lines of text, where the terminal has room for them
-_OTHER_LINES = 11  # of a frame and what is said below it, at 80 columns
+_OTHER_LINES = 11  # lines of a frame and what is said below it, at 80 columns
 
 
 def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -> None:
