@@ -59,7 +59,7 @@ FAILED = RefusedError("the answer could not be completed", code="server_error", 
 def of_faults(faults: Iterable[Any]) -> RefusedError:
     """The refusal of a body with faults that pydantic found, of which the first counts."""
     fault = next(iter(faults))
-    place = fault["loc"][1:]  # behind "body"
+    place = fault["loc"][1:]  # the first part is "body"
     kind, param = fault["type"], str(place[0]) if place else None
     message = fault["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":

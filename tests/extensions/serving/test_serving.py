@@ -44,15 +44,9 @@ from tests.support.served import (
     TOOL,
     Served,
     get,
-    learned,
     serving,
     tokenizer_of_bytes,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return learned(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["one by one", "side by side"])
