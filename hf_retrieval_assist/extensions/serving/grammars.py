@@ -18,7 +18,7 @@ from threading import Timer
 from typing import Any, TextIO
 
 SECONDS = 10.0  # that a grammar may take
-_STARTING = 60.0  # seconds in which the process starts
+_STARTING = 300.0  # seconds in which the process starts, on a machine that is busy
 _MOST_BYTES = 2 << 30  # of memory that it may take then
 _KEPT = 16  # grammars
 _PLACE = re.compile(r"\[[\d:]+\] \S+: ")  # of xgrammar's code, before its messages
@@ -124,14 +124,15 @@ def _literal(text: str) -> Iterator[Any]:
 def _answers(questions: TextIO) -> Iterator[str]:
     import xgrammar
 
-    compiler = _compiler(xgrammar.TokenizerInfo.deserialize_json(json.loads(next(questions))))
+    info = xgrammar.TokenizerInfo.deserialize_json(json.loads(next(questions)))
+    compiler = _compiler(info)
     _bound_memory()
     yield ""
     for line in questions:
         try:
             matcher = xgrammar.GrammarMatcher(_compiled(compiler, json.loads(line)))
             # The first step may take as long as the rest.
-            mask = xgrammar.allocate_token_bitmask(1, compiler.tokenizer_info.vocab_size)
+            mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
             matcher.fill_next_token_bitmask(mask)
             yield ""
         except (RuntimeError, ValueError) as error:

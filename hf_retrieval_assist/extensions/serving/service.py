@@ -277,13 +277,13 @@ class Service:
         """Make the jobs of a request."""
         if self._together:
             self._refuse_alone(fields)
-        prompts = self._prompts.of(fields)
-        config = self._configured(fields)
-        hold, read = self._holding(fields)
         expected = None
         if fields.prediction is not None:
             bound_text("prediction", fields.prediction.text, self.most_answer)
             expected = expected_ids(fields.prediction.text, self.tokenizer)
+        prompts = self._prompts.of(fields)
+        config = self._configured(fields)
+        hold, read = self._holding(fields)
         for inputs in prompts:
             prompt_ids = inputs["input_ids"][0].tolist()
             most = self._most(fields, len(prompt_ids))

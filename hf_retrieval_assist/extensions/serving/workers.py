@@ -222,16 +222,15 @@ class OneByOne:
         model, written, config = self._model, job.written, job.config
         written.begin()
         own: dict[str, Any] = {"assistant": job.assistant} if job.assistant is not None else {}
+        processors, criteria = LogitsProcessorList(job.processors), StoppingCriteriaList()
         streamer: _Streamer | None = _Streamer(job)
-        criteria = StoppingCriteriaList()
-        if config.get_generation_mode() not in _BY_TOKENS:
-            streamer = None  # which such ways of decoding have none of
-        if streamer is None or written.form.may_end:
-            criteria.append(_Ended(job))
-        processors = LogitsProcessorList(job.processors)
-        if written.form.top is not None and streamer is not None:
+        by_tokens = config.get_generation_mode() in _BY_TOKENS
+        if written.form.top is not None and by_tokens:
             streamer.likely = _Likely(self._alphabet, written.form.top)
             processors.insert(0, streamer.likely)
+        if written.form.may_end or not by_tokens:  # other ways of decoding have no streamer
+            criteria.append(_Ended(job, streamer if by_tokens else None))
+            streamer = None
         if hasattr(model, "has_talker"):
             own["generation_mode"] = "text"
         with _numbers_of(job.seed, model.device), self._in_parts(job):
@@ -244,7 +243,7 @@ class OneByOne:
                 stopping_criteria=criteria,
                 **own,
             )
-        if streamer is None:
+        if not by_tokens:
             written.put(ids[0, job.inputs["input_ids"].shape[1] :].tolist())
 
     @contextmanager
@@ -296,6 +295,10 @@ class _Streamer(BaseStreamer):
         if not self._began:
             self._began = True
             return
+        self.hand_on(value)
+
+    def hand_on(self, value: torch.Tensor) -> None:
+        """One token."""
         (token,) = value.tolist()
         self._job.written.put([token], [] if self.likely is None else [self.likely.of(token)])
 
@@ -304,13 +307,21 @@ class _Streamer(BaseStreamer):
 
 
 class _Ended(StoppingCriteria):
-    """Ends an answer whose text is whole, or that nobody waits for."""
+    """Ends an answer whose text is whole, or that nobody waits for.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    Args:
+        job: the answer.
+        streamer: takes its tokens, which it is not handed before a criterion is asked; None: the
+            text is not made token by token.
+    """
+
+    def __init__(self, job: Job, streamer: _Streamer | None) -> None:
+        self._job, self._streamer = job, streamer
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         self._job.step()
+        if self._streamer is not None:
+            self._streamer.hand_on(input_ids[0, -1:])
         return input_ids.new_full((len(input_ids),), self._job.written.ended, dtype=torch.bool)
 
 

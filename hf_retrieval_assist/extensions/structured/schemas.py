@@ -74,7 +74,9 @@ def check_schema(schema: _Schema) -> None:
 
 
 def _refuse(place: str, found: str) -> NoReturn:
-    raise ValueError(f"expected a schema that text can be held to, got {found} at {place or '#'}")
+    raise ValueError(
+        f"expected a schema that text can be held to, got {found} at {place[1:] or '#'}"
+    )
 
 
 def _inside(root: _Schema, place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
@@ -144,9 +146,12 @@ def _members(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
         _refuse(place, "propertyNames beside properties")
     yield from ((f"{place}.properties.{name}", one) for name, one in properties.items())
     yield from ((f"{place}.patternProperties.{name}", one) for name, one in patterns.items())
-    for name in ("additionalProperties", "unevaluatedProperties", "propertyNames"):
+    for name in ("additionalProperties", "unevaluatedProperties"):
         if name in schema:
             yield f"{place}.{name}", schema[name]
+    if names := _object(schema.get("propertyNames")):
+        text = {} if names.keys() & {*_ALONE} else {"type": "string"}
+        yield f"{place}.propertyNames", text | names
 
 
 def _object(found: Any) -> _Schema:
