@@ -105,19 +105,19 @@ class OutputLog(SharedOutputs):
         self._pending = OutputQueue(self.keep_bytes)
         return not forgotten
 
-    def forget(self, prefix: str) -> None:
+    def forget(self, prefix: str) -> int:
         """See `SharedOutputs`. To forget everything the file is emptied in place, whatever it
         holds, so that other links to it do not keep the outputs."""
         self._patience = _FORGETTING
         self._drop([prefix])
         if prefix:
             with self._transaction() as database:
-                self._forget(database, self._next_name(database), prefix)
-            return
-        name = max(_now(), self._newest + 1)
+                return self._forget(database, self._next_name(database), prefix)
+        name, count = max(_now(), self._newest + 1), 0
         try:
             with self._transaction() as database:
                 name = self._next_name(database)
+                count = _number(database, "SELECT count(*) FROM outputs")
                 database.execute("ROLLBACK")
                 database.execute("BEGIN EXCLUSIVE")
                 self._clear()
@@ -129,6 +129,7 @@ class OutputLog(SharedOutputs):
             # Processes that have not heard of it may have been quicker with the new file.
             self._forget(database, self._next_name(database), "")
         self._forgotten = []
+        return count
 
     def sync(self, timeout: float) -> bool:
         """True: whoever reads the file sees it as it is."""
@@ -214,11 +215,12 @@ class OutputLog(SharedOutputs):
                 self._forget(database, name, prefix)
         self._heard = True
 
-    def _forget(self, database: sqlite3.Connection, name: int, prefix: str) -> None:
-        """Drop the outputs with a prefix that are older than a name, and say so to others."""
+    def _forget(self, database: sqlite3.Connection, name: int, prefix: str) -> int:
+        """Drop the outputs with a prefix that are older than a name, and say so to others; how many
+        those were."""
         where = "name < ? AND substr(model, 1, ?) = ?" if prefix else "name < ?"
         arguments = [name, len(prefix), prefix] if prefix else [name]
-        database.execute(f"DELETE FROM outputs WHERE {where}", arguments)
+        count = database.execute(f"DELETE FROM outputs WHERE {where}", arguments).rowcount
         database.execute("INSERT INTO forgotten VALUES (?, ?)", [name, prefix])
         self._known[name] = prefix
         if len(self._known) > 2 * MOST_FORGETTINGS:
@@ -226,6 +228,7 @@ class OutputLog(SharedOutputs):
             self._known = {n: p for n, p in self._known.items() if n > oldest} | {oldest: ""}
             database.execute("DELETE FROM forgotten WHERE name <= ?", [oldest])
             database.execute("INSERT INTO forgotten VALUES (?, '')", [oldest])
+        return count
 
     def _next_name(self, database: sqlite3.Connection) -> int:
         last = _number(database, "SELECT max(name) FROM outputs WHERE name < ?", _now() + _FAR)

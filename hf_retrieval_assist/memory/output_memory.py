@@ -328,11 +328,14 @@ class OutputMemory:
         self.refresh()
         return reached
 
-    def forget(self) -> None:
+    def forget(self) -> int:
         """Forget every output, running ones and those in the log or on the server included: of a
         namespace the tenant's alone, of the memory that tenants share everybody's.
 
         Other processes forget them when they next start or finish an output.
+
+        Returns:
+            How many outputs those were: in this memory, or in the log where that has more.
 
         Raises:
             OSError: the others could not be told; this process has forgotten.
@@ -340,19 +343,21 @@ class OutputMemory:
         """
         with self._log_lock:
             with self.lock:
-                self._forget(self._prefix)
-            if self._log is not None:
-                self._log.forget(self._prefix)
+                count = self._forget(self._prefix)
+            return count if self._log is None else max(count, self._log.forget(self._prefix))
 
-    def _forget(self, prefix: str) -> None:
+    def _forget(self, prefix: str) -> int:
+        count = 0
         for key in [key for key in self._tables if key.startswith(prefix)]:
             del self._tables[key]
         for output in [*self._outputs, *self._running]:
-            if output.fingerprint.startswith(prefix):
+            if output.fingerprint.startswith(prefix) and not output.forgotten:
+                count += 1
                 output.forgotten = True
                 self._drop_buffer(output)
                 if output.sequence is not None:
                     self._drop(output)
+        return count
 
     def _adopt(self, model: str) -> None:
         """Make the finished outputs of no named model those of this one."""

@@ -127,8 +127,9 @@ class SharedOutputs(ABC):
         written, if another process has forgotten its prefix since the last `read`."""
 
     @abstractmethod
-    def forget(self, prefix: str) -> None:
-        """Drop the outputs whose fingerprints have this prefix, for every process.
+    def forget(self, prefix: str) -> int:
+        """Drop the outputs whose fingerprints have this prefix, for every process; how many those
+        were, where that is told.
 
         Raises:
             OSError: the others could not be told.

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
 import openai
 import torch
@@ -86,6 +88,16 @@ def get(url, body=None, method=None, **headers):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def connected(url, route, body):
+    """A connection whose client has sent a request, and reads no answer."""
+    where = urlsplit(url)
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((where.hostname, where.port))
+    head = f"POST /v1/{route} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + data)
+    return connection
 
 
 @contextlib.contextmanager

@@ -74,8 +74,9 @@ class OutputStream(SharedOutputs):
             self._wake.set()
         return True
 
-    def forget(self, prefix: str) -> None:
-        """See `SharedOutputs`: the others hear of it at their next exchange.
+    def forget(self, prefix: str) -> int:
+        """See `SharedOutputs`: the others hear of it at their next exchange. The server does not
+        tell how many it drops.
 
         Raises:
             OSError: the server could not be told, so that only this process has forgotten.
@@ -93,6 +94,7 @@ class OutputStream(SharedOutputs):
             # Exchanges under way go by the old epoch, and what they bring is not taken. The next
             # one tells the new epoch, and what else was forgotten.
             self._known[epoch], self._epoch = prefix, None
+        return 0
 
     def sync(self, timeout: float) -> bool:
         self._start_thread()

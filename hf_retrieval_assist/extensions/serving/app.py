@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import __version__
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import Modality
 
 from ... import __version__ as VERSION
 from ...assistants import Assistant
@@ -41,7 +42,8 @@ except ImportError as error:
 logger = get_logger(__name__)
 
 _PREFIX = "hf_retrieval_assist"
-_LARGEST = 16 << 20  # bytes of a body
+# Bytes of a body: this, and so many more for each token of a prompt, unless it holds images.
+_BODY, _TOKEN, _LARGEST = 1 << 20, 32, 16 << 20
 # What a refusal is called that no field is at fault of.
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
@@ -109,7 +111,8 @@ def build_app(
         },
     )
     app.state.service = service
-    app.add_middleware(_Bounded)
+    texts = min(_LARGEST, _BODY + _TOKEN * service.most_prompt)
+    app.add_middleware(_Bounded, most=texts if service.modality is Modality.LLM else _LARGEST)
     app.add_middleware(_Failing)
     if enable_cors:
         all_ = ["*"]
@@ -184,24 +187,20 @@ def _answer(app: FastAPI, service: Service, test: Callable[[], None]) -> None:
         return told()
 
     @app.get("/health")
-    def health() -> JSONResponse:
-        return _state(service.worker.is_alive and service.is_sound, "alive")
+    async def health() -> JSONResponse:
+        told = service.health
+        return JSONResponse(told, 200 if told["status"] == "alive" else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         test()  # an application that is mounted into another one has no lifespan
-        return _state(service.worker.is_alive and service.is_ready, "ready")
+        good = service.is_ready and service.health["status"] == "alive"
+        return JSONResponse({"status": "ready" if good else "not ready"}, 200 if good else 503)
 
-    @app.delete("/tenants/{name}")
-    def erase(name: str, request: Request) -> dict[str, Any]:
-        if service.tenants is None:
-            raise RefusedError("this server has no tenants", code="not_found", status=404)
-        service.tenants.erase(name, request.headers)
-        return {"tenant": name, "erased": True}
-
-
-def _state(good: bool, name: str) -> JSONResponse:
-    return JSONResponse({"status": name if good else f"not {name}"}, 200 if good else 503)
+    # A name may hold a slash.
+    @app.delete("/tenants/{name:path}")
+    async def erase(name: str, request: Request) -> dict[str, Any]:
+        return {"tenant": name, "erased": await service.erase(name, request.headers)}
 
 
 def _refuse(app: FastAPI) -> None:
@@ -252,8 +251,8 @@ class _Failing:
 class _Bounded:
     """Refuses bodies that would take all memory, before they are read."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count what comes."""
@@ -263,8 +262,8 @@ class _Bounded:
             nonlocal came
             message = await receive()
             came += len(message.get("body", b""))
-            if came > _LARGEST:
-                raise fastapi.HTTPException(413, f"expected at most {_LARGEST:,} bytes, got more")
+            if came > self._most:
+                raise fastapi.HTTPException(413, f"expected at most {self._most:,} bytes, got more")
             return message
 
         await self._app(scope, counted, send)

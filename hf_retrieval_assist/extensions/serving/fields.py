@@ -20,8 +20,10 @@ from pydantic_core import PydanticCustomError
 
 from .refusals import RefusedError
 
-_MOST_CHOICES = 128
-_MOST_STOPS = 16
+MOST_ANSWERS = 128
+"""To a request: its choices behind each of its prompts."""
+_MOST_STOPS, _LONGEST_STOP = 16, 1000  # characters
+_MOST_BIASES, _MOST_TOOLS = 1024, 128
 _LOGPROBS = "message.output_text.logprobs"
 _Object = dict[str, Any]
 
@@ -169,9 +171,11 @@ _Few = Annotated[int, Field(ge=0, le=20), _WHOLE]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 # The names of JSON's objects are texts.
 _Token = Annotated[int, Field(ge=0, strict=False)]
-_Biases = dict[_Token, Annotated[float, Field(ge=-100, le=100)]]
+_Biases = Annotated[
+    dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASES)
+]
 _Stops = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
+    list[Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]],
     Field(max_length=_MOST_STOPS),
     BeforeValidator(lambda one: [one] if isinstance(one, str) else one),
     AfterValidator(lambda several: list(dict.fromkeys(several))),
@@ -245,11 +249,18 @@ class Fields(BaseModel):
         """What the answer is held to; None: nothing."""
         return None
 
+    @property
+    def answers(self) -> int:
+        """How many are asked for."""
+        return 1
+
 
 class Conversation(Fields):
     """Requests that a chat template renders."""
 
-    tools: list[Annotated[Any, AfterValidator(_tool)]] | None = None
+    tools: (
+        Annotated[list[Annotated[Any, AfterValidator(_tool)]], Field(max_length=_MOST_TOOLS)] | None
+    ) = None
     tool_choice: Annotated[Any, _read(_choice)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: _Object | None = None
@@ -258,12 +269,16 @@ class Conversation(Fields):
 class _Choices(Fields):
     """Requests that may ask for several answers."""
 
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES), _WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS), _WHOLE] | None = None
     max_tokens: _Count | None = None
     stop: _Stops | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: _Biases | None = None
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
 
 
 class ChatFields(Conversation, _Choices):
@@ -310,13 +325,17 @@ class CompletionFields(_Choices):
 
     prompt: Annotated[
         list[Annotated[Any, AfterValidator(_prompt)]],
-        Field(min_length=1, max_length=_MOST_CHOICES),
+        Field(min_length=1, max_length=MOST_ANSWERS),
         BeforeValidator(_prompts),
     ]
     suffix: Annotated[Any, _only("")] = None
     logprobs: _Few | None = None
     best_of: Annotated[Any, _only(1)] = None
     echo: Annotated[Any, _only(False)] = None
+
+    @property
+    def answers(self) -> int:
+        return super().answers * len(self.prompt)
 
     @property
     def length_field(self) -> str:

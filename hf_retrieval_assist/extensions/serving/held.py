@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import LogitsProcessor
 
 from ...host.chat_templates import rendered_call
+from ..structured.schemas import check_schema
+from .grammars import Form, Grammars
 from .refusals import RefusedError
 from .written import Call
 
 _MARKED = {"\ue000": "\ue001"}  # arguments that no tool has
-_KEPT = 64  # grammars
+_LONGEST = 1 << 16  # characters of the schemas of a request
 
 
 class Penalties(LogitsProcessor):
@@ -39,7 +40,7 @@ class Penalties(LogitsProcessor):
 
 
 class Held:
-    """What the text of an answer can be held to, by xgrammar.
+    """What the text of an answer can be held to, by xgrammar. One thread at a time.
 
     Args:
         model: that writes it.
@@ -49,21 +50,28 @@ class Held:
 
     def __init__(self, model: Any, tokenizer: Any, ends: frozenset[int]) -> None:
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
-        self._compiler: Any = None
-        self._compiled = lru_cache(_KEPT)(self._compile)
+        self._grammars: Grammars | None = None
 
-    def to_schema(self, field: str, schema: Mapping[str, Any]) -> LogitsProcessor:
-        """Hold an answer to a JSON schema.
+    def to_schema(self, field: str, schema: Mapping[str, Any]) -> Holding:
+        """Hold answers to a JSON schema.
 
         Raises:
-            RefusedError: the library is missing, or knows no such schema.
+            RefusedError: the library is missing, or cannot hold a text to such a schema.
         """
-        return self._processor(field, (("", json.dumps(schema), ""),))
+        _check(field, "", schema)
+        return self._holding(field, (("", json.dumps(schema), ""),))
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools whose arguments are strictly of a schema that no text can be held to."""
+        for tool in tools:
+            function = tool["function"]
+            if function.get("strict") and (schema := function.get("parameters")) is not None:
+                _check("tools", f"{function['name']}: ", schema)
 
     def to_call(
         self, tools: Sequence[Mapping[str, Any]], name: str | None
-    ) -> tuple[LogitsProcessor, Callable[[str], Call | None]]:
-        """Hold an answer to one call of a tool, by its name or of any.
+    ) -> tuple[Holding, Callable[[str], Call | None]]:
+        """Hold answers to one call of a tool, by its name or of any.
 
         Returns:
             What does so, and what gives the call that such an answer spells.
@@ -77,7 +85,7 @@ class Held:
             got = f"no tool of the name {name!r}" if named else "no tools"
             raise RefusedError(f"tool_choice: expected one of the tools, got {got}", "tool_choice")
         wanted = [*named] if name is None else [name]
-        around = {one: self._around(named[one], tools) for one in wanted}
+        around = {one: self._around(named[one]) for one in wanted}
         forms = []
         for one in wanted:
             before, after = around[one]
@@ -90,15 +98,13 @@ class Held:
                     return Call(one, text[len(before) : len(text) - len(after)])
             return None
 
-        return self._processor("tool_choice", tuple(forms)), read
+        return self._holding("tools", tuple(forms)), read
 
-    def _around(
-        self, tool: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, str]:
+    def _around(self, tool: Mapping[str, Any]) -> tuple[str, str]:
         """What a chat template writes before and behind the arguments of a call."""
         call = {"name": tool["function"]["name"], "arguments": _MARKED}
         try:
-            text = rendered_call(self._tokenizer, tools, call, 9 * "0")
+            text = rendered_call(self._tokenizer, [tool], call, 9 * "0")
         except Exception as error:
             raise self._refused(f"{type(error).__name__}: {error}") from error
         for ascii_only in (False, True):
@@ -123,7 +129,7 @@ class Held:
             "unsupported_value",
         )
 
-    def _processor(self, field: str, forms: tuple[tuple[str, str, str], ...]) -> LogitsProcessor:
+    def _holding(self, field: str, forms: tuple[Form, ...]) -> Holding:
         try:
             import xgrammar
         except ImportError as error:
@@ -132,37 +138,39 @@ class Held:
                 field,
                 "unsupported_value",
             ) from error
-        try:
-            grammar = self._compiled(forms)
-        except (RuntimeError, ValueError) as error:
-            raise RefusedError(f"{field}: {error}", field) from error
-        processor: LogitsProcessor = xgrammar.contrib.hf.LogitsProcessor(grammar)
-        return processor
-
-    def _compile(self, forms: tuple[tuple[str, str, str], ...]) -> Any:
-        """One of several texts, each around JSON of a schema."""
-        import xgrammar
-
-        if self._compiler is None:
+        if (length := sum(len(schema) for _, schema, _ in forms)) > _LONGEST:
+            said = f"{field}: expected at most {_LONGEST:,} characters of schemas, got {length:,}"
+            raise RefusedError(said, field)
+        if self._grammars is None:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer,
                 vocab_size=len(self._model.get_output_embeddings().weight),
                 stop_token_ids=[*self._ends],
             )
-            self._compiler = xgrammar.GrammarCompiler(info)
-        grammars = []
-        for before, schema, after in forms:
-            # One layout leaves less open, so that more is drafted.
-            json_of = xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
-            head, tail = map(_literal, (before, after))
-            parts = [*head, json_of, *tail]
-            grammars.append(xgrammar.Grammar.concat(*parts) if len(parts) > 1 else json_of)
-        whole = grammars[0] if len(grammars) == 1 else xgrammar.Grammar.union(*grammars)
-        return self._compiler.compile_grammar(whole)
+            self._grammars = Grammars(info)
+        try:
+            grammar = self._grammars.compiled(forms)
+        except (RuntimeError, ValueError) as error:
+            raise RefusedError(f"{field}: {error}", field) from error
+        return lambda: xgrammar.contrib.hf.LogitsProcessor(grammar)
+
+    def forget(self) -> None:
+        """Forget the schemas of earlier requests."""
+        if self._grammars is not None:
+            self._grammars.compiled.cache_clear()
+
+    def close(self) -> None:
+        """End what compiles."""
+        if self._grammars is not None:
+            self._grammars.close()
 
 
-def _literal(text: str) -> list[Any]:
-    """The grammar of a text; none of nothing."""
-    import xgrammar
+# What holds one answer, made for each: it follows the answer's text.
+Holding: TypeAlias = Callable[[], LogitsProcessor]
 
-    return [xgrammar.Grammar.from_ebnf(f"root ::= {json.dumps(text)}")] if text else []
+
+def _check(field: str, where: str, schema: Mapping[str, Any]) -> None:
+    try:
+        check_schema(schema)
+    except ValueError as error:
+        raise RefusedError(f"{field}: {where}{error}", field) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,10 @@ _AGAIN = {"parsed", "provider_specific_fields"}
 _OF_THE_SERVER = inspect.signature(
     PreTrainedTokenizerBase.apply_chat_template
 ).parameters.keys() - {"documents"}
-# Texts with more characters for each token that is allowed are looked at from the beginning first.
-_FEWEST_CHARACTERS = 8
+_MARKED = re.compile("\u2039(\\d+)\u203a")  # the number of a message
+# Characters of a text for each token that it may have. Prose has four or five; of spaces there may
+# be more in a token, and much time goes into finding that out.
+_MOST_CHARACTERS = 8
 
 
 class Prompts:
@@ -83,21 +86,14 @@ class Prompts:
 
     def _encoded(self, prompt: str | Sequence[int]) -> dict[str, Any]:
         if isinstance(prompt, str):
-            self._glance("prompt", prompt)
+            bound_text("prompt", prompt, self._most)
             return self._tensors(self.tokenizer(prompt, return_tensors="pt"))
+        self._bound("prompt", len(prompt))
         last = self._model.get_input_embeddings().weight.shape[0] - 1
         if max(prompt) > last:
             raise RefusedError(f"prompt: expected ids up to {last}, got {max(prompt)}", "prompt")
         ids = torch.tensor([prompt])
         return self._tensors({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-
-    def _glance(self, field: str, text: str) -> None:
-        """Refuse a text far beyond the bound by its beginning, which takes no longer than that."""
-        some = _FEWEST_CHARACTERS * self._most
-        if len(text) > some:
-            ids = self.tokenizer(text[:some], add_special_tokens=False).input_ids
-            # The cut may have made some tokens of one.
-            self._bound(field, max(1, len(ids) - _FEWEST_CHARACTERS), "more than ")
 
     def _tensors(self, inputs: Any) -> dict[str, Any]:
         return {
@@ -115,6 +111,8 @@ class Prompts:
                 field,
                 "unsupported_value",
             )
+        if len(messages) > self._most:
+            self._bound(field, len(messages), "more than ")
         messages = [
             {name: value for name, value in one.items() if value is not None and name not in _AGAIN}
             for one in messages
@@ -136,7 +134,7 @@ class Prompts:
         render: Callable[..., Any] = self._processor.apply_chat_template
         common = {"add_generation_prompt": True, **variables}
         text = render(read, tools=tools, tokenize=False, **common)
-        self._glance(field, text)
+        bound_text(field, text, self._most)
         if tools and text == render(read, tokenize=False, **common):
             raise RefusedError(
                 "tools: expected a model whose chat template has a place for them",
@@ -179,6 +177,9 @@ class Prompts:
                     field,
                     "unsupported_value",
                 )
+            if kind not in _TEXTS and not _is_here(part):
+                said = f"{place}.content.{number}: expected data: URLs, since nothing is fetched"
+                raise RefusedError(said, field, "unsupported_value")
 
     def _names(self, variable: str) -> bool:
         return variable in str(self.tokenizer.chat_template)
@@ -216,8 +217,9 @@ class Prompts:
             text = render(marked)
         except _BY_A_REQUEST:
             return  # it reads what it writes, and was content with what was there
-        for number, (message, mark) in enumerate(zip(messages, marks, strict=True)):
-            if message.get("content") and mark not in text:
+        found = {*map(int, _MARKED.findall(text))}
+        for number, message in enumerate(messages):
+            if message.get("content") and number not in found:
                 raise RefusedError(
                     f"{field}.{number}: expected what the model's chat template writes, which "
                     f"leaves out this message of role {message['role']}",
@@ -252,3 +254,24 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
     except HTTPException as error:
         raise RefusedError(f"input: {error.detail}", "input") from error
     return found
+
+
+def _is_here(part: Mapping[str, Any]) -> bool:
+    """Whether an image, a video or a sound is in the request itself. Whatever else names one may be
+    a file of this machine, or an address that never answers."""
+    kind = part["type"]
+    held = part.get("image_url" if kind == "input_image" else kind)
+    if kind == "input_audio":
+        return isinstance(held, dict) and bool(held.get("format"))
+    url = held.get("url") if isinstance(held, dict) else held
+    return isinstance(url, str) and url.startswith("data:")
+
+
+def bound_text(field: str, text: str, tokens: int) -> None:
+    """Refuse a text that is too long for so many tokens, before it is taken apart."""
+    if len(text) > (most := _MOST_CHARACTERS * tokens):
+        raise RefusedError(
+            f"{field}: expected at most {tokens} tokens, and {most} characters, got {len(text)}",
+            field,
+            "context_length_exceeded",
+        )

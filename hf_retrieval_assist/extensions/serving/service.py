@@ -5,36 +5,38 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
+from weakref import WeakSet
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.utils import Modality
 
 from ...drafters.expected import ExpectedTexts, expected_ids
 from ...hook import why_not
 from ...system.log import get_logger
-from .answers import ANSWERS, Answer
-from .fields import ChatFields, Conversation, Fields
-from .held import Held, Penalties
-from .prompts import Prompts
-from .refusals import FAILED, RefusedError
+from .answers import ANSWERS
+from .fields import MOST_ANSWERS, ChatFields, Conversation, Fields
+from .held import Held, Holding, Penalties
+from .prompts import Prompts, bound_text
+from .reading import LIGHT, Readers
+from .refusals import RefusedError
+from .running import GoneError, Running, Stream, events, unless_gone
 from .tenants import Tenants
 from .workers import Job, OneByOne, SideBySide, Worker
-from .written import End, Failed, Form, Piece, Written
+from .written import Call, Form
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
 _DEFAULT = 1024  # tokens of an answer, where nobody says how many, as transformers' server has it
 _GREEDY = 1e-5  # a temperature that logits are divided by is above this
 _WARM_UP = 8  # tokens
+_LONGEST_WAIT = 60  # seconds that a client is asked to wait at most
 _COUNTING = 100  # looks whether that answer was counted, as side by side the next step does
 # Where answers are decoded together, they share how tokens are chosen.
 _ALONE = ("logit_bias", "presence_penalty", "frequency_penalty", "min_tokens")
@@ -50,8 +52,9 @@ class Limits:
     Attributes:
         prompt_tokens: of a prompt; None: as many as the model was trained with positions for.
         answer_tokens: of an answer; None: the same.
-        waiting: requests that may wait for their turn.
-        seconds: that a request may take, waiting included.
+        waiting: answers that may wait for their turn, of each tenant; a request asks for one, or
+            for several choices behind each of its prompts.
+        seconds: that a request may take, reading it and waiting included.
     """
 
     prompt_tokens: int | None = None
@@ -97,7 +100,7 @@ class Service:
         tenants: Tenants | None = None,
     ) -> None:
         self.model, self.name, self.assistant, self.tenants = model, name, assistant, tenants
-        self.limits = limits
+        self.limits, self.modality = limits, modality
         self.tokenizer = getattr(processor, "tokenizer", processor)
         if not hasattr(self.tokenizer, "backend_tokenizer"):
             kind = type(self.tokenizer).__name__
@@ -107,9 +110,9 @@ class Service:
         self._ends = _ids(self._shared.eos_token_id)
         self.worker: Worker
         if self._together:
-            self.worker = SideBySide(model, self._shared, batching, limits.waiting)
+            self.worker = SideBySide(model, self._shared, batching)
         else:
-            self.worker = OneByOne(model, self.tokenizer, limits.waiting)
+            self.worker = OneByOne(model, self.tokenizer)
         config = model.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None) or self.worker.most_tokens
         self.most_prompt = min(limits.prompt_tokens or positions, self.worker.most_tokens)
@@ -119,6 +122,8 @@ class Service:
         self.most_tokens = min(whole, self.worker.most_tokens)
         self._prompts = Prompts(model, processor, modality, self.most_prompt)
         self._held = Held(model, self.tokenizer, self._ends)
+        self._readers = Readers()
+        self._open: WeakSet[Running] = WeakSet()
         self.is_ready, self.is_sound = False, True
 
     async def warm_up(self) -> None:
@@ -137,10 +142,10 @@ class Service:
         ids = ids if ids.numel() else ids.new_zeros(1, 1)
         config = self._configured(None)
         config.max_new_tokens = _WARM_UP
-        running = _Running(self.worker, math.inf)
+        running = Running(self.worker, math.inf)
         form = Form(self.tokenizer, self.model, ids[0].tolist(), self._ends, _WARM_UP)
         inputs = {"input_ids": ids.to(self.model.device)}
-        job = running.add(form, inputs, config, None)
+        job = running.add(form, inputs, config)
         self._draft_for(job, self.assistant.private())
         total = self.assistant.stats.total
         before = total.calls
@@ -155,21 +160,37 @@ class Service:
     def told(self) -> dict[str, Any]:
         """What it serves, by name, to be told when it begins."""
         dtype = str(self.model.dtype).removeprefix("torch.")
-        limits = self.limits
+        limits, of_each = self.limits, "" if self.tenants is None else ", of each tenant"
         return {
             "model": f"{self.name} ({type(self.model).__name__}, {dtype}, {self.model.device})",
             "answers": "side by side" if self._together else "one after another",
             "limits": (
                 f"{self.most_prompt:,} tokens of a prompt, {self.most_answer:,} of an answer, "
-                f"{self.most_tokens:,} of both; {limits.waiting:,} requests waiting, "
-                f"{limits.seconds:g} s each"
+                f"{self.most_tokens:,} of both; {limits.waiting:,} answers waiting{of_each}; "
+                f"{limits.seconds:g} s a request"
             ),
+        }
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """Whether it goes on: how many answers are generated and wait, and how many seconds ago
+        the last step was; None: nothing is generated. No step takes longer than a request may."""
+        going_on = self.worker.going_on
+        steps = [job.stepped for job in going_on]
+        since = time.monotonic() - max(steps) if steps else None
+        alive = self.worker.is_alive and self.is_sound and (since or 0) <= self.limits.seconds
+        return {
+            "status": "alive" if alive else "not alive",
+            "running": len(going_on),
+            "waiting": sum(one.waiting for one in [*self._open]),
+            "seconds_since_step": since and round(since, 3),
         }
 
     def close(self) -> bool:
         """End all answers; whether nothing is generated any more."""
         self.is_ready = False
-        return self.worker.close()
+        self._held.close()
+        return self.worker.close() and self._readers.is_idle
 
     async def answer(self, fields: Fields, request: Request) -> Response:
         """The answer to a request.
@@ -184,42 +205,91 @@ class Service:
                 "model_not_found",
                 404,
             )
-        assistant = self.assistant
-        if self.tenants is not None:
-            assistant = self.tenants.assistant(self.tenants.of(request.headers))
-        running = _Running(self.worker, self.limits.seconds)
+        running = self._admitted(fields, request)
         request_id = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
         headers = {REQUEST_ID: request_id}
         try:
-            await asyncio.to_thread(self._read, fields, running, assistant)
+            # Bodies are here as a whole, and bounded.
+            heavy = len(await request.body()) > LIGHT or self._holds(fields)
+            reading = self._readers.read(running.tenant, heavy, lambda: self._read(fields, running))
+            await unless_gone(request, running.within(reading))
             written = [job.written for job in running.jobs]
             answer = ANSWERS[type(fields)](fields, written, request_id, self.name)
             running.begin()
             if fields.stream:
-                first = await _unless_gone(request, running.next())
-                events = _events(running, answer, first)
-                return _Stream(running, events, media_type="text/event-stream", headers=headers)
-            await _unless_gone(request, running.rest())
+                first = await unless_gone(request, running.next())
+                told = events(running, answer, first)
+                return Stream(running, told, media_type="text/event-stream", headers=headers)
+            await unless_gone(request, running.rest())
             return JSONResponse(answer.whole(), headers=headers)
-        except _GoneError:
+        except GoneError:
             running.leave()
             return Response(status_code=499)  # which nobody reads
         except BaseException:
             running.leave()
             raise
 
-    def _read(self, fields: Fields, running: _Running, assistant: Any) -> None:
+    def _admitted(self, fields: Fields, request: Request) -> Running:
+        """A request that may wait for its turn; RefusedError where too many answers would."""
+        tenant, assistant = None, self.assistant
+        if self.tenants is not None:
+            tenant = self.tenants.of(request.headers)
+            assistant = self.tenants.assistant(tenant)
+        most, answers = min(self.limits.waiting, MOST_ANSWERS), fields.answers
+        if answers > most:
+            field = "n" if getattr(fields, "n", None) not in (None, 1) else fields.text_field
+            message = f"{field}: expected at most {most} answers to a request, got {answers}"
+            raise RefusedError(message, field)
+        waiting = [(one.tenant, one.waiting) for one in self._open]
+        if sum(own for name, own in waiting if name == tenant) + answers > self.limits.waiting:
+            after = self.worker.seconds * sum(own for _, own in waiting)
+            raise RefusedError(
+                f"expected at most {self.limits.waiting} answers waiting, got more",
+                code="rate_limit_exceeded",
+                status=429,
+                retry_after=min(_LONGEST_WAIT, max(1, math.ceil(after))),
+            )
+        running = Running(self.worker, self.limits.seconds, tenant, assistant, answers)
+        self._open.add(running)
+        return running
+
+    async def erase(self, tenant: str, headers: Mapping[str, str]) -> int:
+        """Erase a tenant; how many outputs of its were remembered.
+
+        Raises:
+            RefusedError: see :meth:`Tenants.erase`, or there are no tenants.
+        """
+        if self.tenants is None:
+            raise RefusedError("this server has no tenants", code="not_found", status=404)
+        going_on = [
+            one for running in self._open if running.tenant == tenant for one in running.assistants
+        ]
+        count = await asyncio.to_thread(self.tenants.erase, tenant, headers, going_on)
+        self._held.forget()
+        return count
+
+    def _holds(self, fields: Fields) -> bool:
+        """Whether answers are held to something, for which a grammar is compiled."""
+        choice = getattr(fields, "tool_choice", None)
+        return choice not in (None, "none", "auto") or fields.schema_in_json is not None
+
+    def _read(self, fields: Fields, running: Running) -> None:
         """Make the jobs of a request."""
         if self._together:
             self._refuse_alone(fields)
+        expected = None
+        if fields.prediction is not None:
+            bound_text("prediction", fields.prediction.text, self.most_answer)
+            expected = expected_ids(fields.prediction.text, self.tokenizer)
         prompts = self._prompts.of(fields)
         config = self._configured(fields)
-        choice = getattr(fields, "tool_choice", None)
-        name = choice[0] if isinstance(choice, tuple) else None
+        hold, read = self._holding(fields)
         for inputs in prompts:
             prompt_ids = inputs["input_ids"][0].tolist()
             most = self._most(fields, len(prompt_ids))
             for _ in range(getattr(fields, "n", None) or 1):
+                if running.left:
+                    return
                 own = copy.copy(config)
                 own.max_new_tokens = most
                 form = Form(
@@ -228,31 +298,40 @@ class Service:
                 form.stops = getattr(fields, "stop", None) or ()
                 form.least, form.ignores_ends = fields.min_tokens or 0, bool(fields.ignore_eos)
                 form.parts = isinstance(fields, Conversation)
-                form.tools = (getattr(fields, "tools", None) or ()) if choice != "none" else ()
+                form.tools = _tools(fields)
                 form.single = getattr(fields, "parallel_tool_calls", None) is False
-                processors = self._processors(fields, len(prompt_ids))
-                if name is not None or choice == "required":
-                    self._refuse_longer(fields, "tool_choice")
-                    held, form.forced = self._held.to_call(form.tools, name)
-                    processors.append(held)
-                elif fields.schema_in_json is not None:
-                    field, schema = _schema_field(fields), fields.schema_in_json
-                    self._refuse_longer(fields, field)
-                    processors.append(self._held.to_schema(field, schema))
-                job = running.add(form, inputs, own, None)
-                job.processors = processors
+                form.forced = read
+                if expected is not None:
+                    form.expected = ExpectedTexts([expected])
+                job = running.add(form, inputs, own)
+                job.processors = self._processors(fields, len(prompt_ids))
+                if hold is not None:
+                    job.processors.append(hold())
                 if fields.seed is not None:
                     seed = fields.seed + len(running.jobs) - 1
                     job.seed = seed if seed < 2**64 else seed - 2**64
-                job.suspects = ["stop"] if form.stops else ()
-                self._give(job, fields, assistant)
+                self._give(job, expected, running.assistant)
 
-    def _give(self, job: Job, fields: Fields, assistant: Any) -> None:
-        """Give an answer the assistant of its request."""
-        if fields.prediction is not None:
-            ids = expected_ids(fields.prediction.text, self.tokenizer)
-            job.written.form.expected = ExpectedTexts([ids])
-            assistant = assistant.expecting(ids)
+    def _holding(
+        self, fields: Fields
+    ) -> tuple[Holding | None, Callable[[str], Call | None] | None]:
+        """What holds an answer, and what gives the call that one spells which is held to one."""
+        choice = getattr(fields, "tool_choice", None)
+        tools, name = _tools(fields), choice[0] if isinstance(choice, tuple) else None
+        self._held.check_tools(tools)
+        if name is not None or choice == "required":
+            self._refuse_longer(fields, "tool_choice")
+            return self._held.to_call(tools, name)
+        if fields.schema_in_json is not None:
+            field = _schema_field(fields)
+            self._refuse_longer(fields, field)
+            return self._held.to_schema(field, fields.schema_in_json), None
+        return None, None
+
+    def _give(self, job: Job, expected: Any, assistant: Any) -> None:
+        """Give an answer the assistant of its request, and what it is expected to resemble."""
+        if expected is not None:
+            assistant = assistant.expecting(expected)
         if assistant is not self.assistant:
             self._draft_for(job, assistant)
 
@@ -282,7 +361,7 @@ class Service:
             asked += [name for name in told if getattr(fields, name, None) is not None]
         if fields.schema_in_json is not None:
             asked.append(_schema_field(fields))
-        if (tools := getattr(fields, "tool_choice", None)) not in (None, "none", "auto"):
+        elif self._holds(fields):
             asked.append("tool_choice")
         if fields.repetition_penalty not in (None, 1):
             asked.append("repetition_penalty")
@@ -291,7 +370,7 @@ class Service:
             raise RefusedError(
                 f"{asked[0]}: expected none, since this server decodes answers together "
                 "(--continuous-batching), all by the settings of the model's generation "
-                f"configuration, got {tools if asked[0] == 'tool_choice' else 'one'}",
+                "configuration, got one",
                 asked[0],
                 "unsupported_parameter",
             )
@@ -345,9 +424,6 @@ class Service:
                 message = f"logit_bias: expected ids up to {last}, got {max(biases)}"
                 raise RefusedError(message, "logit_bias")
             config.sequence_bias = {(token,): bias for token, bias in biases.items()}
-        stops = getattr(fields, "stop", None)
-        if stops and not self._together and not fields.min_tokens:
-            config.stop_strings = stops
         return config
 
     def _most(self, fields: Fields, length: int) -> int:
@@ -371,133 +447,14 @@ class Service:
         return most
 
 
-class _Running:
-    """The answers to one request while they are generated.
-
-    Args:
-        worker: that generates them.
-        seconds: that they may take.
-
-    Attributes:
-        jobs: one of each.
-        open: how many go on.
-    """
-
-    def __init__(self, worker: Worker, seconds: float) -> None:
-        self._worker, self._loop = worker, asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self._ends = self._loop.time() + seconds
-        self._seconds = seconds
-        self.jobs: list[Job] = []
-        self.open = 0
-
-    def add(self, form: Form, inputs: dict[str, Any], config: Any, assistant: Any) -> Job:
-        """One more answer, to be generated from `begin` on."""
-        number = len(self.jobs)
-
-        def deliver(piece: Piece) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
-
-        job = Job(inputs, config, Written(form, deliver), self, assistant)
-        self.jobs.append(job)
-        return job
-
-    def begin(self) -> None:
-        """RefusedError where too many others wait."""
-        self._worker.submit(self.jobs)
-        self.open = len(self.jobs)
-
-    async def next(self) -> list[tuple[int, Piece]]:
-        """What has come since the last time, at least one piece; RefusedError where it failed."""
-        try:
-            limit = None if self._ends == math.inf else self._ends
-            async with asyncio.timeout_at(limit):
-                found = [await self._queue.get()]
-        except TimeoutError:
-            said = f"expected an answer within {self._seconds:g} s, which it would have exceeded"
-            raise RefusedError(said, code="timeout", status=504) from None
-        while not self._queue.empty():
-            found.append(self._queue.get_nowait())
-        for _, piece in found:
-            if isinstance(piece, Failed):
-                if isinstance(piece.error, RefusedError):
-                    raise piece.error
-                logger.error("an answer failed", exc_info=piece.error)
-                raise FAILED
-            self.open -= isinstance(piece, End)
-        return found
-
-    async def rest(self) -> None:
-        """Wait until everything is written."""
-        while self.open:
-            await self.next()
-
-    def leave(self) -> None:
-        """Nobody waits any more."""
-        if self.open:
-            self.open = 0
-            for job in self.jobs:
-                self._worker.leave(job)
-
-
-class _Stream(StreamingResponse):
-    """Is left with its client, even before its first event."""
-
-    def __init__(self, running: _Running, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._running = running
-
-    async def __call__(self, *arguments: Any) -> None:
-        try:
-            await super().__call__(*arguments)
-        finally:
-            self._running.leave()
-
-
-async def _events(
-    running: _Running, answer: Answer, first: list[tuple[int, Piece]]
-) -> AsyncIterator[str]:
-    found = first
-    try:
-        yield "".join(answer.begin())
-        while True:
-            yield "".join(text for came in found for text in answer.go_on(*came))
-            if not running.open:
-                return
-            found = await running.next()
-    except RefusedError as error:
-        refusal = error
-    except Exception as error:
-        logger.error("an answer failed", exc_info=error)
-        refusal = FAILED
-    yield "".join(answer.fail(refusal))
-
-
-class _GoneError(Exception):
-    """The client has left."""
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What some work comes to; _GoneError as soon as the client leaves."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _GoneError
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
 def _schema_field(fields: Fields) -> str:
     return "response_format" if isinstance(fields, ChatFields) else "text"
+
+
+def _tools(fields: Fields) -> Sequence[Any]:
+    """The tools that may be called."""
+    tools: Sequence[Any] = getattr(fields, "tools", None) or ()
+    return tools if getattr(fields, "tool_choice", None) != "none" else ()
 
 
 def _ids(ends: Any) -> frozenset[int]:

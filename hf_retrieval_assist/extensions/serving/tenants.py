@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hmac
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ...system.locks import Lock
 from .refusals import RefusedError
@@ -19,8 +20,9 @@ class Tenants:
 
     Args:
         make: makes the assistant of a tenant.
-        forget: erases what is remembered of a tenant.
-        header: that names the tenant of a request, as a proxy sets it; None: its API key does.
+        forget: erases what is remembered of a tenant; how many outputs that were.
+        header: that names the tenant of a request, as a proxy sets it: in UTF-8, percent-encoded
+            or as it is. None: its API key does.
         keys: API key -> tenant.
         admin_key: who may erase tenants; None: nobody may.
     """
@@ -28,7 +30,7 @@ class Tenants:
     def __init__(
         self,
         make: Callable[[str], Any],
-        forget: Callable[[str], None],
+        forget: Callable[[str], int],
         header: str | None = None,
         keys: Mapping[str, str] | None = None,
         admin_key: str | None = None,
@@ -45,7 +47,7 @@ class Tenants:
     def of(self, headers: Mapping[str, str]) -> str:
         """The tenant of a request; RefusedError where it has none."""
         if self._header is not None:
-            if name := headers.get(self._header):
+            if name := _decoded(headers.get(self._header, "")):
                 return name
             expected = f"a header {self._header} that names the tenant"
         else:
@@ -66,12 +68,21 @@ class Tenants:
             self._assistants.move_to_end(name)
             return self._assistants[name]
 
-    def erase(self, name: str, headers: Mapping[str, str]) -> None:
+    def erase(self, name: str, headers: Mapping[str, str], going_on: Iterable[Any] = ()) -> int:
         """Forget a tenant's outputs, and all that was learnt of its texts.
 
+        Args:
+            name: of the tenant.
+            headers: of the request for it.
+            going_on: assistants of the tenant's requests that go on, which teach nothing from here
+                on.
+
+        Returns:
+            How many outputs were remembered.
+
         Raises:
-            RefusedError: whoever asks does not hold the administrator's key, or the memory's file
-                or server could not be told.
+            RefusedError: whoever asks does not hold the administrator's key, nothing is known of
+                such a tenant, or the memory's file or server could not be told.
         """
         key = _bearer(headers)
         if self._admin_key is None or not hmac.compare_digest(
@@ -83,12 +94,19 @@ class Tenants:
                 status=403 if key else 401,
             )
         with self._lock:
-            self._assistants.pop(name, None)
+            assistant = self._assistants.pop(name, None)
+        known = assistant is not None or name in self._keys.values()
+        for one in (*going_on, *([] if assistant is None else [assistant])):
+            one.policy.teaches = False
         try:
-            self._forget(name)
+            count = self._forget(name) if name else 0
         except OSError as error:
             said = f"this process has forgotten {name!r}, and could tell no other: {error}"
             raise RefusedError(said, code="server_error", status=500) from error
+        if not count and not known:
+            said = f"expected a tenant that something is known of, got {name!r}"
+            raise RefusedError(said, code="not_found", status=404)
+        return count
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -110,6 +128,23 @@ def read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
+def _utf8(value: str) -> str:
+    """A header's value, which the server has read as Latin-1."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
+
+
+def _decoded(value: str) -> str:
+    """A tenant's name as a header has it, and as it would stand in a URL."""
+    try:
+        return unquote(_utf8(value), errors="strict")
+    except UnicodeDecodeError as error:
+        said = f"expected a tenant's name in UTF-8, got {value!r:.80}"
+        raise RefusedError(said, code="invalid_value") from error
+
+
 def _bearer(headers: Mapping[str, str]) -> str:
-    kind, _, key = headers.get("authorization", "").partition(" ")
+    kind, _, key = _utf8(headers.get("authorization", "")).partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,17 +32,12 @@ from .written import Alphabet, Failed, Likely, Written
 # more in that time, and what parts leave has to move into static buffers.
 PART, _PART_OF_GPU = 1024, 8192
 
-_LONGEST_WAIT = 60  # seconds that a client is asked to wait at most
 _BY_TOKENS = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
 _ENDING = 1.0  # seconds that a worker may take to notice that it is to end
 
 
 class _LeftError(Exception):
     """Nobody waits for the answer any more."""
-
-
-class _EndedError(Exception):
-    """The answer is whole; transformers has no criterion that says so."""
 
 
 @dataclass(eq=False)
@@ -50,25 +48,33 @@ class Job:
         inputs: of the model, a batch of one.
         config: the `GenerationConfig`.
         written: takes the tokens.
-        request: of which it is one; as many as it has wait as one.
+        request: of which it is one.
+        tenant: whose request that is; None: everybody's.
         assistant: drafts for it; None: the model's own.
         seed: of its draws; None: any.
         processors: further ones of its logits.
-        suspects: fields of the request that may be what generating fails by.
         left: whether nobody waits for it any more.
-        begun: whether its first token has come, side by side with others.
+        begun: whether it is generated; side by side with others, whether its first token has come.
+        stepped: when it last went on, by the monotonic clock.
     """
 
     inputs: dict[str, Any]
     config: Any
     written: Written
-    request: object
+    request: Hashable
+    tenant: str | None = None
     assistant: Any = None
     seed: int | None = None
     processors: Sequence[LogitsProcessor] = ()
-    suspects: Sequence[str] = ()
     left: bool = False
     begun: bool = False
+    stepped: float = field(default_factory=time.monotonic)
+
+    def step(self) -> None:
+        """It goes on; _LeftError where nobody waits for it."""
+        if self.left:
+            raise _LeftError
+        self.stepped = time.monotonic()
 
     @property
     def length(self) -> int:
@@ -81,12 +87,14 @@ class Worker(Protocol):
 
     Attributes:
         most_tokens: of prompt and answer.
+        seconds: that an answer takes, the later ones the more.
     """
 
     most_tokens: int
+    seconds: float
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Generate these answers of one request; RefusedError where too many wait."""
+        """Generate these answers of one request."""
 
     def leave(self, job: Job) -> None:
         """Nobody waits for an answer any more."""
@@ -95,6 +103,10 @@ class Worker(Protocol):
     def is_alive(self) -> bool:
         """Whether it serves requests."""
 
+    @property
+    def going_on(self) -> Collection[Job]:
+        """The answers that are generated."""
+
     def close(self) -> bool:
         """End all answers; whether the thread has ended."""
 
@@ -102,37 +114,28 @@ class Worker(Protocol):
 _CLOSING = RefusedError("the server ends", code="server_error", status=503, retry_after=5)
 
 
-def _refuse_more(waiting: int, most: int, seconds: float) -> None:
-    if waiting >= most:
-        after = min(_LONGEST_WAIT, max(1, math.ceil(seconds * waiting)))
-        raise RefusedError(
-            f"expected at most {most} requests waiting, got one more",
-            code="rate_limit_exceeded",
-            status=429,
-            retry_after=after,
-        )
-
-
 class OneByOne:
-    """Generates one answer after another. While it feeds a long prompt in parts, it serves short
-    ones that have come meanwhile.
+    """Generates one answer after another, of the tenants in turn, and of the requests of each.
+    While it feeds a long prompt in parts, it serves short ones that have come meanwhile.
 
     Args:
         model: with an assistant attached.
         tokenizer: the model's.
-        most_waiting: requests that may wait.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, most_waiting: int):
-        self._model, self._tokenizer, self._most = model, tokenizer, most_waiting
+    def __init__(self, model: Any, tokenizer: Any):
+        self._model, self._tokenizer = model, tokenizer
         self.most_tokens = position_limit(model)
         self._part = PART if model.device.type == "cpu" else _PART_OF_GPU
         self._alphabet = Alphabet(tokenizer)
-        self._waiting: deque[Job] = deque()
+        self._waiting: list[Job] = []
+        # Of each tenant and request that waits: how many had begun when it came, or last began.
+        self._turns: dict[Hashable, tuple[int, bool]] = {}
+        self._begun = 0
         self._changed = threading.Condition()
         self._running: set[Job] = set()
         self._closed = False
-        self._seconds = 0.0  # that an answer takes, the later ones the more
+        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
@@ -140,21 +143,24 @@ class OneByOne:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def going_on(self) -> Collection[Job]:
+        with self._changed:
+            return [*self._running]
+
     def submit(self, jobs: Sequence[Job]) -> None:
         with self._changed:
             if self._closed:
                 raise _CLOSING
-            # The answers of one request are one that waits, until the first is begun.
-            begun = {id(job.request) for job in self._running}
-            waiting = {id(job.request) for job in self._waiting} - begun
-            _refuse_more(len(waiting), self._most, self._seconds)
             self._waiting += jobs
+            self._keep_turns()
             self._changed.notify()
 
     def leave(self, job: Job) -> None:
         job.left = True
-        with self._changed, suppress(ValueError):
-            self._waiting.remove(job)
+        with self._changed:
+            self._waiting = [one for one in self._waiting if one is not job]
+            self._keep_turns()
 
     def close(self) -> bool:
         with self._changed:
@@ -173,22 +179,41 @@ class OneByOne:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                self._running.add(job := self._waiting.popleft())
+                job = self._by_turns()[0]
+                self._begin(job)
             began = time.perf_counter()
             self._serve(job)
-            self._seconds += (time.perf_counter() - began - self._seconds) / 8
+            self.seconds += (time.perf_counter() - began - self.seconds) / 8
+
+    def _keep_turns(self) -> None:
+        """Know the turns of those that wait, and of no others."""
+        waiting = {name for job in self._waiting for name in (job.tenant, job.request)}
+        self._turns = {name: self._turns.get(name, (self._begun, False)) for name in waiting}
+
+    def _by_turns(self) -> list[Job]:
+        """Those that wait, first of all who came, or had a turn, the longest ago."""
+        turns = self._turns
+        return sorted(self._waiting, key=lambda job: (turns[job.tenant], turns[job.request]))
+
+    def _begin(self, job: Job) -> None:
+        """It has its turn."""
+        self._waiting.remove(job)
+        self._running.add(job)
+        self._begun += 1
+        self._turns[job.tenant] = self._turns[job.request] = self._begun, True
+        self._keep_turns()
+        job.begun, job.stepped = True, time.monotonic()
 
     def _serve(self, job: Job) -> None:
         """Generate an answer that is among the running ones, until it has ended."""
         try:
             if not job.left:
-                with suppress(_EndedError):
-                    self._generate(job)
+                self._generate(job)
                 job.written.end()
         except _LeftError:
             pass
         except Exception as error:
-            job.written.deliver(Failed(self._blamed(job, error)))
+            job.written.deliver(Failed(error))
         finally:
             with self._changed:
                 self._running.discard(job)
@@ -197,13 +222,15 @@ class OneByOne:
         model, written, config = self._model, job.written, job.config
         written.begin()
         own: dict[str, Any] = {"assistant": job.assistant} if job.assistant is not None else {}
+        processors, criteria = LogitsProcessorList(job.processors), StoppingCriteriaList()
         streamer: _Streamer | None = _Streamer(job)
-        if config.get_generation_mode() not in _BY_TOKENS:
-            streamer = None  # which such ways of decoding have none of
-        processors = LogitsProcessorList(job.processors)
-        if written.form.top is not None and streamer is not None:
+        by_tokens = config.get_generation_mode() in _BY_TOKENS
+        if written.form.top is not None and by_tokens:
             streamer.likely = _Likely(self._alphabet, written.form.top)
             processors.insert(0, streamer.likely)
+        if written.form.may_end or not by_tokens:  # other ways of decoding have no streamer
+            criteria.append(_Ended(job, streamer if by_tokens else None))
+            streamer = None
         if hasattr(model, "has_talker"):
             own["generation_mode"] = "text"
         with _numbers_of(job.seed, model.device), self._in_parts(job):
@@ -213,42 +240,32 @@ class OneByOne:
                 streamer=streamer,
                 tokenizer=self._tokenizer,
                 logits_processor=processors,
+                stopping_criteria=criteria,
                 **own,
             )
-        if streamer is None:
+        if not by_tokens:
             written.put(ids[0, job.inputs["input_ids"].shape[1] :].tolist())
 
     @contextmanager
     def _in_parts(self, job: Job) -> Iterator[None]:
-        """A scope in which a long prompt lets short ones pass."""
+        """A scope in which a long prompt lets short ones pass between two parts: one of each other
+        tenant and of each request of its own, so that it goes on however many come."""
 
         def between() -> None:
+            passing: dict[Hashable, Job] = {}
             with self._changed:
-                passing = [one for one in self._waiting if one.length <= self._part]
-                for one in passing:
-                    self._waiting.remove(one)
-                self._running.update(passing)
-            for one in passing:
+                for one in self._by_turns():
+                    if one.length <= self._part:
+                        own = one.tenant == job.tenant
+                        passing.setdefault(one.request if own else one.tenant, one)
+                for one in passing.values():
+                    self._begin(one)
+            for one in passing.values():
                 self._serve(one)
-            if job.left:
-                raise _LeftError
+            job.step()
 
         with prompts_in_parts(self._part, between):
             yield
-
-    def _blamed(self, job: Job, error: Exception) -> Exception:
-        """What an answer failed by: its own fields, where one without them does not fail."""
-        if isinstance(error, RefusedError):
-            return error
-        if job.suspects:
-            prompt = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
-            try:
-                self._model.generate(prompt, assistant=None, max_new_tokens=2, do_sample=False)
-            except Exception:
-                return error
-            found = f"{' or '.join(job.suspects)}: {type(error).__name__}: {error}"
-            return RefusedError(found, job.suspects[0])
-        return error
 
 
 @contextmanager
@@ -274,18 +291,38 @@ class _Streamer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """One token, or first of all the prompt."""
-        if self._job.left:
-            raise _LeftError
+        self._job.step()
         if not self._began:
             self._began = True
             return
-        if self._job.written.ended:
-            raise _EndedError
+        self.hand_on(value)
+
+    def hand_on(self, value: torch.Tensor) -> None:
+        """One token."""
         (token,) = value.tolist()
         self._job.written.put([token], [] if self.likely is None else [self.likely.of(token)])
 
     def end(self) -> None:
         """Nothing follows."""
+
+
+class _Ended(StoppingCriteria):
+    """Ends an answer whose text is whole, or that nobody waits for.
+
+    Args:
+        job: the answer.
+        streamer: takes its tokens, which it is not handed before a criterion is asked; None: the
+            text is not made token by token.
+    """
+
+    def __init__(self, job: Job, streamer: _Streamer | None) -> None:
+        self._job, self._streamer = job, streamer
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        self._job.step()
+        if self._streamer is not None:
+            self._streamer.hand_on(input_ids[0, -1:])
+        return input_ids.new_full((len(input_ids),), self._job.written.ended, dtype=torch.bool)
 
 
 class _Likely(LogitsProcessor):
@@ -317,16 +354,14 @@ class SideBySide:
         model: with an assistant attached.
         config: the `GenerationConfig` that all answers share.
         batching: transformers' `ContinuousBatchingConfig`; None: its defaults.
-        most_waiting: requests that may wait for their first token.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, model: Any, config: Any, batching: Any, most_waiting: int):
+    def __init__(self, model: Any, config: Any, batching: Any):
         self._model, self._config, self._batching = model, config, batching
-        self._most = most_waiting
         self._open: dict[str, Job] = {}
-        self._seconds = 0.0
+        self.seconds = 0.0
         self._manager: Any = None
         self._start()
 
@@ -352,15 +387,17 @@ class SideBySide:
     def is_alive(self) -> bool:
         return self._manager.background_thread_status.fatal_error is None
 
+    @property
+    def going_on(self) -> Collection[Job]:
+        return [*self._open.values()]
+
     def submit(self, jobs: Sequence[Job]) -> None:
-        waiting = len({id(job.request) for job in self._open.values() if not job.begun})
-        _refuse_more(waiting, self._most, self._seconds)
         if not self.is_alive:
             self._start()
         for job in jobs:
             # An id of one answer alone: clients give theirs to several.
             name = f"answer {next(self._numbers)}"
-            self._open[name] = job
+            self._open[name], job.stepped = job, time.monotonic()
             handler = self._handler(name, job, time.perf_counter())
             self._manager.register_result_handler(name, handler)
             drafts = isinstance(self._manager, DraftingManager)
@@ -381,13 +418,13 @@ class SideBySide:
         def handle(output: Any) -> None:
             if name not in self._open:
                 return
-            job.begun = True
+            job.begun, job.stepped = True, time.monotonic()
             try:
                 written.put(output.generated_tokens[len(written.token_ids) :])
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 if output.is_finished() or written.ended:
-                    self._seconds += (time.perf_counter() - began - self._seconds) / 8
+                    self.seconds += (time.perf_counter() - began - self.seconds) / 8
                     self._close(name, not output.is_finished())
                     written.end()
             except Exception as error:

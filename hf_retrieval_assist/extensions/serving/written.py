@@ -123,6 +123,11 @@ class Form:
     ignores_ends: bool = False
     expected: ExpectedTexts | None = None
 
+    @property
+    def may_end(self) -> bool:
+        """Whether its text may be whole before a token ends it."""
+        return bool(self.stops or self.single)
+
 
 @dataclass
 class Written:

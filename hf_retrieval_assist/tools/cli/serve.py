@@ -33,7 +33,7 @@ _TENANTS = Option(
     None,
     metavar="FILE|header:NAME",
     help="draft for each tenant from its own outputs alone: those of a file with a name and an API "
-    "key in each line, or those that a header names",
+    "key in each line, or those that a header names in UTF-8, percent-encoded or not",
 )
 _ADMIN = Option(None, metavar="FILE", help="holds the key with which tenants are erased")
 _BATCHING = Option(False, "--continuous-batching", help="decode requests side by side")
@@ -68,7 +68,9 @@ def serve(
     cb_max_batch_tokens: int | None = Option(None, min=1, help="tokens that a step may feed"),
     max_prompt_tokens: int | None = _PROMPT,
     max_answer_tokens: int | None = _ANSWER,
-    max_waiting: int = Option(128, min=1, metavar="N", help="requests that may wait"),
+    max_waiting: int = Option(
+        128, min=1, metavar="N", help="answers that may wait, of each tenant"
+    ),
     max_seconds: float = Option(600, min=1, metavar="S", help="of a request, waiting included"),
     host: str = Option("localhost", help="address that is listened at"),
     port: int = Option(8000, min=0, help="0: any that is free"),
@@ -160,9 +162,9 @@ class _Assistants:
         made.stats = made.policy.stats = self.assistant.stats
         return made
 
-    def forget(self, tenant: str) -> None:
-        """Erase a tenant's outputs, and what was learnt of them."""
-        self._memory.namespace(tenant).forget()
+    def forget(self, tenant: str) -> int:
+        """Erase a tenant's outputs, and what was learnt of them; how many those were."""
+        return self._memory.namespace(tenant).forget()
 
     @property
     def about(self) -> str:

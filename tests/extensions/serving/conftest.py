@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import transformers
 from packaging.version import Version
@@ -13,3 +15,24 @@ def folder(tmp_path_factory):
     from tests.support.served import learned
 
     return learned(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Forwards that wait until the event is set."""
+    from transformers import Qwen2ForCausalLM
+
+    plain = Qwen2ForCausalLM.forward
+    going = threading.Event()
+    going.set()
+    going.waits, going.forwards = False, 0  # whether a forward does, and how many there were
+
+    def forward(self, *arguments, **options):
+        going.waits = not going.is_set()
+        assert going.wait(30)
+        going.forwards += 1
+        return plain(self, *arguments, **options)
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
+    yield going
+    going.set()

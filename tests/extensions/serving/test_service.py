@@ -2,11 +2,8 @@
 
 import json
 import signal
-import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -20,7 +17,7 @@ from hf_retrieval_assist.extensions.serving.service import Limits, Service
 from hf_retrieval_assist.extensions.serving.tenants import Tenants, read_keys
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
-from tests.support.served import ANSWERS, LIST, get, listening, serving
+from tests.support.served import ANSWERS, LIST, connected, get, listening, serving
 
 PART = 64
 LONG = "list " * 300
@@ -41,33 +38,6 @@ def slow(monkeypatch):
     monkeypatch.setattr(workers, "PART", PART)
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
     return fed
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Forwards that wait until the event is set."""
-    going = threading.Event()
-    going.set()
-    going.waits = False  # whether a forward does
-
-    def forward(self, *arguments, **options):
-        going.waits = not going.is_set()
-        assert going.wait(30)
-        return FORWARD(self, *arguments, **options)
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
-    yield going
-    going.set()
-
-
-def posted(served, body):
-    """A connection whose client has asked for a chat."""
-    where = urlsplit(served.url)
-    data = json.dumps(body).encode()
-    connection = socket.create_connection((where.hostname, where.port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
-    connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + data)
-    return connection
 
 
 def chat(content, **options):
@@ -110,7 +80,7 @@ def test_short_requests_pass_a_long_prompt(folder, slow):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_whose_client_leaves_is_not_fed_to_its_end(folder, slow, stream):
     with serving(folder) as served:
-        connection = posted(served, chat(LONG, stream=stream))
+        connection = connected(served.url, "chat/completions", chat(LONG, stream=stream))
         wait_until(lambda: len(slow) > 3)
         connection.close()
         wait_until(lambda: not running(served))
@@ -118,21 +88,24 @@ def test_a_prompt_whose_client_leaves_is_not_fed_to_its_end(folder, slow, stream
         assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
 
 
-def test_more_requests_than_may_wait_are_sent_away(folder, held):
-    with serving(folder, limits=Limits(waiting=2)) as served:
+def test_more_answers_than_may_wait_are_sent_away(folder, held):
+    with serving(folder, limits=Limits(waiting=4)) as served:
         held.clear()
         with ThreadPoolExecutor(3) as pool:
             going = []
-            for number in range(3):
+            for number in range(2):
                 going.append(pool.submit(served.ask, "hello", n=2))
                 wait_until(lambda n=number: len(served.service.worker._waiting) == 1 + 2 * n)
-            error = refusal(served.ask, "hello")
+            error = refusal(served.ask, "hello", n=2)
             assert isinstance(error, openai.RateLimitError)
             assert error.code == "rate_limit_exceeded"
             assert int(error.response.headers["retry-after"]) >= 1
+            going.append(pool.submit(served.ask, "hello"))
+            wait_until(lambda: len(served.service.worker._waiting) == 4)
             held.set()
-            assert {one.result().choices[1].message.content for one in going} == {ANSWERS["hello"]}
-        served.ask("hello")
+            found = [choice.message.content for one in going for choice in one.result().choices]
+            assert found == 5 * [ANSWERS["hello"]]
+        served.ask("hello", n=4)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -281,7 +254,7 @@ def test_tenants_draft_from_their_own_outputs_alone(folder, by):
             assert get(erase, method="DELETE", **headers)[0] == status
         assert len(memory.namespace("acme")) == 2
         status, told = get(erase, method="DELETE", authorization="Bearer all")
-        assert (status, json.loads(told)["erased"]) == (200, True)
+        assert (status, json.loads(told)["erased"]) == (200, 2)
         assert [len(memory.namespace(name)) for name in ("acme", "globex")] == [0, 1]
         assert served.metrics()["requests_total",] == 3
         ask("k1", "acme")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -12,6 +13,8 @@ pytest.importorskip("xgrammar", reason="make test-structured")
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("the server needs transformers 5.20", allow_module_level=True)
 
+from hf_retrieval_assist.extensions.serving import grammars
+from tests.support.memories import wait_until
 from tests.support.served import ANSWERS, TOOL, learned, serving, tokenizer_of_bytes
 
 SIZE = {
@@ -108,6 +111,13 @@ def test_no_tool_is_called_where_none_may_be(served):
     assert found == served.ask("rain?").choices[0]
 
 
+def schema(value):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+
+
+NOT = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+REMOTE = {"$ref": "https://example.com/number.json"}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": NOT}}
 REFUSED = [
     ({"tool_choice": "required"}, "tool_choice", "got no tools"),
     (
@@ -115,10 +125,20 @@ REFUSED = [
         "tool_choice",
         "got no tool of the name 'x'",
     ),
+    ({"response_format": schema({"type": "no"})}, "response_format", "no"),
+    ({"response_format": schema(NOT)}, "response_format", "got not at properties.a"),
+    ({"response_format": schema(REMOTE)}, "response_format", r"got a \$ref to 'https"),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        {"response_format": schema({"type": "string", "pattern": r"\bword\b"})},
         "response_format",
-        "no",
+        "Word boundary is not supported",
+    ),
+    ({"response_format": schema({"enum": ["x" * 66_000]})}, "response_format", "at most 65,536"),
+    ({"tools": [STRICT]}, "tools", "f: expected a schema .* got not at properties.a"),
+    (
+        {"tools": [STRICT | {"function": STRICT["function"] | {"strict": False}}] * 1900},
+        "tools",
+        "at most 128",
     ),
 ]
 
@@ -128,6 +148,44 @@ def test_what_nothing_can_be_held_to_is_refused(served, options, param, message)
     with pytest.raises(openai.BadRequestError, match=message) as found:
         served.ask("hello", **options)
     assert found.value.param == param
+
+
+def test_responses_refuse_what_nothing_can_be_held_to(served):
+    text = {"format": {"type": "json_schema", "name": "x", "schema": REMOTE}}
+    with pytest.raises(openai.BadRequestError) as found:
+        served.client.responses.create(model=served.model, input="hello", text=text)
+    assert found.value.param == "text"
+
+
+def test_a_schema_that_takes_long_is_refused_and_holds_nobody(served, monkeypatch):
+    """Ninety characters that would take minutes. Others are answered meanwhile, and afterwards
+    schemas are compiled again."""
+    served.ask("hello", response_format=FORMAT)
+    monkeypatch.setattr(grammars, "SECONDS", 2.0)
+    slow = schema({"type": "string", "pattern": ".?" * 64})
+    with ThreadPoolExecutor(1) as clients:
+        going = clients.submit(served.ask, "hello", response_format=slow)
+        wait_until(lambda: served.service.health["waiting"])
+        assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
+        assert not going.done()
+        with pytest.raises(openai.BadRequestError, match="compiled within 2 s") as found:
+            going.result()
+    assert found.value.param == "response_format"
+    monkeypatch.undo()
+    another = schema(SIZE | {"description": "not compiled before"})
+    assert is_sized(served.ask("hello", response_format=another).choices[0].message.content)
+
+
+def test_a_schema_is_compiled_once_and_forgotten_with_a_tenant(served, monkeypatch):
+    compiled, inner = [], grammars._compiled
+    monkeypatch.setattr(grammars, "_compiled", lambda *x: compiled.append(x) or inner(*x))
+    mine = schema(SIZE | {"description": "mine"})
+    for _ in range(2):
+        served.ask("hello", response_format=mine, n=3)
+    assert len(compiled) == 1
+    served.service._held.forget()
+    served.ask("hello", response_format=mine)
+    assert len(compiled) == 2
 
 
 def test_calls_need_no_end_of_their_own(served, tmp_path):
