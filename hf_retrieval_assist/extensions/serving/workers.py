@@ -223,21 +223,21 @@ class OneByOne:
         written.begin()
         own: dict[str, Any] = {"assistant": job.assistant} if job.assistant is not None else {}
         processors, criteria = LogitsProcessorList(job.processors), StoppingCriteriaList()
-        streamer: _Streamer | None = _Streamer(job)
+        streamer = _Streamer(job)
         by_tokens = config.get_generation_mode() in _BY_TOKENS
+        watched = written.form.may_end or not by_tokens  # other ways of decoding have no streamer
         if written.form.top is not None and by_tokens:
             streamer.likely = _Likely(self._alphabet, written.form.top)
             processors.insert(0, streamer.likely)
-        if written.form.may_end or not by_tokens:  # other ways of decoding have no streamer
+        if watched:
             criteria.append(_Ended(job, streamer if by_tokens else None))
-            streamer = None
         if hasattr(model, "has_talker"):
             own["generation_mode"] = "text"
         with _numbers_of(job.seed, model.device), self._in_parts(job):
             ids = model.generate(
                 **job.inputs,
                 generation_config=config,
-                streamer=streamer,
+                streamer=None if watched else streamer,
                 tokenizer=self._tokenizer,
                 logits_processor=processors,
                 stopping_criteria=criteria,

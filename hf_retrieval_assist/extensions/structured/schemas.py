@@ -151,7 +151,7 @@ def _members(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
             yield f"{place}.{name}", schema[name]
     if names := _object(schema.get("propertyNames")):
         text = {} if names.keys() & {*_ALONE} else {"type": "string"}
-        yield f"{place}.propertyNames", text | names
+        yield f"{place}.propertyNames", {**text, **names}
 
 
 def _object(found: Any) -> _Schema:
