@@ -297,7 +297,7 @@ cdef class ObjectWalk:
         """What is told of a module's hooks, where it has some."""
         raise NotImplementedError
 
-    def attributes(self, list modules, dict moved, is_weight, is_left):
+    def attributes(self, list modules, dict moved, is_weight, shown):
         """What is told of modules: of each its class, the classes of its parameters, its own attributes in turns with their
         names, and buffers that may be settings.
 
@@ -305,7 +305,7 @@ cdef class ObjectWalk:
             modules: told by these alone.
             moved: names that are left out, by the addresses of modules.
             is_weight: whether a buffer is none that tells something by its value.
-            is_left: whether a module's forwards have left a tensor, which is none of its buffers, on it.
+            shown: what stands for a module's tensor that is none of its buffers: a plain value, or the tensor itself.
         """
         cdef PyObject* key
         cdef PyObject* value
@@ -321,8 +321,8 @@ cdef class ObjectWalk:
                 if _is_internal(key, &at, self._left_out) or (names and <object>key in names):
                     continue
                 told.append(self._tell(<object>key))
-                if PyObject_TypeCheck(<object>value, <TypeStruct*>TENSOR) and is_left(module, <object>value):
-                    told.append(None)
+                if PyObject_TypeCheck(<object>value, <TypeStruct*>TENSOR):
+                    told.append(self._tell(shown(module, <object>value)))
                 else:
                     told.append(self._tell(<object>value))
             table, place = own["_parameters"], 0

@@ -101,6 +101,8 @@ class LogitNgramDrafter(Drafter):
     ) -> None:
         """Texts learn together what one forward showed."""
         shown: list[tuple[NgramSession, Feedback]] = []
+        table = sessions[0].table  # all texts of a call share it, or each has one that is its own
+        before = table.nbytes
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             if feedback is not None and feedback.top is not None:
                 if len(session.unread):
@@ -113,7 +115,8 @@ class LogitNgramDrafter(Drafter):
                     session.learn_text(token_ids)
         if shown:
             _learn(*zip(*shown, strict=True))
-        self.memory.make_room()
+        if table.nbytes > before:
+            self.memory.make_room()
         for session, token_ids in zip(sessions, tokens, strict=True):
             if len(session.unread):
                 session.read_prompt(0)

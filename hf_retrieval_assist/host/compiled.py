@@ -10,13 +10,9 @@ import torch
 from torch import nn
 
 from ..structures.modules import modules_of
-from .transformers_private import hooks_of, own_calls
 
 # Compiled functions of these are the libraries' own, as flex attention is.
 _LIBRARIES = ("torch.", "transformers.integrations.")
-
-# What `torch.compile` leaves on the functions that it makes.
-_MARK = "_torchdynamo_orig_callable"
 
 
 class CompiledCallError(RuntimeError):
@@ -32,19 +28,6 @@ class CompiledCallError(RuntimeError):
 def is_scripted(model: nn.Module) -> bool:
     """Whether a part of a model is TorchScript."""
     return any(isinstance(module, torch.jit.ScriptModule) for module in modules_of(model))
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a caller has compiled a model, a part of it or a hook in place."""
-    modules = modules_of(model)
-    parts = any(
-        call is not None
-        or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(forward, _MARK)
-        for module in modules
-        for forward, call in [own_calls(module)]
-    )
-    return parts or any(hasattr(hook.called, _MARK) for hook in hooks_of(*modules))
 
 
 class RefuseCompiledCalls:

@@ -35,6 +35,7 @@ from .told import (
     configurations_in,
     members_of,
     told,
+    version_of,
 )
 from .transformers_private import Hook, hooks_of
 
@@ -62,7 +63,7 @@ def model_settings(model: nn.Module, moving: Moving | None = None) -> Hashable:
     modes that change operators."""
     modules, teller = modules_of(model), Teller(moving)
     moved = moving.by_address if moving else {}
-    attributes = teller.attributes(modules, moved, _is_weight, _is_left)
+    attributes = teller.attributes(modules, moved, _is_weight, _shown)
     hooks = [*callers_global_hooks(), *hooks_of(*modules)]
     return (
         Told(teller, attributes),
@@ -77,10 +78,14 @@ def _is_weight(value: Any) -> bool:
     return issubclass(type(value), torch.Tensor) and not _is_number(value)
 
 
-def _is_left(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is no buffer is what forwards have left on a module: on those that no
-    caller has written, as Qwen2-VL's keeps how far positions are ahead of the text."""
-    return _is_weight(tensor) or type(module).__module__.partition(".")[0] in LIBRARIES
+def _shown(module: nn.Module, tensor: torch.Tensor) -> Any:
+    """What stands for a tensor that is no buffer: nothing for one to compute with; how often it was
+    written to for what forwards leave on modules that no caller has written, as Qwen2-VL's keeps
+    how far positions are ahead of the text; of others they themselves."""
+    if _is_weight(tensor):
+        return None
+    librarys = type(module).__module__.partition(".")[0] in LIBRARIES
+    return version_of(tensor) if librarys else tensor
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __v
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..structures.modules import hooked
+from ..structures.modules import hooked, modules_of
 from .private_names import cache_parameter
 
 PIPELINES_SINCE = Version("5.23")
@@ -215,6 +215,19 @@ def own_calls(module: nn.Module) -> tuple[Any, Any]:
 def own_forwards(modules: list[nn.Module]) -> list[Any]:
     """What stands on modules for their classes' forwards."""
     return [own for module in modules if (own := vars(module).get("forward")) is not None]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a caller has compiled a model, a part of it or a hook in place."""
+    modules, mark = modules_of(model), "_torchdynamo_orig_callable"
+    parts = any(
+        call is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
+        or hasattr(forward, mark)
+        for module in modules
+        for forward, call in [own_calls(module)]
+    )
+    return parts or any(hasattr(hook.called, mark) for hook in hooks_of(*modules))
 
 
 def compilations() -> int:

@@ -218,8 +218,8 @@ class DraftingPolicy:
         trees = nothing = Forest.empty(len(sessions))
         for number, drafter in enumerate(self.drafters):
             drafts = nothing
-            missed = _missed(trees) if drafter.costly else 1.0
-            if budget and self.can_draft(number, sessions) and step.asks(number, missed):
+            able = budget and self.can_draft(number, sessions)
+            if able and step.asks(number, _missed(trees) if drafter.costly else 1.0):
                 drafts = self.ask_drafter(number, step, sessions, budget, trees)
                 trees = trees.merge(drafts)
                 if step.account is not None:
@@ -231,10 +231,13 @@ class DraftingPolicy:
 
     def can_draft(self, number: int, sessions: Sequence[AssistantSession]) -> bool:
         """Whether a drafter has something to draft from for any of these texts."""
-        awake = [text.sessions[number] for text in sessions if not text.idle[number]]
-        if self.drafters[number].costly:
-            return any(session.ready for session in awake)
-        return bool(awake)
+        costly = self.drafters[number].costly
+        for text in sessions:  # no generator, which Python calls for each
+            if not text.idle[number] and (text.sessions[number].ready or not costly):
+                break
+        else:
+            return False
+        return True
 
     def ask_drafter(
         self,

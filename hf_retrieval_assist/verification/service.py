@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from ..cache.kv_cache import SLOT_LAYERS
 from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
-from ..host.compiled import is_compiled, is_scripted
+from ..host.compiled import is_scripted
 from ..host.lookups import lookups_of
 from ..host.model_state import Attributes, has_changing_hooks, model_settings
 from ..host.plain_step import has_own_loop, why_exchanged
@@ -27,6 +27,7 @@ from ..host.transformers_private import (
     cache_name,
     checkpoints_activations,
     input_device,
+    is_compiled,
     is_pipeline,
     is_stateful,
     takes_dynamic_cache,

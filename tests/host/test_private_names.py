@@ -110,11 +110,20 @@ HOST = Path(transformers_private.__file__)
 LISTED = {name.text.partition("(")[0] for names in GROUPS.values() for name in names}
 LISTING = LISTS.keys() - {HOST.parent}
 # PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
-PYTORCH = {"_C", "_nn", "_len_torch_function_stack", "_parameters", "_schema", "_version"}
+PYTORCH = {
+    "_C",
+    "_dynamo",
+    "_nn",
+    "_len_torch_function_stack",
+    "_parameters",
+    "_schema",
+    "_version",
+}
 PYTORCH |= {"_TensorMeta", "_buffers"}
 PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
 PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {
+    "_getframe",  # the caller's line, which transformers' warnings name
     "_handle",  # where xgrammar keeps the vocabulary that it would otherwise list anew
     "_replace",  # Python's named tuples have it
     "_exit",  # ends a process whose threads nothing can interrupt
