@@ -23,6 +23,9 @@ logger = get_logger(__name__)
 # Recordings of a computation that other threads may break before none is tried any more.
 MOST_BROKEN = 8
 
+# States of a model whose recordings, or faults, are kept.
+MOST_STATES = 8
+
 
 class BrokenRecordingError(RuntimeError):
     """A recording that another thread broke: the next one may succeed."""
@@ -136,7 +139,7 @@ class Recordings:
 
     Attributes:
         state: what they have taken for granted.
-        faults: why computations with these keys are not recorded.
+        faults: why computations with these keys are not recorded in this state.
         short: whether there was no memory for one of them: the next call may find enough.
         kinds: the recordings, by what tells them apart.
     """
@@ -176,6 +179,8 @@ class Recordings:
 
 Kept = TypeVar("Kept", bound=Recordings)
 
+_FaultsOfState = tuple[Any, dict[Hashable, str]]
+
 
 class Report(NamedTuple, Generic[Kept]):
     """What a pool has of a model.
@@ -184,7 +189,7 @@ class Report(NamedTuple, Generic[Kept]):
         idle: what waits for calls, the last that was used behind the others.
         made: recordings in it.
         nbytes: that it takes.
-        faults: why other computations are not recorded, by their keys.
+        faults: why other computations are not recorded, by their keys, in whichever state.
     """
 
     idle: tuple[Kept, ...]
@@ -199,37 +204,42 @@ class Pool(Generic[Kept]):
     Args:
         most: of a model that wait for calls.
         most_bytes: that these take, but for the ones that were used last.
-        skipped_calls: calls in which a model is left alone of which nothing could be recorded.
     """
 
-    def __init__(
-        self, most: int, most_bytes: float = math.inf, skipped_calls: float = math.inf
-    ) -> None:
-        self.most, self.most_bytes, self.skipped_calls = most, most_bytes, skipped_calls
+    def __init__(self, most: int, most_bytes: float = math.inf) -> None:
+        self.most, self.most_bytes = most, most_bytes
         self._idle: WeakKeyDictionary[Any, list[Kept]] = WeakKeyDictionary()
-        self._faults: WeakKeyDictionary[Any, dict[Hashable, str]] = WeakKeyDictionary()
-        # Models of which something is recorded, whatever else cannot be; and the others.
+        # Each model's states with their faults, the last that was asked for behind the others.
+        self._faults: WeakKeyDictionary[Any, list[_FaultsOfState]] = WeakKeyDictionary()
+        # Models of which something was recorded, whatever else cannot be.
         self._repeating: WeakSet[Any] = WeakSet()
-        self._skipped: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
         self._lock = Lock()
 
     def report(self, model: Any) -> Report[Kept]:
         """What there is of a model now."""
         with self._lock:
-            idle, faults = tuple(self._idle.get(model, ())), dict(self._faults.get(model, {}))
+            idle = tuple(self._idle.get(model, ()))
+            faults = {k: v for _, found in self._faults.get(model, ()) for k, v in found.items()}
         made, sizes = sum(kept.made for kept in idle), (kept.nbytes for kept in idle)
         return Report(idle, made, sum(sizes), faults)
 
     def skips(self, model: Any) -> bool:
-        """Whether a model is left alone in one more call."""
-        if left := self._skipped.get(model, 0):
-            self._skipped[model] = left - 1
-        return left > 0
+        """Whether a model is left alone, of which nothing could be recorded."""
+        return model not in self._repeating and bool(self.report(model).faults)
+
+    def faults_in(self, model: Any, state: Any) -> dict[Hashable, str]:
+        """Why computations of a model in a state are not recorded, by their keys, to be added to.
+        Kept for a few states."""
+        with self._lock:
+            known = self._faults.setdefault(model, [])
+            found = next((one for one in known if one[0] == state), (state, {}))
+            known[:] = [*[one for one in known if one is not found][1 - MOST_STATES :], found]
+            return found[1]
 
     def lend(
         self,
         model: Any,
-        make: Callable[[dict[Hashable, str]], Kept],
+        make: Callable[[], Kept],
         serves: Callable[[Kept], bool],
         rank: Callable[[Kept], Any] = lambda _: 0,
     ) -> Kept:
@@ -239,7 +249,7 @@ class Pool(Generic[Kept]):
         switched from call to call.
 
         Args:
-            make: makes these, given the faults that are known of the model.
+            make: makes these.
             rank: of several that serve the call it gets those of the lowest.
         """
         with self._lock:
@@ -248,8 +258,7 @@ class Pool(Generic[Kept]):
                 return found
             # Others make room before the new ones take their memory.
             self._drop_oldest(idle, self.most - 1)
-            faults = self._faults.setdefault(model, {})
-        return make(faults)
+        return make()
 
     def release(self, model: Any) -> None:
         """Drop what waits for a model's calls."""
@@ -262,8 +271,6 @@ class Pool(Generic[Kept]):
         with self._lock:
             if kept.made:
                 self._repeating.add(model)
-            elif kept.faults and model not in self._repeating:
-                self._skipped[model] = self.skipped_calls
             if kept.lasts:
                 idle = self._idle.setdefault(model, [])
                 idle.append(kept)
@@ -336,7 +343,7 @@ class Borrower(Generic[Kept]):
             if recording.spare:
                 logger.info("%s: recorded in another way (%s)", name, recording.fault)
                 return result
-            if not lent.faults:
+            if not self._pool.report(self._model).faults:
                 level, follows = self._told
                 told = name, follows, recording.fault
                 logger.log(level, "%s: some of its forwards, if not all, %s (%s)", *told)

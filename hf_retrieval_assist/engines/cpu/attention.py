@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...host.scopes import asks_for_more
 from ...system.tensors import thread
-from .recording import Attend, UnrecordableError
+from .recording import Attend, MakeAttend, UnrecordableError
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest
 
@@ -119,23 +119,32 @@ def _takes_kernel(
     return TUNING.takes_kernel(query, key, value)
 
 
-def _again(
+def _noted(
     module: Any,
     options: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, Attend]:
-    """What attention gives, and what computes it anew in the same place."""
+) -> tuple[torch.Tensor, MakeAttend]:
+    """What attention gives, and what makes what computes it anew."""
     out, _ = attention(module, query, key, value, mask, **options)
-    if _takes_kernel(module, query, key, value, mask, options):
-        return out, RepeatedAttention(query, options.get("scaling"), out)
+    by_kernel = _takes_kernel(module, query, key, value, mask, options)
+    return out, _by_kernel if by_kernel else partial(_plainly, module)
 
+
+def _by_kernel(query: torch.Tensor, options: dict[str, Any], out: torch.Tensor) -> Attend:
+    again: Attend = RepeatedAttention(query, options.get("scaling"), out)
+    return again
+
+
+def _plainly(
+    module: Any, query: torch.Tensor, options: dict[str, Any], out: torch.Tensor
+) -> Attend:
     def again(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
         out.copy_(plain_attention(module, query, key, value, mask, **options)[0])
 
-    return out, again
+    return again
 
 
 def attention(
@@ -152,7 +161,7 @@ def attention(
     if (recording := thread.recorder) is not None:
         if asks_for_more(options):
             raise UnrecordableError("attention is asked for more than its output")
-        compute = partial(_again, module, options)
+        compute = partial(_noted, module, options)
         return recording.attend(compute, query, key, value, attention_mask, options), None
     if not _takes_kernel(module, query, key, value, attention_mask, options):
         return plain_attention(module, query, key, value, attention_mask, **options)

@@ -21,7 +21,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -182,16 +181,21 @@ def linear(
 linear.stands_for = plain_linear  # type: ignore[attr-defined]
 
 
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""x, weight, bias, result."""
+
+
 class RepeatedLayers:
     """Linear layers of the same x, computed anew by every call where their results lie.
 
     Attributes:
         weights: the identities of theirs.
+        layers: of each x, weight, bias and result.
     """
 
     def __init__(self) -> None:
         self.weights: set[int] = set()
-        self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = []
+        self.layers: list[Layer] = []
         self._kernels: RepeatedLinears | None = None
 
     def add(
@@ -202,19 +206,31 @@ class RepeatedLayers:
         kernel = chosen_method(x, weight, bias) is kernel_linear
         # The kernel reads a copy of a bias that does not lie in a row.
         kernel = kernel and (bias is None or bias.is_contiguous())
-        if not self._layers:
+        if not self.layers:
             with suppress(ValueError):
                 self._kernels = RepeatedLinears(*layer) if kernel else None
         elif not (kernel and self._kernels is not None and self._kernels.add(*layer)):
             return False
-        self._layers.append(layer)
+        self.layers.append(layer)
         self.weights.add(id(weight))
         return True
 
     @property
     def x(self) -> torch.Tensor:
         """What they read."""
-        return self._layers[0][0]
+        return self.layers[0][0]
+
+    @property
+    def out(self) -> torch.Tensor:
+        """What the first one gives."""
+        return self.layers[0][3]
+
+    def moved(self, layers: list[Layer]) -> RepeatedLayers:
+        """The same of tensors that lie elsewhere."""
+        found = RepeatedLayers()
+        found.weights, found.layers, found._kernels = self.weights, layers, self._kernels
+        [found._kernels] = found.packed({}) or [None]
+        return found
 
     @property
     def direct(self) -> Callable[[], None]:
@@ -227,7 +243,7 @@ class RepeatedLayers:
         if self._kernels is None:
             return None
         found: list[RepeatedLinears] = []
-        for x, weight, bias, out in self._layers:
+        for x, weight, bias, out in self.layers:
             layer = x, weight, bias, out, packed.get(id(weight))
             if not (found and found[-1].add(*layer)):
                 found.append(RepeatedLinears(*layer))
@@ -237,7 +253,7 @@ class RepeatedLayers:
         if self._kernels is not None and self.weights.isdisjoint(overrides.by_id):
             self._kernels()
             return
-        for x, weight, bias, out in self._layers:
+        for x, weight, bias, out in self.layers:
             out.copy_(linear(x, weight, bias))
 
 

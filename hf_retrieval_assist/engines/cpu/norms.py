@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,7 +110,7 @@ def _fused_forward(kind: type[nn.Module]) -> Callable[..., Any]:
             result = form(self, *inputs, **options) if in_route() else None
             if recording is not None and result is not None:
                 if inputs[0].stride() == result.stride():
-                    recording.norm(self, inputs[0], result, form.again(self, inputs[0], result))
+                    recording.norm(self, inputs[0], result, partial(form.again, self))
                 else:
                     result = None
         return plain(self, *inputs, **options) if result is None else result

@@ -2,12 +2,12 @@
 
 Half of the time that a small model's forward takes is Python's: modules that call modules, and new
 tensors and views for every operator. A :class:`Program` is what remains when they are left out. It
-holds the operators of one forward in their order, each with the very tensors that it read and wrote
-then, so that views and shapes need no second look. What changes from forward to forward is given
-anew: token ids, positions, masks, and the cache. Operators that have kernels are one compiled call,
-from one that has none to the next: linears, attention, norms, copies, sums and products, and
-functions of one number of two bytes, which are looked up. Others stay PyTorch's, in a Llama those
-that turn positions into angles.
+holds the operators of one forward in their order, each with tensors as it read and wrote then, so
+that views and shapes need no second look; where these lie says :mod:`.results`. What changes from
+forward to forward is given anew: token ids, positions, masks, and the cache. Operators that have
+kernels are one compiled call, from one that has none to the next: linears, attention, norms,
+copies, sums and products, and functions of one number of two bytes, which are looked up. Others
+stay PyTorch's, in a Llama those that turn positions into angles.
 
 The compiled call knows where the cache lies as long as all rows are written to the same slots;
 otherwise its layers are written to and read by their own methods, between two such calls.
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from ...system.tensors import memory_of, same_bits, thread
+from .results import Noted, Results
 from .skinny import (
     CompiledOperators,
     GivenLayers,
@@ -52,6 +53,10 @@ aten = torch.ops.aten
 Operator = Callable[[], Any]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], object]
 """Computes attention anew from keys, values and a mask, where its result lies."""
+MakeAttend = Callable[[torch.Tensor, dict[str, Any], torch.Tensor], Attend]
+"""Makes that of a query, options, and where the result lies."""
+Way = Callable[[Any, Any, torch.Tensor], Operator]
+"""Makes of an operator's arguments and keywords what computes its result anew where it lies."""
 
 # What shows an operator's results to Python, or a shape that depends on them, or chance.
 _TAGS = {
@@ -362,7 +367,7 @@ class Recorder(TorchDispatchMode):
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self._given = Given()
         self._layers, self._masks = {id(layer): i for i, layer in enumerate(layers)}, masks
-        self._operators: list[Operator] = []
+        self._noted: list[Noted] = []
         own = [*model.parameters(), *model.buffers(), *self.inputs.values()]
         self._known = {memory_of(tensor) for tensor in own} - {0}
         # What operators have made: others may write to it. All is kept, so that no other tensor
@@ -372,8 +377,8 @@ class Recorder(TorchDispatchMode):
         self._writers: dict[int, int] = {}
         self._constants: list[torch.Tensor] = []
         self._shown: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        # What the last linear layer gave, what gives it again, and its place.
-        self._linear: tuple[torch.Tensor, Callable[[], torch.Tensor], int] | None = None
+        # What computes the last linear layer, at once and anew, and its place.
+        self._linear: tuple[Callable[..., torch.Tensor], Any, int] | None = None
         # Linear layers by the rows that they read, with the place at which they are computed.
         self._together: dict[Any, tuple[Any, int]] = {}
         self._watch = _Watch()
@@ -405,15 +410,18 @@ class Recorder(TorchDispatchMode):
         Raises:
             UnrecordableError: they are none of its results.
         """
-        nbytes = sum(tensor.nbytes for tensor in self._made.values())
-        out, last, place = self._linear or (None, logits.clone, 0)
-        operators, layer = self._operators, None
-        if logits is out and place == len(operators) - 1:
-            operators, layer = operators[:-1], operators[-1]
+        compute, again, place = self._linear or (None, None, 0)
+        if compute is not None and again.out is logits and place == len(self._noted) - 1:
+            *given, out = again.layers[0]
+            results = Results(self._noted[:-1], self._made, given)
+            given = results.moved(given)
+            last, layer = partial(compute, *given), again.moved([(*given, _without_memory(out))])
         else:
             self._require_known(logits)
-            last = logits.clone
-        return Program(self.inputs, self._given, operators, last, layer, nbytes)
+            results = Results(self._noted, self._made, [logits])
+            last, layer = results.moved(logits).clone, None
+        operators = [x for one in results.operators() for x in getattr(one, "copies", [one])]
+        return Program(self.inputs, self._given, operators, last, layer, results.nbytes)
 
     def linear(
         self,
@@ -431,27 +439,32 @@ class Recorder(TorchDispatchMode):
         with self.aside():
             out = compute(x, weight, bias)
             rows = x.data_ptr(), x.shape, x.stride()
-            found, place = self._together.get(rows, (None, 0))
+            again, place = self._together.get(rows, (None, 0))
             written = max(self._writers.get(memory_of(tensor), -1) for tensor in given)
-            if found is not None and written < place and found.add(x, weight, bias, out):
+            if again is not None and written < place and again.add(x, weight, bias, out):
                 self._note_tensors([out], place)
                 self._linear = None
             else:
-                again, place = layers(), len(self._operators)
+                again, place = layers(), len(self._noted)
                 self._together[rows] = again, place
                 again.add(x, weight, bias, out)
-                self._linear = out, partial(compute, x, weight, bias), place
-                self._note(again, out)
+                self._linear = compute, again, place
+                self._noted.append(Noted(again.moved, [again.layers]))
+                self._note_tensors([out], place)
         return out
 
     def norm(
-        self, module: torch.nn.Module, x: torch.Tensor, out: torch.Tensor, again: Operator
+        self,
+        module: torch.nn.Module,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        make: Callable[[torch.Tensor, torch.Tensor], Operator],
     ) -> None:
-        """Note a norm that has given `out`, and what computes it anew."""
+        """Note a norm that has given `out`; `make` makes of x and that what computes it anew."""
         self._require_known(x)
         for weight in module.parameters():
             self._require_known(weight)
-        self._note(again, out)
+        self._note(make, [x], out)
 
     def update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor
@@ -465,12 +478,12 @@ class Recorder(TorchDispatchMode):
         with self.aside():
             shown = layer.update(key, value)
         self._shown.append((i, *shown))
-        self._operators.append(RepeatedUpdate(self._given.update, i, key, value))
+        self._noted.append(Noted(partial(RepeatedUpdate, self._given.update, i), [key, value]))
         return shown
 
     def attend(
         self,
-        compute: Callable[..., tuple[torch.Tensor, Attend]],
+        compute: Callable[..., tuple[torch.Tensor, MakeAttend]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -478,7 +491,7 @@ class Recorder(TorchDispatchMode):
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """Note attention over what a layer of the cache has shown; `compute` returns what it gives,
-        and what computes it anew."""
+        and what makes what computes it anew."""
         for tensor in tree_iter((query, dict(options))):
             if isinstance(tensor, torch.Tensor):
                 self._require_known(tensor)
@@ -491,8 +504,12 @@ class Recorder(TorchDispatchMode):
             if place is None:
                 raise UnrecordableError("attention gets a mask that the model has made")
         with self.aside():
-            out, again = compute(query, key, value, mask)
-        self._note(RepeatedAttend(self._given.attend, again, found[-1], place), out)
+            out, make = compute(query, key, value, mask)
+
+        def attend(*moved: Any) -> Operator:
+            return RepeatedAttend(self._given.attend, make(*moved), found[-1], place)
+
+        self._note(attend, [query, dict(options)], out)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -519,10 +536,9 @@ class Recorder(TorchDispatchMode):
         elif packet in _EMPTY:
             self._note_tensors(results, -1)
         elif not {memory_of(x) for x in results} <= {memory_of(x) for x in given}:  # no view
-            if len(results) == 1:
-                self._note(_into(func, args, kwargs, results[0]), results[0])
-            else:
-                self._note(partial(_compute_into, func, args, kwargs, results), *results)
+            one = len(results) == 1
+            way = _way(func, args, kwargs, results[0]) if one else partial(_computed, func)
+            self._note(way, [args, kwargs], *results)
         return out
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -532,13 +548,15 @@ class Recorder(TorchDispatchMode):
                 written = kwargs.get(argument.name, args[i] if i < len(args) else None)
                 if memory_of(written) not in self._made:
                     raise UnrecordableError(f"{func} writes to what the forward did not make")
-                self._writers[memory_of(written)] = len(self._operators)
-        self._operators.append(partial(func, *args, **kwargs))
+                self._writers[memory_of(written)] = len(self._noted)
+        self._noted.append(Noted(partial(_called, func), [args, kwargs]))
         return func(*args, **kwargs)
 
-    def _note(self, operator: Operator, *results: torch.Tensor) -> None:
-        self._operators += operator.copies if isinstance(operator, _Joined) else [operator]
-        self._note_tensors(results, len(self._operators) - 1)
+    def _note(
+        self, make: Callable[..., Operator], given: Sequence[Any], *results: torch.Tensor
+    ) -> None:
+        self._noted.append(Noted(make, given, results))
+        self._note_tensors(results, len(self._noted) - 1)
 
     def _note_tensors(self, results: Sequence[torch.Tensor], place: int) -> None:
         """Note tensors that the operator of a place has made."""
@@ -567,44 +585,57 @@ def _takes_places(packet: Any, args: Any) -> bool:
     return all(x.dtype not in (torch.bool, torch.uint8) for x in places)
 
 
-def _compute_into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> None:
-    again = [x for x in tree_iter(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-    for result, new in zip(results, again, strict=True):
-        result.copy_(new)
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """One like another, of which nobody reads or writes an element."""
+    like = torch.empty_like(tensor)
+    like.untyped_storage().resize_(0)
+    return like
 
 
-def _into(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Operator:
-    """What computes an operator's result anew where it lies: the first way that gives its bits."""
+def _called(func: Any, args: Any, kwargs: Any) -> Operator:
+    return partial(func, *args, **kwargs)
+
+
+def _computed(func: Any, args: Any, kwargs: Any, *results: torch.Tensor) -> Operator:
+    def compute() -> None:
+        again = [x for x in tree_iter(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+        for result, new in zip(results, again, strict=True):
+            result.copy_(new)
+
+    return compute
+
+
+def _way(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Way:
+    """The first way that gives an operator's result again, to the bit."""
     expected = result.clone()
-    for way in _ways(func, args, kwargs, result):
+    for way in _ways(func, kwargs, result):
         result.zero_()
         with suppress(ValueError, TypeError, RuntimeError):  # it is none of its kind
-            again = way()
-            again()
+            way(args, kwargs, result)()
             if same_bits(result, expected):
-                return again
+                return way
     result.copy_(expected)
-    return partial(_compute_into, func, args, kwargs, [result])
+    return partial(_computed, func)
 
 
-def _ways(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Iterator[Callable[[], Any]]:
-    """Makers of what may compute an operator's result anew."""
+def _ways(func: Any, kwargs: Any, result: torch.Tensor) -> Iterator[Way]:
+    """Ways that may give an operator's result again."""
     packet = func.overloadpacket
     name = packet.__name__
     if packet in _COPYING:
-        yield partial(RepeatedElements, "copy", args[:1], result)
-        yield lambda: partial(result.copy_, args[0])
+        yield lambda args, _, out: RepeatedElements("copy", args[:1], out)
+        yield lambda args, _, out: partial(out.copy_, args[0])
     elif packet in (aten.mul, aten.add, aten.neg) and not kwargs:
-        yield partial(RepeatedElements, name, args, result)
+        yield lambda args, _, out: RepeatedElements(name, args, out)
     elif packet is aten.cat:
-        yield partial(_Joined, result, *args)
+        yield lambda args, _, out: _Joined(out, *args)
     elif packet is aten.embedding:
-        yield partial(RepeatedRows, *args[:2], result)
+        yield lambda args, _, out: RepeatedRows(*args[:2], out)
     elif torch.Tag.pointwise in func.tags and result.element_size() == 2:
-        yield partial(_from_table, func, args, kwargs, result)
+        yield partial(_from_table, func)
     function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
     if function is not None:
-        yield lambda: partial(function, *args, **kwargs, out=result)
+        yield lambda args, kwargs, out: partial(function, *args, **kwargs, out=out)
 
 
 # What functions of one number give for every number of two bytes.

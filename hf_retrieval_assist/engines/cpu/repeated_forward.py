@@ -7,10 +7,11 @@ has been computed so often that recording would have paid, and compared to the b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +25,7 @@ from ...host.transformers_private import CACHE, attention_of, hooks_of
 from ...structures.modules import modules_of
 from ...system.tensors import same_bits
 from ...verification.recorded_state import recorded_state
-from ...verification.recordings import Borrower, Pool, Recording, Recordings
+from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, Recordings
 from ...verification.verifiers import ModelForward
 from .linear import MAX_ROWS
 from .recording import Program, Recorder, UnrecordableError
@@ -103,13 +104,11 @@ def _undone(layers: list[Any]) -> Iterator[list[Any]]:
 
 
 class Programs(Recordings):
-    """Those of a model in one state, whose names lead where they led when they were recorded.
+    """Those of a model in one state, whose names lead where they led when they were recorded; a
+    fault is one of the shape of ids that it was met at."""
 
-    A fault of one says that no more are recorded, since kinds of forwards differ in their widths.
-    """
-
-    def __init__(self, state: Any, lookups: ForwardLookups) -> None:
-        super().__init__(state, {})
+    def __init__(self, state: Any, faults: dict[Hashable, str], lookups: ForwardLookups) -> None:
+        super().__init__(state, faults)
         self.lookups = lookups
 
     def fit(self, state: Any) -> bool:
@@ -120,8 +119,37 @@ class Programs(Recordings):
         return sum(kind.content[0].nbytes for kind in self.kinds.values() if kind.content)
 
 
-PROGRAMS: Pool[Programs] = Pool(most=8, most_bytes=MOST_BYTES, skipped_calls=32)
-"""Looking at the state of a model takes milliseconds, so one that cannot be recorded is skipped."""
+class ProgramPool(Pool[Programs]):
+    """Lends them to calls. Looking at the state of a model takes milliseconds, so one of which not
+    even a forward of one token could be recorded is left alone in calls to come, as it is now.
+
+    Attributes:
+        skipped_calls: so many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(MOST_STATES, MOST_BYTES)
+        self.skipped_calls = 32
+        self._skipped: WeakKeyDictionary[ForwardLookups, int] = WeakKeyDictionary()
+
+    def skips(self, lookups: ForwardLookups) -> bool:
+        return lookups in self._skipped
+
+    def pass_by(self, lookups: ForwardLookups) -> None:
+        """A call leaves a model alone."""
+        with self._lock:
+            if (left := self._skipped.pop(lookups, 0)) > 1:
+                self._skipped[lookups] = left - 1
+
+    def give_back(self, model: Any, kept: Programs, spared: int = 1) -> None:
+        super().give_back(model, kept, spared)
+        alike = [one for one in self.report(model).idle if one.lookups is kept.lookups]
+        narrow: Any = kept.faults
+        if any(tokens == 1 for _, tokens in narrow) and not any(one.made for one in alike):
+            self._skipped[kept.lookups] = self.skipped_calls
+
+
+PROGRAMS = ProgramPool()
 
 
 def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
@@ -131,7 +159,7 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
-    if PROGRAMS.skips(model):
+    if PROGRAMS.skips(lookups):
         return False
     modules = modules_of(model)
     kinds: set[Any] = set(map(type, modules))
@@ -187,7 +215,7 @@ class RepeatedForward(Borrower[Programs]):
         if self._state is not None:
             self._programs = PROGRAMS.lend(
                 model,
-                lambda _: Programs(self._state, lookups),
+                lambda: Programs(self._state, PROGRAMS.faults_in(model, self._state), lookups),
                 lambda kept: kept.fit(self._state),
             )
         programs = self._programs
@@ -241,6 +269,7 @@ class RepeatedForward(Borrower[Programs]):
         )
         if key not in (kinds := programs.kinds):
             kinds[key] = _ShapeRecording(PATIENCE)
+            kinds[key].key = tuple(inputs["input_ids"].shape)
         seen = [one for one in masks if one is not None]
         asked = _Asked(self._compute, given, inputs, self._cache.layers, seen, programs)
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)

@@ -12,7 +12,7 @@ import torch
 
 from ...cache.slot_layers import SlotLayer
 from ...verification import recorded_state
-from ...verification.recordings import Pool, Recordings
+from ...verification.recordings import MOST_STATES, Pool, Recordings
 from . import replay
 from .arena import Arena, Shape
 from .fixed_masks import FixedMasks
@@ -25,9 +25,6 @@ MOST_MOVED = 64
 
 # The workspaces of a model that wait for calls.
 _MOST_IDLE_BYTES = 1 << 30
-
-# States of a model whose recordings a workspace keeps: they share its memory.
-_MOST_STATES = 8
 
 # Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
 _LOGITS_OF = (64, 256)
@@ -166,13 +163,8 @@ class Workspace(Recordings):
         states: [layers, batch, width], see `Shape`.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        record: Record | None = None,
-        faults: dict[Hashable, str] | None = None,
-    ) -> None:
-        super().__init__(None, {} if faults is None else faults)
+    def __init__(self, shape: Shape, record: Record | None = None) -> None:
+        super().__init__(None, {})
         self.shape, self.record = shape, record
         # The present state is the last one.
         self._in_states = [_InState(kinds=self.kinds)]
@@ -192,7 +184,7 @@ class Workspace(Recordings):
         if found is None:
             found = _InState(state, fusing(model) if self.shape.fused else None)
         others = [one for one in self._in_states if one is not found and one.kinds]
-        self._keep([*others[1 - _MOST_STATES :], found])
+        self._keep([*others[1 - MOST_STATES :], found])
 
     def knows(self, state: Any) -> bool:
         """Whether a model was in a state before."""
@@ -315,11 +307,12 @@ class Workspaces(Pool[Workspace]):
         if found is None:
             found = self.lend(
                 model,
-                lambda faults: Workspace(shape, replay.recorder(shape.device), faults),
+                lambda: Workspace(shape, replay.recorder(shape.device)),
                 lambda kept: kept.shape.serves(shape),
                 lambda kept: (not kept.knows(state), kept.shape.capacity),
             )
         found.turn_to(state, model)
+        found.faults = self.faults_in(model, state)
         return found
 
 

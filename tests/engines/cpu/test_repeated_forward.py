@@ -19,6 +19,7 @@ from hf_retrieval_assist.engines.cpu import repeated_forward
 from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
 from hf_retrieval_assist.engines.cpu.reroute import overriding
 from hf_retrieval_assist.engines.cpu.skinny import route_depth
+from hf_retrieval_assist.host.lookups import lookups_of
 from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.interruptions import raising
@@ -184,6 +185,57 @@ def test_programs_go_with_the_model_and_hold_no_weights_back():
     assert before() is None
 
 
+def failing(monkeypatch, fails):
+    """Let recordings of so many tokens be too large for which `fails` holds."""
+    make = Recorder.program
+
+    def program(recorder, logits):
+        made = make(recorder, logits)
+        if fails(logits.shape[1]):
+            made.nbytes = repeated_forward.MOST_BYTES + 1
+        return made
+
+    monkeypatch.setattr(Recorder, "program", program)
+
+
+def test_what_cannot_be_recorded_of_one_width_may_be_of_others(monkeypatch):
+    model = build(LlamaForCausalLM)
+    failing(monkeypatch, lambda tokens: tokens > 4)
+    wide, narrow = knowing(run(model), budget=12), SamAssistant(budget=0)
+    for _ in range(8):
+        same(model, assistant=wide)
+    assert {tokens > 4 for _, tokens in repeated_forward.PROGRAMS.report(model).faults} == {True}
+    for _ in range(2):
+        same(model, assistant=narrow)
+    assert narrow.stats.last.repeated > 0
+
+
+def test_what_cannot_be_recorded_of_one_adapter_may_be_of_others(monkeypatch):
+    options = {"r": 2, "init_lora_weights": False, "target_modules": ["v_proj"]}
+    model = get_peft_model(build(LlamaForCausalLM), LoraConfig(**options), "one").eval()
+    model.add_adapter("other", LoraConfig(**options))
+    failing(monkeypatch, lambda _: model.active_adapter == "one")
+    repeated = {}
+    for _ in range(4):
+        for name in ("one", "other"):
+            model.set_adapter(name)
+            assistant = SamAssistant(budget=0)
+            same(model, assistant=assistant)
+            repeated[name] = assistant.stats.last.repeated
+    assert repeated["one"] == 0 < repeated["other"]
+
+
+def test_nothing_changes_by_asking_whether_a_model_is_left_alone():
+    pool, lookups = repeated_forward.ProgramPool(), lookups_of(build(LlamaForCausalLM))
+    assert not pool.skips(lookups)
+    pool._skipped[lookups] = 2
+    assert [pool.skips(lookups) for _ in range(5)] == [True] * 5
+    pool.pass_by(lookups)
+    assert pool.skips(lookups)
+    pool.pass_by(lookups)
+    assert not pool.skips(lookups)
+
+
 def test_a_model_that_cannot_be_recorded_is_looked_at_now_and_then(monkeypatch):
     """Here one whose programs take more memory than they may."""
     model = build(LlamaForCausalLM)
@@ -305,7 +357,36 @@ def writes_behind_the_last_layer(model, x):
     return out
 
 
+def results_that_are_read_late(model, x):
+    """Others have come and gone by then."""
+    first = hidden = x + 1
+    for _ in range(5):
+        hidden = nn.functional.silu(model.linear(hidden)) - hidden.flip(-1)
+    return hidden * first + first[:, 2:3]
+
+
+def layer_that_comes_late(model, x):
+    """It is computed together with an early one of its input."""
+    hidden = x + 1
+    first = model.linear(hidden)
+    for _ in range(5):
+        first = (first * 2 - x).tanh()
+    return first + model.linear(hidden)
+
+
+def writes_into_rooms(model, x):
+    """Into parts of what was made empty, one after another."""
+    rooms = [torch.empty(1, 8) for _ in range(3)]
+    for room, part in zip(rooms, (x, model.linear(x), x * 3), strict=True):
+        room[:, :4].copy_(part[:, 4:])
+        room[:, 4:].copy_(part[:, :4])
+    return torch.cat(rooms, -1).view(3, 8).mean(0) + rooms[0]
+
+
 RECORDABLE = {
+    "results that are read late": results_that_are_read_late,
+    "a layer that comes late": layer_that_comes_late,
+    "writes into rooms": writes_into_rooms,
     "computed weights": layers_of_computed_weights,
     "computed biases": layers_of_computed_biases,
     "results as weights": layer_whose_weight_is_anothers_result,
@@ -336,12 +417,36 @@ def test_a_program_computes_from_what_it_is_given(compute):
             assert repeated_forward.same_bits(program({"x": x}, [], []), compute(model, x))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [2, 40])
+def test_results_lie_where_those_lay_that_nobody_reads_any_more(layers):
+    """So many layers take no more memory than two, and logits none."""
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+
+    def compute(x):
+        for _ in range(layers):
+            x = x + nn.functional.silu(model.linear(x))
+        return nn.functional.linear(x, model.linear.weight.repeat(100, 1))
+
+    with reroute():
+        with recording:
+            first = compute(recording.inputs["x"])
+        program, kept = recording.program(first), first.clone()
+        # Residual stream, product and activation, of an own size or two, and the weight.
+        assert program.nbytes <= 6 * 64 + 100 * model.linear.weight.nbytes
+        again = torch.randn(1, 8)
+        assert repeated_forward.same_bits(program({"x": again}, [], []), compute(again))
+    assert repeated_forward.same_bits(first, kept)
+
+
 def test_a_program_reads_what_stands_for_a_weight():
     model, x = Small(), torch.randn(1, 8)
     recording = Recorder(model, {"x": x}, [], [])
     with reroute(), torch.no_grad():
         with recording:
-            made = recording.program(model.linear(recording.inputs["x"]) + 1)
+            logits = model.linear(recording.inputs["x"]) + 1
+        made = recording.program(logits)
         with overriding({id(model.linear.weight): lambda x, bias: 2 * x}):
             assert repeated_forward.same_bits(made({"x": x}, [], []), 2 * x + 1)
         assert repeated_forward.same_bits(made({"x": x}, [], []), model.linear(x) + 1)
@@ -354,7 +459,8 @@ def test_a_program_routes_its_own_operators_alone():
     recording = Recorder(model, {"x": x}, [], [])
     with reroute():
         with recording:
-            made = recording.program(model.linear(recording.inputs["x"]) + 1)
+            logits = model.linear(recording.inputs["x"]) + 1
+        made = recording.program(logits)
         expected = made({"x": x}, [], [])
     assert repeated_forward.same_bits(made({"x": x}, [], []), expected)
     assert route_depth() == 0
