@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -96,11 +98,12 @@ def _wrap(original: Any, serve: Any) -> Any:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, assistant: Any = UNNAMED, **kwargs: Any) -> Any:
+        called = _as_from(sys._getframe(1), original)
         if _installed:
-            return serve(original, self, assistant, args, kwargs)
+            return serve(called, self, assistant, args, kwargs)
         # Transformers judges it as the caller gave it.
         named = {} if assistant is UNNAMED else {"assistant": assistant}
-        return original(self, *args, **named, **kwargs)
+        return called(self, *args, **named, **kwargs)
 
     wrapper: Any = method
     del wrapper.__wrapped__
@@ -108,6 +111,20 @@ def _wrap(original: Any, serve: Any) -> Any:
         wrapper.__signature__ = inspect.signature(original)
     vars(wrapper).update(vars(original), wrapper=wrapper, stands_for=original, loaded=LOADED)
     return wrapper
+
+
+def _as_from(frame: FrameType, function: Any) -> Any:
+    """A function whose calls stand on the line that a frame is at, so that what transformers warns
+    of in them names that line, instead of one of this module."""
+    call = _call_of(function)
+    place = {"co_filename": frame.f_code.co_filename, "co_firstlineno": frame.f_lineno}
+    code = call.__code__.replace(**place, co_name=getattr(function, "__name__", "generate"))
+    called = FunctionType(code, frame.f_globals, closure=call.__closure__)
+    return functools.wraps(function)(called)
+
+
+def _call_of(function: Any) -> Any:
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any:

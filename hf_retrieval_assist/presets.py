@@ -51,36 +51,31 @@ def shows_arguments(init: Init) -> Init:
     shared = inspect.signature(Assistant).parameters
     *own, _ = inspect.signature(init).parameters.values()
     signature = inspect.Signature([*own, *(shared[name] for name in Options.__annotations__)])
+    defaults = {name: one.default for name, one in signature.parameters.items()}
 
     @functools.wraps(init)
     def initialise(self: Preset, *args: Any, **options: Any) -> None:
-        told = _bound(type(self).__name__, signature, self, *args, **options)
+        try:
+            told = signature.bind(self, *args, **options).arguments
+        except TypeError as error:
+            wrong = next((name for name in options if name not in defaults), "")
+            meant = [
+                f"; did you mean {x}= by {wrong}=?" for x in get_close_matches(wrong, defaults, 1)
+            ]
+            raise TypeError(f"{type(self).__name__}: {error}{''.join(meant)}") from None
+        corpus = told.pop("corpus", None)
         self._told = [
-            f"{name}={_shown_corpus(value) if name == 'corpus' else _shown(value)}"
+            f"{name}={_shown(value)}"
             for name, value in told.items()
-            if name not in _NOT_SHOWN and not _is_default(value, signature.parameters[name].default)
+            if name not in _NOT_SHOWN and value != defaults[name]
         ]
+        if corpus is not None:
+            shown = repr(corpus) if isinstance(corpus, str) else "<documents>"
+            self._told.insert(0, f"corpus={shown}")
         init(self, *args, **options)
 
     initialise.__signature__ = signature  # type: ignore[attr-defined]
     return initialise  # type: ignore[return-value]
-
-
-def _bound(kind: str, signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of a call by their names; TypeError that names the kind of assistant."""
-    own = [*signature.parameters][1:]
-    for name in options:
-        if name not in own:
-            near = [f"; did you mean {one!r}?" for one in get_close_matches(name, own, 1)]
-            raise TypeError(f"{kind}: got an unexpected keyword argument {name!r}{''.join(near)}")
-    try:
-        return signature.bind(*args, **options).arguments
-    except TypeError as error:
-        raise TypeError(f"{kind}: {error}") from None
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default if default is None else bool(value == default)
 
 
 class Preset(Assistant):
@@ -93,14 +88,6 @@ class Preset(Assistant):
         held = {name: getattr(self, name, None) for name in ("memory", "datastore")}
         shown = [f"{name}={value!r}" for name, value in held.items() if value is not None]
         return ", ".join([*shown, *self._told])
-
-
-def _shown_corpus(corpus: Any) -> str:
-    if isinstance(corpus, (str, os.PathLike, Datastore)):
-        return repr(corpus)
-    if not hasattr(corpus, "__len__"):
-        return "<documents>"
-    return f"<{len(corpus):,} document{'s' * (len(corpus) != 1)}>"
 
 
 def _shown(value: Any) -> str:

@@ -1,10 +1,12 @@
 """The `assistant=` keyword: put on, taken off, and refusing what it cannot serve."""
 
+import contextlib
 import functools
 import inspect
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -102,6 +104,56 @@ def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monk
     assert GenerationMixin.generate is theirs
     assert torch.equal(plain, model.generate(PROMPT, assistant=assistant, **LENGTH))
     assert (len(calls), assistant.stats.total.calls) == (3, 1)
+
+
+def that_warns(function, name):
+    """A function of transformers with an argument that is deprecated."""
+
+    @functools.wraps(function)
+    def method(self, *args, old, **options):
+        warnings.warn(f"old: {old}", FutureWarning, stacklevel=2)
+        return function(self, *args, **options) if name == "generate" else None
+
+    return method
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_transformers_warns_of_names_the_callers_line_once(
+    model, reinstalled, monkeypatch, installed
+):
+    """Whichever way a call takes."""
+    hf_retrieval_assist.uninstall()
+    with monkeypatch.context() as patched:
+        for name in ("generate", "generate_batch"):
+            function = that_warns(getattr(GenerationMixin, name), name)
+            patched.setattr(GenerationMixin, name, function)
+        hf_retrieval_assist.install()
+        check_warned_once(model, installed)
+
+
+def check_warned_once(model, installed):
+    assistant, attached = SamAssistant(budget=2), contextlib.nullcontext()
+    ways = [
+        lambda: model.generate(PROMPT, old=0, **LENGTH),
+        lambda: functools.partial(model.generate, old=1)(PROMPT, **LENGTH),
+        lambda: model.generate_batch([], old=2),
+        lambda: model.generate(PROMPT, old=3, custom_generate=assistant, **LENGTH),
+    ]
+    if installed:
+        attached = assistant.attached(model)
+        ways += [
+            lambda: model.generate(PROMPT, old=4, assistant=assistant, **LENGTH),
+            lambda: model.generate(PROMPT, old=5, **LENGTH),
+            lambda: model.generate(PROMPT, old=6, num_beams=2, **LENGTH),
+        ]
+    else:
+        hf_retrieval_assist.uninstall()
+    with attached, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", FutureWarning)
+        for way in ways * 2:
+            way()
+    found = [(one.filename, one.lineno) for one in caught if one.category is FutureWarning]
+    assert found == [(__file__, way.__code__.co_firstlineno) for way in ways]
 
 
 def test_refuses_an_assistant_in_a_configuration(model, monkeypatch):

@@ -263,14 +263,6 @@ def test_signatures_name_shared_options_with_the_policys_defaults(preset):
 
 @needs("extensions/structured")
 def test_an_assistant_shows_what_it_was_told(llama):
-    memory = OutputMemory("1GB")
-    assert memory.max_bytes == 1 << 30
-    assert repr(memory).startswith("OutputMemory(0 outputs of 0 tokens, 0.0 of 1,024 MiB")
-    assistant = SamAssistant(memory=memory, budget=8)
-    assert repr(assistant) == f"SamAssistant(memory={memory!r}, budget=8)"
-    assert repr(assistant.private()) == f"{assistant!r}.private()"
-    twin = assistant.expecting([1, 2], rows=[[[3]], [[4]]])
-    assert repr(twin) == f"{assistant!r}.expecting(<3 texts>)"
     recycling = Assistant([TokenRecyclingDrafter()])
     assert repr(recycling) == "Assistant([token_recycling, grammar], budget='auto')"
     assert repr(SamAssistant()) == repr(SamAssistant(budget="auto")) == "SamAssistant()"
@@ -282,23 +274,17 @@ def test_an_assistant_shows_what_it_was_told(llama):
         def __init__(self, tokens, **options):
             super().__init__([tokens], **options)
 
-    assert repr(Own([1, 2], budget=8)) == "Own(corpus=<1 document>, budget=8)"
+    assert repr(Own([1, 2], budget=8)) == "Own(corpus=<documents>, budget=8)"
 
 
 @pytest.mark.parametrize("make", [SamAssistant, SamDecoding])
 def test_an_assistant_shows_that_it_has_a_corpus(make, tmp_path):
     store = Datastore.build([[1, 2]], tmp_path / "store", vocab_size=9, progress=False)
-    (tmp_path / "a.txt").write_text("text")
-    for corpus, shown in (
-        ([[1, 2], [3]], "<2 documents>"),
-        (torch.ones((3, 2), dtype=torch.int32).numpy(), "<3 documents>"),
-        (([n] for n in range(2)), "<documents>"),
-        (store, repr(store)),
-        (str(store.path), repr(str(store.path))),
-    ):
-        assert (
-            repr(make(corpus, fallback=None)) == f"{make.__name__}(corpus={shown}, fallback=None)"
-        )
+    array = torch.ones((3, 2), dtype=torch.int32).numpy()
+    for corpus in ([[1, 2], [3]], array, ([n] for n in range(2)), store, str(store.path)):
+        shown = repr(corpus) if isinstance(corpus, str) else "<documents>"
+        found = repr(make(corpus, fallback=None))
+        assert found == f"{make.__name__}(corpus={shown}, fallback=None)"
 
 
 @pytest.mark.parametrize(
@@ -316,10 +302,8 @@ def test_an_assistant_shows_that_it_has_a_corpus(make, tmp_path):
     ],
 )
 def test_a_wrong_keyword_names_the_assistant_and_what_was_meant(make, wrong, meant):
-    match = (
-        f"^{make.__name__}: got an unexpected keyword argument '{wrong}'; did you mean '{meant}'"
-    )
-    with pytest.raises(TypeError, match=match):
+    said = rf"^{make.__name__}: .*; did you mean {meant}= by {wrong}=\?"
+    with pytest.raises(TypeError, match=said):
         make(**{wrong: 1})
 
 

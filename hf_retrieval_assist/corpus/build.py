@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -75,14 +76,16 @@ def staging_directory(path: Path) -> Iterator[Path]:
         OSError: what is staged cannot be written, which names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = f".{path.name}."
+    staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
-        with TemporaryDirectory(".partial", beside, path.parent) as staging:
-            yield Path(staging)
+        staging.mkdir()
+        yield staging
     except OSError as error:
-        if str(error.filename).startswith(str(path.parent / beside)):  # which is gone
+        if str(error.filename).startswith(str(staging)):  # which goes now
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @dataclass(frozen=True)

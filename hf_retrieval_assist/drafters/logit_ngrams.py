@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from ..memory.output_memory import OutputMemory
 from ..structures import logit_ngrams
 from ..structures.logit_ngrams import Ngrams, NgramText
-from ..system.arguments import require_at_least
-from ..system.locks import Lock
 from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Forest
 from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Law, Target
@@ -34,8 +32,8 @@ _LEAST_PROB = 0.004
 _MOST_LEVELS = 8
 # Rejected nodes learnt per step where a top k is not free.
 _MOST_REJECTED = 16
-# The smallest table, and what each of its contexts takes.
-_FEWEST_CONTEXTS = 8
+# Contexts of a table, those that were met longest ago giving way; and what each takes.
+_FEWEST_CONTEXTS, _MOST_CONTEXTS = 8, 1 << 18
 _CONTEXT_BYTES = Ngrams(_FEWEST_CONTEXTS).nbytes // _FEWEST_CONTEXTS
 
 
@@ -48,12 +46,8 @@ class LogitNgramDrafter(Drafter):
     reads and writes it while it holds Python's lock.
 
     Args:
-        memory: whose tenant, bound and end the tables share; None: they are this drafter's own.
-        max_contexts: of a table, 92 bytes each; a power of 2, at least 64. Those that were met
-            longest ago give way. In a memory, as many of them as an eighth of its bound holds.
-
-    Raises:
-        ValueError: a bad number of contexts.
+        memory: whose tenant, bound and end the tables share; None for a new one that this drafter
+            keeps.
     """
 
     name = "logit_ngrams"
@@ -62,21 +56,16 @@ class LogitNgramDrafter(Drafter):
     certain = True
     evidence = _EVIDENCE
 
-    def __init__(self, memory: OutputMemory | None = None, max_contexts: int = 1 << 18) -> None:
-        require_at_least(64, max_contexts=max_contexts)
-        if max_contexts & (max_contexts - 1):
-            raise ValueError(f"max_contexts: expected a power of 2, got {max_contexts}")
-        self.memory = memory
-        self.max_contexts = max_contexts
-        self._tables: dict[str, Ngrams] = {}
-        self._lock = Lock()
+    def __init__(self, memory: OutputMemory | None = None) -> None:
+        self.memory = OutputMemory() if memory is None else memory
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> NgramSession:
         own = None
         if target.expected or target.forms or not target.learn:
             # What a caller expects is told in confidence, and so is what comes of it.
-            own = Ngrams(self.max_contexts)
-        return NgramSession(self, self._table_of(target), own, prompt_ids, target)
+            own = Ngrams(_MOST_CONTEXTS)
+        shared = self.memory.table(self.name, target.fingerprint, _table_within)
+        return NgramSession(self, shared, own, prompt_ids, target)
 
     def propose_rows(self, sessions: Sequence[NgramSession], budgets: Sequence[int]) -> Forest:
         vocab_size = sessions[0].target.vocab_size
@@ -124,30 +113,16 @@ class LogitNgramDrafter(Drafter):
                     session.learn_text(token_ids)
         if shown:
             _learn(*zip(*shown, strict=True))
-        if self.memory is not None:
-            self.memory.make_room()
+        self.memory.make_room()
         for session, token_ids in zip(sessions, tokens, strict=True):
             if len(session.unread):
                 session.read_prompt(0)
             session.text.extend(token_ids)
 
-    def reset(self) -> None:
-        """Forget all that no memory keeps. Sessions under way keep what they started with."""
-        with self._lock:
-            self._tables.clear()
 
-    def _table_of(self, target: Target) -> Ngrams:
-        if self.memory is not None:
-            table: Ngrams = self.memory.table(self.name, target.fingerprint, self._table_within)
-            return table
-        with self._lock:
-            if target.fingerprint not in self._tables:
-                self._tables[target.fingerprint] = Ngrams(self.max_contexts)
-            return self._tables[target.fingerprint]
-
-    def _table_within(self, max_bytes: int) -> Ngrams:
-        contexts = max(_FEWEST_CONTEXTS, max_bytes // _CONTEXT_BYTES)
-        return Ngrams(min(self.max_contexts, 1 << (contexts.bit_length() - 1)))
+def _table_within(max_bytes: int) -> Ngrams:
+    contexts = max(_FEWEST_CONTEXTS, max_bytes // _CONTEXT_BYTES)
+    return Ngrams(min(_MOST_CONTEXTS, 1 << (contexts.bit_length() - 1)))
 
 
 class NgramSession(BatchSession):

@@ -87,7 +87,6 @@ class SuffixDrafter(Drafter):
         scored: draft by the paper's Algorithm 1: the match of the highest SCORE in the better of
             the two trees; `alpha` then bounds each match's draft by the match's own length.
         learn: teach the outputs to the memory, from their first token on.
-        learn_prompts: teach the prompts too, each as the beginning of its output.
         by_prompt: keep the outputs of every prompt apart: a text drafts from those of its own
             prompt alone, others that are being written beside it among them.
         corpus: further texts to draft from, indexed once and only read.
@@ -106,7 +105,6 @@ class SuffixDrafter(Drafter):
         tree: bool = True,
         scored: bool = False,
         learn: bool = True,
-        learn_prompts: bool = False,
         by_prompt: bool = False,
         corpus: Iterable[Ids | NamedIds] | None = None,
         mixture: Mixture | None = None,
@@ -126,7 +124,6 @@ class SuffixDrafter(Drafter):
         if scored:  # mixed probabilities are no rates of classes
             self.evidence = _FREQUENCIES
         self.learn = learn
-        self.learn_prompts = learn_prompts
         self.by_prompt = by_prompt
         self.corpus: SuffixTree | None = None
         self.names: dict[int, str] = {}  # the corpus's, by sequence
@@ -252,8 +249,6 @@ class SuffixSession(BatchSession):
         self.output: RunningOutput | None = None
         if drafter.learn and target.learn:
             self.output = drafter.memory.start(self.kind)
-            if drafter.learn_prompts:
-                self.output.extend(prompt_ids)
         else:
             drafter.memory.refresh()
 

@@ -119,7 +119,8 @@ class TokenRecyclingDrafter(Drafter):
         top_k: successors kept per token; the whole vocabulary where it is smaller.
         template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the child
             counts of a tree, breadth first from the root.
-        memory: whose tenant, bound and end the tables share; None: they are this drafter's own.
+        memory: whose tenant, bound and end the tables share; None for a new one that this drafter
+            keeps.
 
     Raises:
         ValueError: `top_k` is not positive or `template` is not a tree.
@@ -142,10 +143,8 @@ class TokenRecyclingDrafter(Drafter):
         template_of(template, top_k)  # refuses counts that are no tree
         self.top_k = top_k
         self.needs = FeedbackNeeds(top_k=top_k)
-        self.memory = memory
+        self.memory = OutputMemory() if memory is None else memory
         self._child_counts = template
-        self._tables: dict[tuple[str, int], SuccessorTable] = {}
-        self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> _RecyclingSession:
         table = self._table_of(target)
@@ -181,27 +180,16 @@ class TokenRecyclingDrafter(Drafter):
         for table, found in told.items():
             table.learn_logits(found)
 
-    def reset(self) -> None:
-        """Forget all that no memory keeps. Sessions under way keep what they started with."""
-        with self._lock:
-            self._tables.clear()
-
     def _table_of(self, target: Target) -> SuccessorTable:
-        def new(max_bytes: int = 0) -> SuccessorTable:
+        def new(max_bytes: int) -> SuccessorTable:
             ranks = min(self.top_k, target.vocab_size)
             ways = template_of(self._child_counts, ranks)
             template = successors.Template(*ways, _EVIDENCE.priors)
             return SuccessorTable(target.vocab_size, ranks, template)
 
-        if self.memory is not None:
-            name = f"{self.name} {target.vocab_size} {self.top_k} {[*self._child_counts]}"
-            table: SuccessorTable = self.memory.table(name, target.fingerprint, new)
-            return table
-        key = (target.fingerprint, target.vocab_size)
-        with self._lock:
-            if key not in self._tables:
-                self._tables[key] = new()
-            return self._tables[key]
+        name = f"{self.name} {target.vocab_size} {self.top_k} {[*self._child_counts]}"
+        table: SuccessorTable = self.memory.table(name, target.fingerprint, new)
+        return table
 
 
 class _RecyclingSession(BatchSession):

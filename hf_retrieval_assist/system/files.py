@@ -18,10 +18,8 @@ from typing import Any, TypeVar
 _CACHE = "hf_retrieval_assist"
 _MOST_KEPT = 1 << 22  # bytes of a file that is kept to save time
 # What file systems answer that cannot sync folders, as SMB and some FUSE.
-_CANNOT_SYNC = {
-    *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF),
-    *(errno.EACCES, errno.EPERM, errno.EISDIR),
-}
+_CANNOT = "EINVAL ENOTSUP EOPNOTSUPP ENOSYS EBADF EACCES EPERM"
+_CANNOT_SYNC = {getattr(errno, name) for name in _CANNOT.split()}
 
 T = TypeVar("T")
 
@@ -74,16 +72,15 @@ def sync(path: Path) -> None:
     folder = path.is_dir()
     if folder and os.name == "nt":
         return
-    try:
-        with named_errors(path):
-            descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        if not (folder and error.errno in _CANNOT_SYNC):
-            raise
+    with named_errors(path):
+        descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not (folder and error.errno in _CANNOT_SYNC):
+                raise
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

@@ -276,8 +276,7 @@ def _turn(
 def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> Inputs:
     if isinstance(prompt, torch.Tensor):
         if prompt.ndim != 2:
-            shape = [*prompt.shape]
-            raise ValueError(f"prompts: expected int64 [1, length] each, got a tensor of {shape}")
+            raise ValueError(f"prompts: expected int64 [1, length], got {[*prompt.shape]}")
         ids = prompt.to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if not isinstance(prompt, str):

@@ -119,12 +119,6 @@ def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, 
     assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)
 
 
-def test_prompts_are_learnt_when_asked_for():
-    drafter = SuffixDrafter(learn_prompts=True)
-    session(drafter, [50, 51, 52], [1, 2]).close()
-    assert (52, 1) in paths(session(drafter, [50, 51]).propose(8))
-
-
 def test_models_and_ids_out_of_the_vocabulary_are_not_drafted():
     memory = OutputMemory()
     memory.add([1, 2, 5000, 3], "m")

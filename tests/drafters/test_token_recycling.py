@@ -95,7 +95,7 @@ def test_of_each_text_the_first_rejected_nodes_are_learnt():
         successors.rows_to_learn(tokens, np.array([8]), 9, 1, starts)
 
 
-def test_the_table_stays_warm_until_it_is_reset():
+def test_the_table_stays_warm_until_it_is_forgotten():
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
     feed(drafter.start(ids(0), target()), (0,), (0,), logits_preferring(10, (4,)), [4])
 
@@ -105,7 +105,7 @@ def test_the_table_stays_warm_until_it_is_reset():
 
     assert drafted_after("a") == {(4,)}
     assert drafted_after("another model") == set()
-    drafter.reset()
+    drafter.memory.forget()
     assert drafted_after("a") == set()
 
 

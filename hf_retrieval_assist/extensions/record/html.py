@@ -211,7 +211,7 @@ class _Texts:
     def _places(self, row: int, span: slice) -> str:
         """Where some tokens of a row stand, in words."""
         found = dict.fromkeys(
-            f"{passage.name}, token {passage.place:,}"
+            passage.where
             for passage in self._passages
             if passage.row == row and passage.start < span.stop and span.start < passage.stop
         )

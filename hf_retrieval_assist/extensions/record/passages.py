@@ -37,9 +37,23 @@ class Passage:
     after: str
     count: int
 
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        document = "the prompt" if self.name == "prompt" else self.name
+        if self.origin == "corpus":
+            document = f"the corpus, document {self.name.removeprefix('document ')}"
+        return f"in {document}, token {self.place:,}"
+
     def __str__(self) -> str:
         others = f", one of {self.count:,}" if self.count > 1 else ""
-        return (
-            f"{self.origin}: {self.name}, token {self.place:,}{others}: "
-            f"{self.before}[{self.text}]{self.after}"
-        )
+        return f"{self.where}{others}: {self.before}[{self.text}]{self.after}"
+
+
+class Passages(list[Passage]):
+    """Passages in the order of the tokens; printed, a line each, or a sentence where there are
+    none."""
+
+    def __str__(self) -> str:
+        none = "No drafted token stands in the prompt, this answer, an earlier output or a corpus."
+        return "\n".join(map(str, self)) or none

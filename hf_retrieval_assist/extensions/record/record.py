@@ -15,7 +15,7 @@ from ...policy.stats import CallStats
 from ...types.passages import Place
 from ...types.token_tree import Int32Array
 from . import html
-from .passages import Passage
+from .passages import Passage, Passages
 from .pieces import text_pieces
 from .steps import MODEL, CallRecord, Step
 
@@ -95,15 +95,16 @@ class Record:
             tokens += call.tokens_by_origin()
         return {name: (proposed[name], verified[name], tokens[name]) for name in self.origins}
 
-    def sources(self) -> list[Passage]:
+    def sources(self) -> Passages:
         """Where drafted tokens stand: which document of a corpus, which earlier output, expected
         text or part of the own text, word for word.
 
         Each token is looked up in all sources of the drafters that named it, as these are now, by
         the longest passage round it, of two tokens at least and 129 at most. Tokens in a row with
-        the same place are one passage. What was forgotten since is not found.
+        the same place are one passage. What was forgotten since is not found. `print` shows a line
+        each.
         """
-        found = []
+        found = Passages()
         for number, call in enumerate(self.calls):
             for row in range(len(call.prompts)):
                 found += self._passages(number, row)

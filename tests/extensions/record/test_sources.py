@@ -1,12 +1,15 @@
 """Where drafted tokens stand: in which document, and where in it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.extensions.record.passages import Passage
 from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.papers import SuffixDecoding
@@ -164,6 +167,29 @@ def test_what_was_forgotten_is_not_found(llama, text):
     assert "memory" not in {passage.origin for passage in record.sources()}
 
 
+@pytest.mark.parametrize(
+    ("origin", "name", "shown"),
+    [
+        ("text", "prompt", "in the prompt"),
+        ("text", "this answer", "in this answer"),
+        ("text", "expected text 2", "in expected text 2"),
+        ("memory", "earlier output 1", "in earlier output 1"),
+        ("corpus", "a.md", "in the corpus, document a.md"),
+        ("corpus", "document 3", "in the corpus, document 3"),
+    ],
+)
+def test_a_passage_says_in_words_where_it_stands(origin, name, shown):
+    one = Passage(0, 0, 1, 3, origin, name, 0, 1400, "two", "one ", " three", 1)
+    assert str(one) == f"{shown}, token 1,400: one [two] three"
+    assert str(replace(one, count=2)) == f"{shown}, token 1,400, one of 2: one [two] three"
+
+
+def test_where_no_token_was_drafted_a_sentence_says_so(llama):
+    record = recorded(llama, Assistant([], budget=0))
+    assert record.sources() == []
+    assert str(record.sources()).startswith("No drafted token stands in the prompt, this answer,")
+
+
 def test_passages_are_texts_where_there_is_a_tokenizer():
     model, tokenizer = small_model()
     inputs = tokenizer("one two three", return_tensors="pt")
@@ -192,7 +218,9 @@ def test_passages_are_texts_where_there_is_a_tokenizer():
     assert passage.place == len("one two three") + 1
     assert passage.text == "one two three<b>four five"
     assert (passage.before, passage.after) == ("", "evif ruof>b<")
-    assert str(passage) == ("corpus: <notes>, token 14: [one two three<b>four five]evif ruof>b<")
+    there = "in the corpus, document <notes>, token 14: [one two three<b>four five]evif ruof>b<"
+    assert str(passage) == there
+    assert there in str(record.sources()).splitlines()
     shown = record._repr_html_()
-    assert "corpus: &lt;notes&gt;, token 14" in shown
+    assert "in the corpus, document &lt;notes&gt;, token 14" in shown
     assert "<b>four" not in shown
