@@ -216,9 +216,9 @@ def sorted_suffixes(tokens: Int32Array, vocab_size: int) -> Int32Array:
     """
     occurs = np.zeros(vocab_size + 1, np.bool_)
     occurs[tokens + 1] = True
-    ranks = np.cumsum(occurs) - 1
+    ranks = np.cumsum(occurs, dtype=np.uint32) - np.uint32(1)
     width = max(int(ranks[-1]).bit_length() + 7, 8) // 8
-    text = ranks.astype(">u4")[tokens + 1].view(np.uint8).reshape(-1, 4)[:, 4 - width :]
+    text = ranks[tokens + 1].astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :]
     by_bytes = of_extra(*_SORTER).divsufsort(text.reshape(-1))
     del text
     blocks = (by_bytes[start : start + _BLOCK] for start in range(0, len(by_bytes), _BLOCK))
