@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -75,14 +76,16 @@ def staging_directory(path: Path) -> Iterator[Path]:
         OSError: what is staged cannot be written, which names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = f".{path.name}."
+    staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
-        with TemporaryDirectory(".partial", beside, path.parent) as staging:
-            yield Path(staging)
+        staging.mkdir()
+        yield staging
     except OSError as error:
-        if str(error.filename).startswith(str(path.parent / beside)):  # which is gone
+        if str(error.filename).startswith(str(staging)):  # which goes now
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,9 @@ def sorted_suffixes(tokens: Int32Array, vocab_size: int) -> Int32Array:
     """
     occurs = np.zeros(vocab_size + 1, np.bool_)
     occurs[tokens + 1] = True
-    ranks = np.cumsum(occurs) - 1
+    ranks = np.cumsum(occurs, dtype=np.uint32) - np.uint32(1)
     width = max(int(ranks[-1]).bit_length() + 7, 8) // 8
-    text = ranks.astype(">u4")[tokens + 1].view(np.uint8).reshape(-1, 4)[:, 4 - width :]
+    text = ranks[tokens + 1].astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :]
     by_bytes = of_extra(*_SORTER).divsufsort(text.reshape(-1))
     del text
     blocks = (by_bytes[start : start + _BLOCK] for start in range(0, len(by_bytes), _BLOCK))

@@ -130,7 +130,7 @@ def _parse_manifest(found: Any) -> Manifest:
         raise ValueError(f"expected an object of format {MAGIC!r}, got {found!r:.80}")
     if found.get("version") != VERSION:
         raise ValueError(f"expected version {VERSION}, got {found.get('version')}; build it again")
-    contents = found["contents"]
+    contents: Any = found.get("contents")
     if found.get("sha256") != _digest(contents):
         raise ValueError("expected an unaltered manifest, got one with a wrong sha256")
     shards = tuple(Shard(**shard) for shard in contents["shards"])

@@ -106,7 +106,7 @@ def test_a_store_that_is_replaced_between_manifest_and_shards_opens(store, monke
         ('"version": 4', '"version": 3', "expected version 4, got 3; build it again"),
         ("hf-retrieval-assist", "somebody-elses", "format"),
         ('"vocab_size": 262144', '"vocab_size": 262143', "unaltered"),
-        ('"contents"', '"content"', "contents"),
+        ('"contents"', '"content"', "unaltered"),
         ("{", "[" * 100_000, "manifest.json"),
         ("{", "", "manifest.json"),
     ],
@@ -143,23 +143,22 @@ def test_manifests_with_impossible_shards_do_not_open(store, field, value):
         Datastore.open(store.path)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b'["one", 2, 0]', b'["one", 3, 0]'),
-        (b'["one", 2, 0]', b'["one", 2,-1]'),
-        (b'["one", 2, 0]', b'[ 12345, 2,0]'),
-        (b'["one", 2, 0]', b'["one", true]'),
-        (b'["one", 2, 0]', b'[[[[[[[[[[[[['),
-        (b'["one", 2, 0]', b'            0'),
-        (b'"one"', b'"\xff\xff\xff"'),
-    ],
-)  # fmt: skip
-def test_a_damaged_list_of_documents_is_one_error(tmp_path, old, new):
+ROWS = [
+    b'["one", 3, 0]',
+    b'["one", 2,-1]',
+    b"[ 12345, 2,0]",
+    b'["one", true]',
+    b"[" * 13,
+    b'      "\xff    "',
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=range(6))
+def test_a_damaged_list_of_documents_is_one_error(tmp_path, row):
     documents = [NamedIds("one", [1, 2]), NamedIds("two", [1, 2, 3])]
     store = build(documents, tmp_path / "store")
     (file,) = store.path.glob("*.shard")
-    file.write_bytes(file.read_bytes().replace(old, new))
+    file.write_bytes(file.read_bytes().replace(b'["one", 2, 0]', row))
     opened = Datastore.open(store.path)
     assert opened.count([1, 2]) == 2
     for read in (opened.document_sizes, lambda: [*opened.documents()]):

@@ -1,10 +1,6 @@
 """Datastores on disk: round trips, atomic builds, models and the hub."""
 
-import os
 import shutil
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,10 +16,9 @@ from tests.support.documents import (
     contents,
     make_documents,
 )
-from tests.support.quick import cases
 
 
-@pytest.mark.parametrize("vocab_size", cases([1, 255, 65_536, 1 << 26], 3))
+@pytest.mark.parametrize("vocab_size", [1, 255, 65_536, 1 << 24])
 def test_round_trip_in_vocabularies_of_all_sizes(tmp_path, vocab_size):
     documents = [[vocab_size - 1, 0, vocab_size - 1], [0]]
     datastore = build(documents, tmp_path / "store", vocab_size=vocab_size)
@@ -147,34 +142,6 @@ def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="not a datastore"):
         build([[1]], tmp_path / "thesis", overwrite=True)
-
-
-ENDLESS_BUILD = """
-import sys
-from itertools import repeat
-from hf_retrieval_assist.corpus.datastore import Datastore
-
-options = {"vocab_size": 262_144, "memory": 64 * 28 * 100, "progress": False, "overwrite": True}
-Datastore.build(repeat(range(100)), sys.argv[1], **options)
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_a_killed_build_leaves_what_was_there(tmp_path):
-    """And a directory beside it that does not open."""
-    store = build(make_documents(), tmp_path / "store")
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(store.path)])
-    try:
-        while not any(tmp_path.glob(".store.*.partial/3")):
-            assert process.poll() is None
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.wait()
-    assert_holds(Datastore.open(store.path), make_documents())
-    (left,) = {*tmp_path.iterdir()} - {store.path}
-    with pytest.raises(ValueError, match="not a datastore"):
-        Datastore.open(left)
 
 
 def test_what_others_added_meanwhile_stays(tmp_path):
