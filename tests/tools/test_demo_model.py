@@ -1,6 +1,7 @@
 """Models of the package index: how they are looked up, unpacked and kept."""
 
 import sys
+import tomllib
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from hf_retrieval_assist.tools import demo_model
 from hf_retrieval_assist.tools.demo_model import MODELS, converted_model, load_demo_model
@@ -34,13 +36,20 @@ def packed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("missing", ["gguf", "carrier"])
+@pytest.mark.parametrize("missing", ["accelerate", "gguf", "carrier"])
 def test_what_is_not_installed_is_named(name, missing, monkeypatch, cache):
-    module = "gguf" if missing == "gguf" else MODELS[name].parts[-1][0]
+    module = MODELS[name].parts[-1][0] if missing == "carrier" else missing
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"{MODELS[name].title.split()[0]}.*pip install"):
+    with pytest.raises(ImportError, match=rf"{MODELS[name].title.split()[0]}.*pip install acc"):
         converted_model(name)
     assert not list(cache.iterdir())
+
+
+def test_the_extra_brings_what_the_models_need():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = {Requirement(line).name for line in project["optional-dependencies"]["demo"]}
+    needed = {word for model in MODELS.values() for word in model.install.split("&&")[0].split()}
+    assert extra == needed | {"rich"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -410,18 +410,19 @@ class Recorder(TorchDispatchMode):
         Raises:
             UnrecordableError: they are none of its results.
         """
-        compute, again, place = self._linear or (None, None, 0)
-        if compute is not None and again.out is logits and place == len(self._noted) - 1:
+        last = self._linear
+        if last is not None and last[1].out is logits and last[2] == len(self._noted) - 1:
+            compute, again, _ = last
             *given, out = again.layers[0]
             results = Results(self._noted[:-1], self._made, given)
             given = results.moved(given)
-            last, layer = partial(compute, *given), again.moved([(*given, _without_memory(out))])
+            final, layer = partial(compute, *given), again.moved([(*given, _without_memory(out))])
         else:
             self._require_known(logits)
             results = Results(self._noted, self._made, [logits])
-            last, layer = results.moved(logits).clone, None
+            final, layer = results.moved(logits).clone, None
         operators = [x for one in results.operators() for x in getattr(one, "copies", [one])]
-        return Program(self.inputs, self._given, operators, last, layer, results.nbytes)
+        return Program(self.inputs, self._given, operators, final, layer, results.nbytes)
 
     def linear(
         self,

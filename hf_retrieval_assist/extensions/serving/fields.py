@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from .refusals import RefusedError
 
 MOST_ANSWERS = 128
-"""To a request: its choices behind each of its prompts."""
+"""The answers to a request: its choices behind each of its prompts."""
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # characters
 _MOST_BIASES, _MOST_TOOLS = 1024, 128
 _LOGPROBS = "message.output_text.logprobs"

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 SECONDS = 10.0  # that a grammar may take
 _STARTING = 300.0  # seconds in which the process starts, on a machine that is busy
-_MOST_BYTES = 2 << 30  # of memory that it may take then
+_MOST_BYTES = 2 << 30  # the memory that it may take then
 _KEPT = 16  # grammars
-_PLACE = re.compile(r"\[[\d:]+\] \S+: ")  # of xgrammar's code, before its messages
+_PLACE = re.compile(r"\[[\d:]+\] \S+: ")  # a place in xgrammar's code, before its messages
 
 # Texts around JSON of a schema: what stands before it, the schema, and what stands behind it.
 Form = tuple[str, str, str]
@@ -88,7 +88,7 @@ class Grammars:
 
 def _started() -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # Of xgrammar's warnings to nobody, and of a signal to the group, which is the server's affair.
+    # xgrammar's warnings are for nobody, and a signal to the group is the server's affair.
     apart: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True}
     return subprocess.Popen([sys.executable, "-P", __file__], **pipes, **apart)
 

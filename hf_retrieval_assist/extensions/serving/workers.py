@@ -129,7 +129,7 @@ class OneByOne:
         self._part = PART if model.device.type == "cpu" else _PART_OF_GPU
         self._alphabet = Alphabet(tokenizer)
         self._waiting: list[Job] = []
-        # Of each tenant and request that waits: how many had begun when it came, or last began.
+        # How many had begun when each tenant and request that waits came, or last began.
         self._turns: dict[Hashable, tuple[int, bool]] = {}
         self._begun = 0
         self._changed = threading.Condition()
