@@ -215,7 +215,7 @@ def test_mutated_files_open_or_raise_one_error(store, tmp_path, count):
             pass
         for file in path.iterdir():
             file.unlink()
-    assert cases > opened > verified > cases // 30
+    assert count > opened > verified > count // 30
 
 
 def flip(file, place):
