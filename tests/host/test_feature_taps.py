@@ -133,7 +133,7 @@ def test_a_compiled_model(token_ids):
 @torch.no_grad()
 def test_a_model_compiled_too_early_says_so(token_ids):
     torch.compiler.reset()
-    model = tiny_target(num_layers=2)
+    model = tiny_target(num_layers=3)
     model.forward = torch.compile(model.forward, backend="eager")
     model(token_ids)
     with FeatureTaps(model, [(1,)]) as taps:

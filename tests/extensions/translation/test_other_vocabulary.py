@@ -163,6 +163,7 @@ def test_shared_tokens_are_drafted_as_they_are(byte_tokens, pieces):
     assert byte_tokens.convert_ids_to_tokens(space) == "Ġthe"
 
 
+@pytest.mark.slow
 def test_drafts_what_the_draft_model_writes(draft_model, byte_tokens, pieces, target):
     """The chain's text is the draft model's own greedy text after the same text."""
     drafter = DraftModelDrafter(
