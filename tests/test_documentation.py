@@ -39,7 +39,7 @@ def runs(page):
 def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
     model, tokenizer = small_model()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_, **__: (model, tokenizer))
     for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         loader = SimpleNamespace(from_pretrained=lambda *_, made=made, **__: made)
         # The name, since transformers exchanges the module while a first model is made.

@@ -229,7 +229,7 @@ def test_shipped_prompts_are_three_of_each_kind(folder, kinds):
 def test_models_are_taken_by_name_or_from_a_folder(tmp_path, monkeypatch):
     for made in small_model():
         made.save_pretrained(tmp_path / "own")
-    monkeypatch.setattr(inputs, "load_demo_model", lambda dtype, name: (dtype, name))
+    monkeypatch.setattr(inputs, "load_demo_model", lambda name, dtype: (dtype, name))
     assert inputs.load(parse(["--model", "smollm2"])) == (None, "smollm2")
     assert inputs.load(parse([]), "bfloat16") == (torch.bfloat16, "gemma3")
     options = parse(["--model", str(tmp_path / "own"), "--dtype", "bfloat16"])
