@@ -40,6 +40,8 @@ def compile_args() -> list[str]:
 class BuildExtensions(build_ext):
     """Compiles as many at once as there are CPUs, and says which."""
 
+    command_name = "build_ext"  # by which setuptools finds the options of an editable install
+
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
