@@ -192,5 +192,5 @@ def test_copies_of_arguments_hold_the_same_assistant():
 
 
 def test_pickling_says_what_cannot_travel():
-    with pytest.raises(TypeError, match=r"^remembering: .* OutputMemory\(path="):
+    with pytest.raises(TypeError, match=r"^SamAssistant: .* OutputMemory\(path="):
         pickle.dumps(remembering())

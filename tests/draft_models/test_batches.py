@@ -10,7 +10,7 @@ from tests.support.feature_following import assert_same
 from tests.support.heads import assisted, layers_of
 from tests.support.quick import cases
 
-NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows", "early exit"]
+NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows"]
 # Heads of windows, of several layers, and of layers that read tokens in a row.
 HEADS = ["MTP of Gemma 3", "Glm4MoeForCausalLM", "InklingForCausalLM"]
 
@@ -61,7 +61,7 @@ def test_a_batch_takes_the_forwards_of_one_text(name):
     check(batch, ROWS, trees)
     if name == "DFlash":
         assert len(forwards) == 1
-    elif name in ("draft model", "windows", "early exit"):
+    elif name in ("draft model", "windows"):
         assert len(forwards) == depth > 1
     else:
         # The head reads what is new in the texts, then the nodes level by level.

@@ -33,7 +33,7 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
     rounds = [asked[i : i + 6] for i in range(0, 36, 6)]
     assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
     assert found.best.name in str(found)
-    assert isinstance(found.best.make(), SamAssistant | remembering)
+    assert isinstance(found.best.make(), SamAssistant)
     assert "| 36/36 [" in capsys.readouterr().err
 
 

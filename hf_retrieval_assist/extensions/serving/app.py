@@ -263,6 +263,10 @@ class _Bounded:
             message = await receive()
             came += len(message.get("body", b""))
             if came > self._most:
+                # A client that still sends would lose the answer with its connection.
+                while message.get("more_body") and came <= _LARGEST:
+                    message = await receive()
+                    came += len(message.get("body", b""))
                 raise fastapi.HTTPException(413, f"expected at most {self._most:,} bytes, got more")
             return message
 
