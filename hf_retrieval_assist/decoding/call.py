@@ -96,9 +96,17 @@ class Call:
         return [self.target.known(ids.cpu()) for ids in rows]
 
     @cached_property
+    def device(self) -> torch.device:
+        """Where the model wants its inputs, wherever the ids were left."""
+        try:
+            return transformers_private.input_device(self.model)
+        except Exception:  # whatever a model raises that cannot say; it is decoded plainly
+            return self.input_ids.device
+
+    @cached_property
     def engine(self) -> Engine:
         """What computes the forwards of a model that is served."""
-        return engine_of(transformers_private.input_device(self.model))
+        return engine_of(self.device)
 
     @cached_property
     def target(self) -> Target:
@@ -146,10 +154,8 @@ class Call:
             return self._plain(why)
         if not isinstance(self.model, torch.nn.Module):
             return self._plain("it is no torch module, whose parts could be looked at")
-        # A model that is decoded plainly need not know where it wants its inputs.
-        engine = engine_of(self.input_ids.device)
-        width = fixed_width or 1 + planner.most_nodes(few=not engine.widens)
-        records = self.may_record(graphs) and engine.records(self.model)
+        width = fixed_width or 1 + planner.most_nodes(few=not self.engine.widens)
+        records = self.may_record(graphs) and self.engine.records(self.model)
         demand = ServiceDemand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
@@ -281,7 +287,8 @@ class Call:
     def kind(self) -> CostKey:
         """What tells the calls that have one account with this one: what plain would run."""
         cost_variant = "compiled" if self.compiles_plainly else ""
-        return replace(cost_key(self.model, self.input_ids), cost_variant=cost_variant)
+        key = cost_key(self.model, self.input_ids)
+        return replace(key, cost_variant=cost_variant, device=str(self.device))
 
     @cached_property
     def compiles_plainly(self) -> bool:

@@ -202,7 +202,7 @@ class Generation:
         if (
             self.plain.is_due
             and call.room >= _FEWEST_TIMED
-            and call.input_ids.device.type == "cpu"
+            and call.device.type == "cpu"
             and not (self.ranks.several or call.synced_gpus or call.compiles_plainly)
             and not self.cache_outlives_call
             and not has_callers_hooks(call.model)

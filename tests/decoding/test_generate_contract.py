@@ -7,12 +7,17 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import nn
+from transformers import GenerationConfig
 from transformers.masking_utils import flash_attention_mask
 
 from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.decoding import call
+from hf_retrieval_assist.decoding.call import Call
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
+from hf_retrieval_assist.host import transformers_private
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.service import Tier, choose_service
+from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
+from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.dense_attention import flash_like
 from tests.support.lossless import build, late_token, outcome, padded
@@ -210,6 +215,22 @@ def test_weights_on_disk(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     places = {"offload_dir": str(tmp_path), "execution_device": torch.device("cpu")}
     equal(accelerate.disk_offload(build(), **places))
+
+
+def test_ids_that_were_left_elsewhere_do_not_bound_what_the_models_device_verifies(monkeypatch):
+    """Here on the CPU, for a model that seems to lie on a GPU; accelerate moves them."""
+    asked, assistant = [], SamAssistant()
+
+    def plainly(model, model_kwargs, rows, demand):
+        asked.append(demand)
+        return Service(Tier.PLAIN, "it is asked what it would verify")
+
+    monkeypatch.setattr(transformers_private, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(call, "choose_service", plainly)
+    agreeing(build(), INPUTS, "plain", make=lambda plain: assistant, max_new_tokens=4)
+    assert asked == [ServiceDemand(1 + assistant.policy.planner.max_nodes, False, True)]
+    kind = Call(build(), PROMPT, None, None, GenerationConfig(), {}).kind
+    assert kind.device == "cuda"
 
 
 def tokenizer():
