@@ -95,7 +95,8 @@ def test_others_generate_in_between(kind):
     assert all(torch.equal(text, plain_other) for text in seen)
 
 
-@pytest.mark.parametrize("kind", cases(KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_parts_were_fed_into_moves_into_static_buffers(kind, monkeypatch):
     serve_in_place(monkeypatch)
     model, assistant = build(kind), SamAssistant(budget=6)

@@ -324,7 +324,7 @@ def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
 def commands(target):
     """What make would run where there is no environment yet."""
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    command = ["make", "--dry-run", "VENV=no-environment", target]
+    command = ["make", "--no-print-directory", "--dry-run", "VENV=no-environment", target]
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )

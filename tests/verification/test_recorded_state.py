@@ -107,7 +107,7 @@ def test_what_changes_in_turns_is_recorded_once_in_each_state(name, memory, monk
 
 def test_the_oldest_of_many_states_are_forgotten(monkeypatch):
     serve_in_place(monkeypatch)
-    monkeypatch.setattr("hf_retrieval_assist.engines.cuda.workspace._MOST_STATES", 3)
+    monkeypatch.setattr("hf_retrieval_assist.engines.cuda.workspace.MOST_STATES", 3)
     model = build()
     assistant, attention = knowing(run(model), budget=2), model.model.layers[0].self_attn
 

@@ -169,6 +169,7 @@ def test_operators_that_somebody_has_exchanged_are_asked(owner, name, monkeypatc
     same_within_a_scope(module, x)
 
 
+@pytest.mark.slow
 def test_compiled_models_are_served_as_they_are(fused):
     model = build(LlamaForCausalLM, num_hidden_layers=1)
     learn_norms(model)

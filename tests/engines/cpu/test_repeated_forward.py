@@ -255,6 +255,7 @@ def test_an_option_turns_it_off():
     assert repeating(model, SamAssistant(budget=4, graphs=False)).stats.last.repeated == 0
 
 
+@pytest.mark.slow
 def test_calls_of_two_threads_repeat_programs_that_they_do_not_share():
     """Side by side, while a third one decodes plainly, which changes nothing of the model."""
     model, together = build(LlamaForCausalLM), threading.Barrier(3)

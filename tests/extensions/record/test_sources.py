@@ -147,7 +147,7 @@ def test_other_assistants_tell_places_too(llama, text, kind, tmp_path):
         vocab_size = llama.config.vocab_size
         store = Datastore.build(documents, tmp_path / "s", vocab_size=vocab_size, progress=False)
         make = {"rest": Rest, "datastore beside": SamAssistant}[kind]
-        assistant = make(store)
+        assistant = make(store, **({"budget": 8} if make is SamAssistant else {}))
     record = recorded(llama, assistant)
     passages = record.sources()
     names = {"suffix decoding": {"earlier output 1"}}.get(kind, {"guide.md", "terms.txt"})

@@ -57,6 +57,7 @@ def refusal(call, *arguments, **options):
     return found.value
 
 
+@pytest.mark.slow
 def test_short_requests_pass_a_long_prompt(folder, slow):
     with serving(folder) as served:
         options = {"max_tokens": 20, "temperature": 2, "seed": 4}
