@@ -163,6 +163,7 @@ def test_tenants_have_their_turns_in_reading(folder, gate):
     assert gate.read == ["a", "x", "b", "c"]
 
 
+@pytest.mark.slow
 def test_who_leaves_while_it_is_read_frees_its_place(folder, gate):
     with serving(folder, limits=Limits(waiting=2)) as served:
         clients = [connected(served.url, "completions", {"prompt": 60 * one}) for one in "ab"]
