@@ -130,6 +130,7 @@ def test_a_compiled_model(token_ids):
         assert_captured(compiled, ids, (1, -1), model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_compiled_too_early_says_so(token_ids):
     torch.compiler.reset()

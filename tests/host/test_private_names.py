@@ -147,6 +147,7 @@ def defined_by(node):
     return getattr(node, "attr", getattr(node, "id", None)) if stored else None
 
 
+@pytest.mark.slow
 def test_attributes_that_begin_with_an_underscore_are_our_own():
     """Whatever is read elsewhere under a private name is set or defined in the package, and none
     that the host module spells."""
