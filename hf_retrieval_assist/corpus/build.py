@@ -26,7 +26,7 @@ from ..types.token_tree import Ids, Int32Array, NamedIds, named_ids
 from .format import MAX_CODES, MAX_VOCAB, Document, Manifest, Shard, write_manifest
 
 _SORTER = "pydivsufsort", "building a datastore needs"
-_SORTED_BYTES = 24  # a token's share of memory: its rank, and four bytes for each byte of that
+_SORTED_BYTES = 28  # a token's share of memory: five for each byte of its rank, its id, its place
 _WAITING_BYTES = 4  # the same of the shard that is read meanwhile
 _MIN_SHARD = 64  # tokens; with less memory than they need, every document would be cut up
 _BLOCK = 1 << 18  # numbers that are worked on at a time, in a processor's own cache
@@ -147,6 +147,7 @@ def build_shards(
                 staged.append(running.popleft().result())
             file = directory / f"{number}"
             listed = _write_tokens(file, pieces)
+            pieces.clear()  # their memory is the sorter's
             running.append(pool.submit(index_shard, file, listed, options.vocab_size))
             bar.set_postfix(shards=number + 1)
         staged += [future.result() for future in running]

@@ -130,7 +130,7 @@ class Datastore(Source):
             path: the directory to make.
             vocab_size: ids lie below it; the rows of the model's output layer.
             tokenizer: what made the ids; its fingerprint and its name are kept.
-            memory: bytes for sorting, shared by the workers. A shard takes 28 bytes per token, and
+            memory: bytes for sorting, shared by the workers. A shard takes 32 bytes per token, and
                 fewer shards answer faster.
             workers: shards that are sorted at the same time.
             progress: show a progress bar.

@@ -5,7 +5,7 @@ import numpy as np
 from hf_retrieval_assist.corpus.datastore import Datastore
 
 VOCAB = 262_144
-SMALL = 64 * 28  # bytes of memory for the smallest shard
+SMALL = 64 * 32  # bytes of memory for the smallest shard
 
 
 def make_documents(seed=0, documents=40, tokens=30, ids=12):

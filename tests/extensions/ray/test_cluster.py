@@ -75,7 +75,7 @@ class Disturbed(RayExecutor):
     "tokens", [300_000, pytest.param(20_000_000, marks=pytest.mark.slow)], ids=str
 )
 def test_a_disturbed_cluster_builds_what_one_machine_builds(cluster, tmp_path, tokens):
-    options = {"vocab_size": VOCAB, "memory": 52 * tokens // 5, "workers": 2, "progress": False}
+    options = {"vocab_size": VOCAB, "memory": 60 * tokens // 5, "workers": 2, "progress": False}
     executor = Disturbed(cluster, tmp_path / "died")
     Datastore.build(documents(tokens), tmp_path / "far", executor=executor, **options)
     Datastore.build(documents(tokens), tmp_path / "near", **options)
