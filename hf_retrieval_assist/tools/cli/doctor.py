@@ -33,7 +33,7 @@ _BUILT_ON = ("transformers", "numpy", "huggingface_hub", "safetensors", "sentenc
 _MET = (
     *("accelerate", "bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance"),
     *("lm-eval", "openai", "optimum-quanto", "outlines", "peft", "prometheus-client", "pyarrow"),
-    *("pydivsufsort", "ray", "redis", "torchao", "triton", "trl", "uvicorn", "vllm", "xgrammar"),
+    *("pydivsufsort", "redis", "torchao", "triton", "trl", "uvicorn", "xgrammar"),
 )
 
 Facts = Iterator[tuple[str, Any]]
