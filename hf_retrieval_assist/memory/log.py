@@ -26,8 +26,6 @@ _SCHEMA = [
     # No id comes twice, also after the last row was deleted.
     "CREATE TABLE outputs (id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, ids BLOB)",
 ]
-_APPLICATION = 0x48465241  # the header's, and the version
-_VERSION = 4
 _SETTINGS = (
     "trusted_schema = OFF",
     "cell_size_check = ON",
@@ -220,13 +218,14 @@ class OutputLog(SharedOutputs):
                     _make_tables(database)
                 database.execute(f"BEGIN {kind}")
                 with database:
-                    _require_log(database)
+                    if _tables(database) != _SCHEMA:
+                        raise ValueError("a database with other tables")
                     yield database
         # Messages that quote a damaged file are not always UTF-8, which is a ValueError.
         except (sqlite3.Error, ValueError) as error:
             name = getattr(error, "sqlite_errorname", "")
             if not _UNUSABLE.match(name):
-                expected = f"expected a log of outputs of version {_VERSION}"
+                expected = "expected a log of outputs, written by this version of the package"
                 raise ValueError(f"{self.path}: {expected}, got {error}") from error
             said = f"{self.path}: {error}{_REMEDY if _UNLOCKED.match(name) else ''}"
             raise (BlockingIOError if "BUSY" in name else OSError)(said) from error
@@ -251,17 +250,6 @@ def _make_tables(database: sqlite3.Connection) -> None:
             for command in _SCHEMA:
                 database.execute(command)
             database.execute("INSERT INTO forgotten VALUES (random())")
-            database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            database.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-def _require_log(database: sqlite3.Connection) -> None:
-    if _first(database, "PRAGMA application_id") != _APPLICATION:
-        raise ValueError("another database")
-    if (version := _first(database, "PRAGMA user_version")) != _VERSION:
-        raise ValueError(f"version {version}")
-    if _tables(database) != _SCHEMA:
-        raise ValueError("other tables")
 
 
 def _tables(database: sqlite3.Connection) -> list[Any]:
@@ -270,11 +258,8 @@ def _tables(database: sqlite3.Connection) -> list[Any]:
 
 
 def _first(database: sqlite3.Connection, query: str) -> Any:
-    """The first row's only value."""
-    row = database.execute(query).fetchone()
-    if row is None:
-        raise ValueError("an empty table")
-    return row[0]
+    """The first row's only value; None where there is no row."""
+    return next(database.execute(query), (None,))[0]
 
 
 def _mark(database: sqlite3.Connection) -> Any:

@@ -268,7 +268,7 @@ def test_a_log_that_is_damaged_in_use_ends_nothing(path):
     memory.add([1, 2])
     good = path.read_bytes()
     path.write_bytes(b"something" * 1_000)
-    with pytest.warns(UserWarning, match="expected a log of outputs .*, got file is not a datab"):
+    with pytest.warns(UserWarning, match="expected a log of outputs, .* got file is not a datab"):
         running = memory.start()
     running.extend([3, 4])
     running.close()
@@ -286,15 +286,20 @@ def test_other_kinds_of_files_are_refused(tmp_path):
     (tmp_path / "text").write_bytes(b"something else altogether, long enough")
     endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c"
     execute(tmp_path / "other", f"CREATE VIEW forgotten AS {endless}")
-    for name in ("newer", "altered"):
-        OutputMemory(path=tmp_path / name).add([1])
-    execute(tmp_path / "newer", "PRAGMA user_version = 5")
-    execute(tmp_path / "altered", "ALTER TABLE outputs ADD COLUMN more")
+    OutputMemory(path=tmp_path / "newer").add([1])
+    execute(tmp_path / "newer", "ALTER TABLE outputs ADD COLUMN more")
     for name, error, message in (
-        ("text", ValueError, "text: expected a log of outputs of version 4, got file is not a"),
-        ("other", ValueError, "other: expected a log of outputs .*, got another database"),
-        ("newer", ValueError, "expected a log of outputs of version 4, got version 5"),
-        ("altered", ValueError, "got other tables"),
+        ("text", ValueError, "text: expected a log of outputs, .*, got file is not a database"),
+        (
+            "other",
+            ValueError,
+            "other: expected a log of outputs, .*, got a database with other tables",
+        ),
+        (
+            "newer",
+            ValueError,
+            "newer: expected a log of outputs, .*, got a database with other tables",
+        ),
         (".", OSError, "unable to open database file"),
     ):
         with pytest.raises(error, match=message):
@@ -316,7 +321,7 @@ def test_rows_that_nobody_wrote_are_refused_and_can_be_forgotten(path, row):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     execute(path, "INSERT INTO outputs (model, ids) VALUES (?, ?)", row)
-    with pytest.raises(ValueError, match="log: expected a log of outputs of version 4, got"):
+    with pytest.raises(ValueError, match=r"log: expected a log of outputs, .*, got"):
         OutputMemory(path=path)
     memory.forget()
     assert len(OutputMemory(path=path)) == 0

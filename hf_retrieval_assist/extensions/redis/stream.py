@@ -8,11 +8,13 @@ import os
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from itertools import islice
+from typing import Any
 
 from ...memory.log import HANDED_OVER, News, Output, SharedOutputs
 from ...system.locks import Lock
-from .redis_server import RedisServer
+from .redis_server import EXCHANGE, FORGET, KEYS, checked_place, client_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,8 @@ _PERIOD = 0.2  # seconds between exchanges while there is nothing to write
 _BUSY = 0.01  # while there is
 _AWAY = 2.0  # and after one that failed
 _LAST_WORDS = 2.0  # seconds that the end of the process waits for outputs to be delivered
-_SENT = 16  # outputs in one exchange
+_SENT = 16  # outputs written in one exchange
+_READ = 64  # and read
 _OUTPUT_BYTES = 256  # an output's besides its fingerprint and ids
 
 
@@ -31,13 +34,24 @@ class OutputStream(SharedOutputs):
     away they wait here and are delivered later, at least once. What waits to be delivered, what has
     arrived and was not read yet, and what the server keeps, are each bounded by `keep_bytes`; the
     oldest outputs go first.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`, as the `redis` client reads it; with a password,
+            unless the host is this machine.
+        keep_bytes: as above.
+
+    Raises:
+        ValueError: the URL is none of the client's, or lacks a password.
+        ImportError: the `redis` extra is not installed.
     """
 
     place = "shared"
 
-    def __init__(self, server: RedisServer, keep_bytes: int) -> None:
-        self.server = server
+    def __init__(self, url: str, keep_bytes: int) -> None:
+        self.server = checked_place(url)
         self.keep_bytes = keep_bytes
+        client = client_of(url)
+        self._call_exchange, self._call_forget = map(client.register_script, (EXCHANGE, FORGET))
         self.waiting_bytes = 2 * keep_bytes
         self._network = Lock()  # held by who waits for the server; taken before the other one
         self._changed = threading.Condition(Lock())
@@ -83,13 +97,14 @@ class OutputStream(SharedOutputs):
                 with self._changed:
                     self._pending.forget(prefix)
                     self._arrived.forget(prefix)
-                before, mark = self.server.forget(prefix)
+                mark = _random_mark()
+                before = bytes(memoryview(self._call_forget(KEYS, [prefix, mark])))
                 with self._changed:
                     if before == self._mark:  # otherwise others have forgotten something, too
                         self._mark = mark
         except Exception as error:  # whatever the server answered
             raise OSError(
-                f"forgotten here, but the server at {self.server.place} could not be told: {error}"
+                f"forgotten here, but the server at {self.server} could not be told: {error}"
             ) from error
         return 0
 
@@ -119,12 +134,12 @@ class OutputStream(SharedOutputs):
                 more = self._exchange_once()
         except Exception as error:
             if not self._failing:
-                place = self.server.place
-                logger.warning("outputs are not shared while %s cannot be used: %s", place, error)
+                told = "outputs are not shared while %s cannot be used: %s"
+                logger.warning(told, self.server, error)
             self._failing = True
             return _AWAY
         if self._failing:
-            logger.info("outputs are exchanged with %s again", self.server.place)
+            logger.info("outputs are exchanged with %s again", self.server)
             self._failing = False
         with self._changed:
             if more:
@@ -139,24 +154,28 @@ class OutputStream(SharedOutputs):
             sent = list(islice(self._pending.outputs, _SENT))
         # A fork has its parent's number, but not its place.
         writer = self._writer + os.getpid().to_bytes(8)
-        answer = self.server.exchange(self._mark, self._last, writer, self.keep_bytes, sent)
+        written = [part for one in sent for part in (one.fingerprint, one.stored_ids())]
+        known = [self._mark, _random_mark(), self._last, _READ, self.keep_bytes, writer]
+        mark, entries = self._call_exchange(KEYS, [*known, *written])
+        names = [bytes(memoryview(name)) for name, _ in entries]
+        arrived = [output for _, fields in entries if (output := _output(fields, writer))]
         with self._changed:
-            if answer.mark != self._mark:
+            if mark != self._mark:
                 if self._mark:
                     self._anew = True
                     self._writer = os.urandom(16)  # what was written is read again
                     self._pending.forget("")
                     self._arrived.forget("")
-                self._mark, self._last = answer.mark, b"0"
+                self._mark, self._last = bytes(memoryview(mark)), b"0"
                 return True
             waiting = self._pending.outputs
             for output in sent:
                 if waiting and waiting[0] is output:  # it has not made room meanwhile
                     self._pending.popleft()
-            self._last = answer.last
-            for output in answer.outputs:
+            self._last = [self._last, *names][-1]
+            for output in arrived:
                 self._arrived.append(output)
-            return bool(waiting) or answer.more
+            return bool(waiting) or len(entries) == _READ
 
 
 class _Queue:
@@ -184,6 +203,19 @@ class _Queue:
                 self.append(output)
 
 
+def _random_mark() -> bytes:
+    return os.urandom(8).hex().encode()
+
+
+def _output(fields: Any, writer: bytes) -> Output | None:
+    """Another process's output; None for an entry of another kind, or a damaged one."""
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        parts = dict(zip(fields[::2], fields[1::2], strict=True))
+        if parts[b"by"] != writer:
+            return Output.parse(parts[b"model"].decode(), parts[b"ids"])
+    return None
+
+
 def _size(output: Output) -> int:
     return output.token_ids.nbytes + len(output.fingerprint) + _OUTPUT_BYTES
 
@@ -201,8 +233,3 @@ def _say_last_words(reference: weakref.ref[OutputStream]) -> None:
     stream = reference()
     if stream is not None and stream._pending.outputs and not stream._failing:
         stream.sync(_LAST_WORDS)
-
-
-def outputs_at(url: str, keep_bytes: int) -> OutputStream:
-    """The outputs that a server of `redis://`, `rediss://` or `unix://` holds."""
-    return OutputStream(RedisServer(url), keep_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.extensions.redis import stream
-from hf_retrieval_assist.extensions.redis.redis_server import RedisServer
+from hf_retrieval_assist.extensions.redis.redis_server import checked_place
 from hf_retrieval_assist.extensions.redis.stream import OutputStream
 from hf_retrieval_assist.memory.log import Output
 from hf_retrieval_assist.memory.output_memory import OutputMemory
@@ -216,7 +216,7 @@ def test_urls_that_are_taken():
         "redis://[::1]:7": "::1:7",
         "unix://user:secret@/run/redis.sock": "/run/redis.sock",
     }
-    assert {url: RedisServer(url).place for url in places} == places
+    assert {url: checked_place(url) for url in places} == places
 
 
 # Servers that answer otherwise.
@@ -241,7 +241,7 @@ ODD = {
 def test_no_answer_ends_the_exchange(answer, caplog):
     """A server that answers rightly later is served, and what it was called is logged once."""
     server = OddServer(answer)
-    view = OutputStream(RedisServer(server.url), 1 << 20)
+    view = OutputStream(server.url, 1 << 20)
     view.append(Output("m", output(0)))
     wait_until(lambda: server.tries > 2)
     thread = view._thread
@@ -258,7 +258,7 @@ def test_no_answer_ends_the_exchange(answer, caplog):
 
 
 def test_a_view_that_nobody_holds_ends_its_thread(server):
-    view = OutputStream(RedisServer(server.url), 1 << 20)
+    view = OutputStream(server.url, 1 << 20)
     thread = view._thread
     del view
     thread.join(WAIT)
