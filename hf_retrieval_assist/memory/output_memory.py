@@ -294,15 +294,17 @@ class OutputMemory:
 
     def _learn_news(self, wait: bool = True) -> bool:
         """Learn some of what other processes have finished; whether there was any."""
-        if self._log is None:
+        if self._log is None or not self._log_lock.acquire(blocking=wait):
             return False
-        with self._log_lock:
+        try:
             news = self._log.read(wait)
             with self.lock:
                 if news.anew:
                     self._forget("")
                 for fingerprint, token_ids in news.outputs:
                     self._learn_finished(fingerprint, token_ids)
+        finally:
+            self._log_lock.release()
         return news.anew or bool(news.outputs)
 
     def sync(self, timeout: float = 10.0) -> bool:

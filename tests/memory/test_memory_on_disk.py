@@ -64,24 +64,6 @@ def test_only_the_newest_outputs_are_kept(path):
 # Forgetting.
 
 
-def test_what_was_forgotten_is_gone_from_every_process_and_the_rest_is_learnt_anew(path):
-    first, second, third = (OutputMemory(path=path) for _ in range(3))
-    first.namespace("a").add(SECRET, "m")
-    first.add([1, 2], "m")
-    second.add([3, 4], "m")
-    running = third.namespace("a").start("m")
-    running.extend(SECRET)
-    first.namespace("a").forget()
-    assert not on_disk(path)
-    running.close()
-    first.add([5, 6], "m")
-    for memory in (first, second, third):
-        memory.refresh()
-        assert len(memory.namespace("a")) == 0
-        assert [count(memory, [i, i + 1], "m") for i in (1, 3, 5)] == [1] * 3
-    assert not on_disk(path)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("place", [0, 20, 30, 100, 5000])
 def test_a_damaged_log_can_be_forgotten(path, place):
@@ -101,11 +83,6 @@ def test_a_damaged_log_can_be_forgotten(path, place):
     assert not on_disk(path)
 
 
-def restored(path):
-    """A log becomes an older copy of itself under running processes."""
-    shutil.copy(path.with_name("copy"), path)
-
-
 def exchanged(path):
     os.replace(path.with_name("copy"), path)
 
@@ -114,7 +91,7 @@ def deleted(path):
     path.unlink()
 
 
-@pytest.mark.parametrize("change", [restored, exchanged, deleted])
+@pytest.mark.parametrize("change", [exchanged, deleted])
 def test_a_log_that_changes_under_running_processes_goes_on(path, change):
     first, second = OutputMemory(path=path), OutputMemory(path=path)
     first.add([1, 2])
@@ -161,45 +138,49 @@ def holding(path, kind="EXCLUSIVE"):
     database.close()
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """Seconds that connections to a log waited for others at most, the test's own left out."""
+    found, connect = [], sqlite3.connect
+
+    def connected(*arguments, **options):
+        found.extend(options[name] for name in ("timeout",) if name in options)
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+    return found
+
+
 @pytest.mark.filterwarnings("error")
-def test_who_starts_a_text_waits_for_nobody_who_writes(path, monkeypatch):
+def test_who_starts_a_text_waits_for_nobody_who_writes(path, waits):
     """And reads beside one who has not committed yet."""
     memory, other = OutputMemory(path=path), OutputMemory(path=path)
     other.add([1, 2])
-    waits, connect = [], sqlite3.connect
-
-    def connected(*arguments, **options):
-        waits.append(options["timeout"])
-        return connect(*arguments, **options)
-
+    waits.clear()
     with holding(path):
-        monkeypatch.setattr(sqlite3, "connect", connected)
         memory.start()
         assert len(memory) == 0
-        monkeypatch.undo()
     with holding(path, "IMMEDIATE"):
-        monkeypatch.setattr(sqlite3, "connect", connected)
         memory.start()
         assert len(memory) == 1
     assert waits == [0.0, 0.0]
 
 
-def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(path, monkeypatch):
+def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(
+    path, monkeypatch, waits
+):
     monkeypatch.setattr(log, "_PATIENCE", 0.5)
-    memory, waits, connect = OutputMemory(path=path), [], sqlite3.connect
+    memory = OutputMemory(path=path)
     memory.add([1, 2])
-
-    def connected(*arguments, **options):
-        waits.append(options["timeout"])
-        return connect(*arguments, **options)
-
+    waits.clear()
     with holding(path), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        monkeypatch.setattr(sqlite3, "connect", connected)
         waiting = threading.Thread(target=memory.add, args=([3, 4],))
         waiting.start()
         wait_until(lambda: 0.5 in waits)
+        running = memory.start()
         assert count(memory, [1, 2]) == 1
+        assert waiting.is_alive()
         waiting.join()
         for i in range(10):
             memory.add([i, i])
@@ -207,7 +188,8 @@ def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(path,
     assert "not kept on disk for now" in str(warning.message)
     assert "database is locked" in str(warning.message)
     assert [wait for wait in waits if wait] == [0.5]
-    memory.add([5, 6])
+    running.extend([5, 6])
+    running.close()
     assert len(memory) == 13
     assert logged(path) == [[1, 2], [5, 6]]
 

@@ -161,6 +161,8 @@ def test_one_tenant_is_forgotten_everywhere(store):
     speaking.extend(SECRET)
     kept = first.namespace("b").start("m")  # the second process would forget it, too
     kept.extend(OTHER)
+    for memory in {first, second}:
+        memory.namespace("a").table("learnt", "m", lambda size: np.zeros(10))
     a.forget()
     assert found(first)[0] == len(a) == len(a.namespace("user")) == 0
     sync(first, second)
@@ -170,6 +172,7 @@ def test_one_tenant_is_forgotten_everywhere(store):
     kept.close()
     sync(first, second, third := store.view())
     for memory in (first, second, third):
+        assert not memory._tables
         assert found(memory) == [0, 2, 1]
         assert count(memory.namespace("a").namespace("user"), SECRET, "m") == 0
         check_memory(memory)
