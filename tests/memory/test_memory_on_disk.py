@@ -1,11 +1,9 @@
-"""The log of an output memory: several processes, damage, full disks."""
+"""The log of an output memory: several processes, damage."""
 
 import os
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 import threading
 import warnings
 from contextlib import contextmanager
@@ -209,39 +207,7 @@ def test_a_fork_writes_outputs_of_its_own(path):
     assert len(memory) == 3
 
 
-# Disks that are full, files that are damaged.
-
-
-FULL_DISK = """
-import resource, signal, sys, warnings
-from pathlib import Path
-import numpy as np
-from hf_retrieval_assist.memory.output_memory import OutputMemory
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-memory = OutputMemory(path=sys.argv[1])
-memory.add([7, 7], "m")
-size = Path(sys.argv[1]).stat().st_size
-resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-with warnings.catch_warnings(record=True) as found:
-    warnings.simplefilter("always")
-    for i in range(1, 5):
-        memory.add(np.full(2_000, i), "m")
-(warning,) = found
-assert f"not kept on disk for now: {sys.argv[1]}: " in str(warning.message)
-assert len(memory) == 5
-assert repr(memory).endswith(" MiB, in memory only by now)")
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-memory.add([6, 6], "m")
-assert repr(memory).endswith(" MiB, on disk)")
-"""
-
-
-@needs_posix
-@pytest.mark.slow
-def test_a_disk_that_is_full_for_a_while_is_warned_of_once(path):
-    subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True)
-    assert logged(path) == [[7, 7], [6, 6]]
+# Files that are damaged.
 
 
 @pytest.mark.filterwarnings("error")

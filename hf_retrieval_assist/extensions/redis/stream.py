@@ -156,7 +156,8 @@ class OutputStream(SharedOutputs):
         writer = self._writer + os.getpid().to_bytes(8)
         written = [part for one in sent for part in (one.fingerprint, one.stored_ids())]
         known = [self._mark, _random_mark(), self._last, _READ, self.keep_bytes, writer]
-        mark, entries = self._call_exchange(KEYS, [*known, *written])
+        found, entries = self._call_exchange(KEYS, [*known, *written])
+        mark = bytes(memoryview(found))
         names = [bytes(memoryview(name)) for name, _ in entries]
         arrived = [output for _, fields in entries if (output := _output(fields, writer))]
         with self._changed:
@@ -166,7 +167,7 @@ class OutputStream(SharedOutputs):
                     self._writer = os.urandom(16)  # what was written is read again
                     self._pending.forget("")
                     self._arrived.forget("")
-                self._mark, self._last = bytes(memoryview(mark)), b"0"
+                self._mark, self._last = mark, b"0"
                 return True
             waiting = self._pending.outputs
             for output in sent:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.extensions.redis import stream
+from hf_retrieval_assist.extensions.redis import redis_server, stream
 from hf_retrieval_assist.extensions.redis.redis_server import checked_place
 from hf_retrieval_assist.extensions.redis.stream import OutputStream
 from hf_retrieval_assist.memory.log import Output
@@ -56,7 +56,8 @@ def test_a_server_that_dies_loses_nothing_and_outputs_are_delivered_later(server
     assert f"127.0.0.1:{server.port}" in away[0]
 
 
-def test_a_server_that_hangs_is_waited_for_by_nobody_but_who_forgets(server):
+def test_a_server_that_hangs_is_waited_for_by_nobody_but_who_forgets(server, monkeypatch):
+    monkeypatch.setattr(redis_server, "_TIMEOUT", 0.5)
     writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
     assert writer.sync(WAIT)
     server.hang()
