@@ -40,7 +40,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "automatic": {"quantized_self": "engines.cpu.quantized_self:automatic"},
     "heads": {"heads": "extensions.heads.fallbacks:drafter_of"},
-    "memories": dict.fromkeys(("redis", "rediss", "unix"), "extensions.redis.stream:outputs_at"),
+    "memories": dict.fromkeys(("redis", "rediss", "unix"), "extensions.redis.stream:OutputStream"),
     "methods": {
         name: f"extensions.serving.methods:{name}"
         for name in (
