@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     @classmethod
     def parse(cls, fingerprint: Any, ids: Any) -> Output:
-        """From what was stored, little-endian int32; ValueError for what is no output."""
+        """What was stored, its ids as little-endian int32; ValueError for what is no output."""
         if isinstance(fingerprint, str) and isinstance(ids, bytes) and not len(ids) % 4:
             token_ids = np.frombuffer(ids, "<i4").astype(np.int32)
             if not (token_ids < 0).any():
