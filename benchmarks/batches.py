@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Callable
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.simulation import simulate
 
 from .acceptance import cpu_time, gpu_time
 from .report import Report, Table
+from .simulation import simulate
 from .traces import Trace, read_traces
 
 ROWS = (1, 8, 32)

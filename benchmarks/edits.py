@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.simulation import simulate
 
 from .baselines import prompt_lookup
 from .inputs import load, model_name
 from .report import Report
+from .simulation import simulate
 
 # Files that a model writes in one answer, in characters.
 SHORTEST, LONGEST = 1500, 9000

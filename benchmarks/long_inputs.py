@@ -30,7 +30,6 @@ import torch
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.tools.demo_model import MODELS
 
 from . import methods
@@ -41,6 +40,7 @@ from .inputs import load, model_name
 from .methods import Method, Run, assisted, run_method, tokens_per_forward
 from .model import KERNELS, settle, take_turns, titled
 from .report import Report
+from .simulation import simulate
 from .timing import lock_memory
 
 SHORTEST, LONGEST = 150, 1500  # tokens of a diff

@@ -123,6 +123,20 @@ class RacerDrafter(Drafter):
         known = dict(zip(prompt, likeliest(model, states[0]), strict=True))
         return RacerSession(prompt, known, target.vocab_size)
 
+    def propose(
+        self, sessions: Sequence[RacerSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        return [one.draft(budget) for one, budget in zip(sessions, budgets, strict=True)]
+
+    def commit(
+        self,
+        sessions: Sequence[RacerSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            session.append(token_ids, feedback)
+
 
 class RacerSession(DraftSession):
     """The patterns of one text, and what was likeliest after each token when it was last fed."""
@@ -135,7 +149,8 @@ class RacerSession(DraftSession):
         self._likeliest = known
         self._append(prompt)
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        """The text went on with these tokens, of which a forward has shown this."""
         if feedback is not None and feedback.top is not None:
             nodes = np.arange(len(feedback.token_ids))
             rows = feedback.top.of(nodes, BREADTH, self._vocab_size)[0].tolist()
@@ -152,7 +167,8 @@ class RacerSession(DraftSession):
                         self._following.setdefault(gram[:-1], []).append(gram[-1])
                     self._counts[gram] += 1
 
-    def propose(self, budget: int) -> TokenTree:
+    def draft(self, budget: int) -> TokenTree:
+        """Retrieved paths, then remembered logits; `budget` nodes at most."""
         paths = dict.fromkeys(self._retrieved()[:budget], 1.0)
         self._fill(paths, budget)
         return tree_of(paths)
@@ -206,6 +222,20 @@ class AdaPldDrafter(Drafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         return AdaPldSession(prompt_ids, target.require_model("AdaPLD"))
 
+    def propose(
+        self, sessions: Sequence[AdaPldSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        return [one.draft(budget) for one, budget in zip(sessions, budgets, strict=True)]
+
+    def commit(
+        self,
+        sessions: Sequence[AdaPldSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            session.append(token_ids, feedback)
+
 
 class AdaPldSession(DraftSession):
     """A text, and of each of its tokens but the last, which was not fed yet, its hidden states."""
@@ -216,13 +246,15 @@ class AdaPldSession(DraftSession):
         self._embeddings = model.get_input_embeddings().weight
         self._states = torch.empty(0)
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        """The text went on with these tokens; ValueError without their hidden states."""
         if feedback is None or feedback.hidden_states is None:
             raise ValueError("AdaPLD: expected hidden states, got none (a simulation)")
         self._states = torch.cat([self._states, feedback.hidden_states])
         self._text = np.append(self._text, np.asarray(token_ids, np.int32))
 
-    def propose(self, budget: int) -> TokenTree:
+    def draft(self, budget: int) -> TokenTree:
+        """What stood behind the place that is most alike; `budget` nodes at most."""
         states, last = self._states.chunk(2, dim=-1)
         anchor, equal = self._anchor(int(self._text[-1]), states[-1])
         if anchor < 0:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
@@ -16,7 +17,6 @@ from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.policy.stats import CallStats, Stats
-from hf_retrieval_assist.simulation import simulate
 from tests.support.memories import remembering
 from tests.support.parts import needs
 from tests.support.rounding import near
@@ -47,23 +47,27 @@ class Recorder(Drafter):
     def start(self, prompt_ids, target):
         return RecorderSession(self, len(prompt_ids))
 
+    def prepare(self, sessions, curve):
+        self.costs_seen += curve is not None
+
+    def propose(self, sessions, budgets):
+        return [self.draft(*pair) for pair in zip(sessions, budgets, strict=True)]
+
+    def draft(self, session, budget):
+        self.proposals += 1
+        tokens = self.text[session.length : session.length + min(budget, 4)]
+        return TokenTree.chain(tokens, [0.9**i for i in range(1, len(tokens) + 1)])
+
+    def commit(self, sessions, tokens, feedbacks):
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            session.length += len(token_ids)
+            self.commits.append((list(token_ids), feedback))
+
 
 class RecorderSession(DraftSession):
     def __init__(self, drafter, length):
         self.drafter, self.length = drafter, length
         vars(self).update(drafter.of_session)
-
-    def see_cost(self, cost):
-        self.drafter.costs_seen += 1
-
-    def propose(self, budget):
-        self.drafter.proposals += 1
-        tokens = self.drafter.text[self.length : self.length + min(budget, 4)]
-        return TokenTree.chain(tokens, [0.9**i for i in range(1, len(tokens) + 1)])
-
-    def commit(self, token_ids, feedback):
-        self.length += len(token_ids)
-        self.drafter.commits.append((list(token_ids), feedback))
 
     def close(self):
         self.drafter.closed += 1
@@ -111,9 +115,9 @@ class Batched(Recorder):
         super().__init__(text, costly=costly)
         self.rows, self.lost = [], lost
 
-    def propose_rows(self, sessions, budgets):
+    def propose(self, sessions, budgets):
         self.rows.append(len(sessions))
-        drafts = super().propose_rows(sessions, budgets)
+        drafts = super().propose(sessions, budgets)
         return drafts[: len(drafts) - self.lost]
 
 
@@ -183,7 +187,8 @@ def close(actual, expected):
 
 
 def test_sessions_are_closed_when_generation_fails(model, plain):
-    drafters = [Recorder(), Recorder(propose=lambda budget: 1 / 0)]
+    drafters = [Recorder(), Recorder()]
+    drafters[1].draft = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         run(model, assistant=Assistant(drafters, budget=4))
     assert [drafter.closed for drafter in drafters] == [1, 1]

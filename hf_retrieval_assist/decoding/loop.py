@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..drafters.call_view import CallView
+from ..drafters.expected import came_out
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
 from ..host.callers_hooks import has_callers_hooks
@@ -292,10 +294,13 @@ class Generation:
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
-        self.counts.tokens = sum(
-            len(row.generated) if row.padding is None else min(row.met or end, end)
+        texts = [
+            row.generated if row.padding is None else row.generated[: row.met or end]
             for row in self.rows
-        )
+        ]
+        self.counts.tokens = sum(map(len, texts))
+        for session, text in zip(self.sessions, texts, strict=True):
+            self.counts.count_expected(*came_out(session.expected, text))
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])
@@ -311,21 +316,18 @@ class Generation:
         call = self.call
         graphs = call.may_record(self.policy.graphs)
         for row, prompt_ids in zip(self.rows, call.prompts, strict=True):
-            preview = RowPreview(self.walk.select, row)
-            target = replace(
-                call.target,
-                preview=preview,
-                own=self.own_forwards,
-                graphs=graphs,
-                extra_memory=self.policy.extra_memory,
+            view = CallView(
+                RowPreview(self.walk.select, row),
+                self.own_forwards,
+                tuple(call.processors),
+                row.index,
+                graphs,
+                self.policy.extra_memory,
                 counts_costs=self.account is not None,
             )
+            target = replace(call.target, call=view)
             session = self.policy.start(prompt_ids, target, row.index, call.batch_size)
-            opened.callback(self._close, session)
+            opened.callback(session.close)
             self.sessions.append(session)
             if self.drawn is not None:
                 self.drawn.append(session.draw_at)
-
-    def _close(self, session: AssistantSession) -> None:
-        self.counts.count_expected(session.expected.accepted, session.expected.rejected)
-        session.close()

@@ -7,23 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..drafters.base import (
-    ChildDraw,
-    Drafter,
-    DraftSession,
-    Feedback,
-    FeedbackNeeds,
-    Graphs,
-    Target,
-    close_all,
-)
-from ..drafters.expected import Expected, ExpectedTexts
+from ..draft_models.residual import ChildDraw
+from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from ..drafters.expected import Expected
 from ..drafters.feedback import RowFeedback, prompt_feedback, shares
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
@@ -37,6 +29,9 @@ from .cost_model import CostModel
 from .cost_store import CostKey, CostModels
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
+
+Graphs = bool | Literal["fused"]
+"""Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
 
 
 class Options(TypedDict, total=False):
@@ -189,9 +184,8 @@ class DraftingPolicy:
     ) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding), a row of a batch."""
         expected = self.expected.of_row(row, batch_size)
-        told = replace(
-            target, expected=expected, forms=self.expected.forms, learn=self.teaches, row=row
-        )
+        forms = self.expected.forms
+        told = replace(target, expected=expected, forms=forms, learn=self.teaches)
         return AssistantSession(self, prompt_ids, told)
 
     def draft(self, ask: Ask) -> DraftedStep:
@@ -251,17 +245,17 @@ class DraftingPolicy:
         the drafters before it."""
         drafter, use = self.drafters[number], step.uses[number]
         own = [session.sessions[number] for session in sessions]
+        curve = None
+        if drafter.costly and step.price is not None and self.planner.budget == "auto":
+            curve = step.price.curve
         asked = time.perf_counter()
-        drafter.prepare_rows(own)
+        drafter.prepare(own, curve)
         started = time.perf_counter()
         use.uncharged += started - asked
         if any(session.deferred[number] for session in sessions):
             self._catch_up(number, sessions)
         caught_up = time.perf_counter()
-        if drafter.costly and step.price is not None and self.planner.budget == "auto":
-            for one in own:
-                one.see_cost(step.price.curve)
-        drafts = self._checked(number, sessions, drafter.propose_rows(own, [budget] * len(own)))
+        drafts = self._checked(number, sessions, drafter.propose(own, [budget] * len(own)))
         texts = [session.calibrations[number] for session in sessions]
         drafts = sessions[0].calibrators[number].calibrate(texts, drafts, earlier)
         ended = prepared = time.perf_counter()
@@ -310,9 +304,6 @@ class DraftingPolicy:
         """
         grown = [outcome for outcome in outcomes if outcome.tokens]
         sessions, tokens = [one.session for one in grown], [one.tokens for one in grown]
-        for session, token_ids in zip(sessions, tokens, strict=True):
-            if session.expected.any:
-                session.expected.follow(token_ids)
         flat = draft_tree.flattened(tokens)
         feedbacks = [outcome.feedback for outcome in grown]
         judged = step is not None and step.account is not None
@@ -346,7 +337,7 @@ class DraftingPolicy:
         texts = [session.calibrations[number] for session in sessions]
         sessions[0].calibrators[number].judge(texts, *flat)
         rows = [session.sessions[number] for session in sessions]
-        self.drafters[number].commit_rows(rows, tokens, feedbacks)
+        self.drafters[number].commit(rows, tokens, feedbacks)
 
     def _catch_up(self, number: int, sessions: Sequence[AssistantSession]) -> None:
         """Pass a drafter the tokens it skipped."""
@@ -394,6 +385,13 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
 
 
+def _close_all(sessions: Sequence[DraftSession]) -> None:
+    """Close each session in turn, the others too where one raises."""
+    with ExitStack() as stack:
+        for session in reversed(sessions):
+            stack.callback(session.close)
+
+
 class AssistantSession:
     """The draft sessions of one text, with probabilities calibrated on it."""
 
@@ -403,7 +401,7 @@ class AssistantSession:
         self.vocab_size = target.vocab_size
         self.sessions: list[DraftSession] = []
         with ExitStack() as started:
-            started.callback(close_all, self.sessions)
+            started.callback(_close_all, self.sessions)
             for drafter in policy.drafters:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
@@ -418,7 +416,7 @@ class AssistantSession:
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         self.calibrators = policy.calibrators(target.fingerprint)
         self.calibrations = [OpenDrafts() for _ in self.calibrators]
-        self.expected = ExpectedTexts(target.expected)
+        self.expected = target.expected
 
     def begin(
         self,
@@ -427,10 +425,9 @@ class AssistantSession:
         hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
-        self.expected.follow(token_ids)
         for session, drafter in zip(self.sessions, self.policy.drafters, strict=True):
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
-            session.commit(token_ids, feedback)
+            drafter.commit([session], [token_ids], [feedback])
 
     def restrict(self, tree: TokenTree) -> TokenTree:
         """The nodes that every drafter thinks can still be chosen."""
@@ -449,7 +446,6 @@ class AssistantSession:
 
     def learn_plain(self, token_ids: Sequence[int]) -> None:
         """Append a text that was decoded without drafts."""
-        self.expected.follow(token_ids)
         for waiting in self.deferred:
             waiting += token_ids
 
@@ -460,4 +456,4 @@ class AssistantSession:
                 if waiting:
                     self.policy._catch_up(number, [self])
         finally:
-            close_all(self.sessions)
+            _close_all(self.sessions)

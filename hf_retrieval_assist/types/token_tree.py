@@ -18,6 +18,7 @@ from ..system.lazy import cached_property
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
 Ids = Sequence[int] | NDArray[np.integer]
 
 

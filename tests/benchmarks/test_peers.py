@@ -28,7 +28,7 @@ def showing(tokens, likeliest):
 
 def racer(prompt, last, tokens=(), likeliest=()):
     session = peers.RacerSession(prompt, {}, vocab_size=5000)
-    session.commit([last], showing(tokens, likeliest))
+    session.append([last], showing(tokens, likeliest))
     return session
 
 
@@ -39,10 +39,10 @@ def test_racer_halves_what_each_sibling_may_have_below_it():
     known = range(600)
     session = racer([], 0, known, [children(token) for token in known])
     for budget in (1, B, 20, 60):
-        tree = session.propose(budget)
+        tree = session.draft(budget)
         assert tree.fault(1 << 30, 1 << 30) is None
         assert len(tree) == budget
-    drafted = paths(session.propose(60))
+    drafted = paths(session.draft(60))
     counts = [sum(path[:-1] == (child,) for path in drafted) for child in children(0)]
     assert counts == [8, 4, 2, 1, 1, 1, 1, 1]
     deeper = [sum(path[:-1] == (1, child) for path in drafted) for child in children(1)]
@@ -53,19 +53,19 @@ def test_racer_halves_what_each_sibling_may_have_below_it():
 def test_racer_takes_the_most_frequent_of_what_followed_two_tokens_or_more():
     often, once = [1, 2, 3, *range(50, 58)], [1, 2, 4, *range(60, 68)]
     prompt = [*often, *once, *often, 9, 1]
-    assert paths(racer(prompt, 2).propose(1)) == [(3,)]
-    drafted = paths(racer(prompt, 2).propose(40))
+    assert paths(racer(prompt, 2).draft(1)) == [(3,)]
+    drafted = paths(racer(prompt, 2).draft(40))
     assert drafted[:8] == [tuple([3, *range(50, 57)][:end]) for end in range(1, 9)]
     # Patterns are ten tokens long, two of which are the match.
     assert drafted[8:] == [tuple([4, *range(60, 67)][:end]) for end in range(1, 9)]
     # One token alone is no match, and a pattern begins only where ten tokens follow.
-    assert paths(racer([*often, 9], 2).propose(40)) == []
-    assert paths(racer([*often[:7], 1], 2).propose(40)) == []
+    assert paths(racer([*often, 9], 2).draft(40)) == []
+    assert paths(racer([*often[:7], 1], 2).draft(40)) == []
     # It fills up beside what it retrieved.
     session = racer([*often, 1], 2, [2], [[3, 70, 71, 72, 73, 74, 75, 76]])
-    assert paths(session.propose(3)) == [(3,), (3, 50), (3, 50, 51)]
-    assert paths(session.propose(11))[8:] == [(70,), (71,), (72,)]
-    assert len(session.propose(40)) == 8 + 7
+    assert paths(session.draft(3)) == [(3,), (3, 50), (3, 50, 51)]
+    assert paths(session.draft(11))[8:] == [(70,), (71,), (72,)]
+    assert len(session.draft(40)) == 8 + 7
 
 
 VOCABULARY = 30
@@ -95,36 +95,36 @@ def adapld(text, states, named=None):
     session = peers.AdaPldSession(np.array(text[:-1], np.int32), Identity())
     fed = np.arange(len(states), dtype=np.int32)
     hidden = torch.cat([torch.stack(states), last], dim=-1)
-    session.commit(text[-1:], Feedback(fed, fed, fed - 1, hidden_states=hidden))
+    session.append(text[-1:], Feedback(fed, fed, fed - 1, hidden_states=hidden))
     return session
 
 
 def test_adapld_copies_behind_the_equal_token_whose_context_is_nearest():
     text = [0, 5, 11, 1, 5, 12, 2, 5]
     states = [EAST, EAST, EAST, NORTH, EAST, EAST, 0.9 * EAST + 0.1 * NORTH]
-    assert (11, 1, 5) in paths(adapld(text, states).propose(60))
+    assert (11, 1, 5) in paths(adapld(text, states).draft(60))
     states[-1] = 0.1 * EAST + 0.9 * NORTH
-    drafted = paths(adapld(text, states).propose(60))
+    drafted = paths(adapld(text, states).draft(60))
     assert (12, 2, 5) in drafted
     assert (11,) not in drafted
 
 
 def test_adapld_branches_by_what_was_likeliest_at_the_anchor():
     text = [0, 5, 11, 13, 8, 14, 5]
-    tree = adapld(text, [EAST] * 6, {1: [11, 8, 6]}).propose(60)
+    tree = adapld(text, [EAST] * 6, {1: [11, 8, 6]}).draft(60)
     assert tree.fault(1 << 30, 1 << 30) is None
     copied = {tuple([11, 13, 8, 14, 5][:end]) for end in range(1, 6)}
     # 8 stands in the text, before 14; 6 does not.
     assert set(paths(tree)) == copied | {(8,), (8, 14), (6,)} | {(token,) for token in FILL[:-3]}
-    assert len(adapld(text, [EAST] * 6).propose(3)) == 3
+    assert len(adapld(text, [EAST] * 6).draft(3)) == 3
 
 
 def test_adapld_without_a_match_takes_a_place_with_a_token_of_like_embedding():
     branches = [(11,), (11, 13), (12,), *[(token,) for token in FILL[:-2]]]
     text = [0, 3, 11, 13, 7]
     # It branches there and copies nothing.
-    assert sorted(paths(adapld(text, [EAST] * 4, {1: [11, 12]}).propose(60))) == sorted(branches)
-    assert paths(adapld([0, 4, 11, 13, 7], [EAST] * 4).propose(60)) == []
+    assert sorted(paths(adapld(text, [EAST] * 4, {1: [11, 12]}).draft(60))) == sorted(branches)
+    assert paths(adapld([0, 4, 11, 13, 7], [EAST] * 4).draft(60)) == []
 
 
 def test_peers_write_plains_tokens_within_their_nodes(monkeypatch):

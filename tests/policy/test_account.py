@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy import policy
@@ -15,7 +16,6 @@ from hf_retrieval_assist.policy.cost_model import CostModel
 from hf_retrieval_assist.policy.cost_store import CostKey
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.policy.policy import Ask, Outcome
-from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.parts import needs
 from tests.support.scripted import Scripted
@@ -345,7 +345,7 @@ def test_what_asking_takes_is_the_host_s_time_without_the_drafters(monkeypatch):
 
     monkeypatch.setattr(policy.time, "perf_counter", lambda: now[0])
     drafter = Scripted(lambda budget: works(1.0) or TokenTree.empty())
-    drafter.prepare_rows = lambda sessions: works(100.0)
+    drafter.prepare = lambda *_: works(100.0)
     asked = Assistant([drafter]).policy
     session = asked.start(np.zeros(1, np.int32), Target(vocab_size=10))
     session.begin([0])

@@ -26,6 +26,18 @@ def is_dflash(model: Any) -> bool:
     return all(getattr(model.config, name, None) is not None for name in DFLASH_SETTINGS)
 
 
+def require_width(drafter: str, hidden_size: int, target: Any) -> None:
+    """ValueError for what was made for another hidden size than the target model's, if known."""
+    if target is None:
+        return
+    width = target.config.get_text_config(decoder=True).hidden_size
+    if width != hidden_size:
+        raise ValueError(
+            f"{drafter}: expected one for the target's hidden size of {width}, got one for "
+            f"{hidden_size}"
+        )
+
+
 @dataclass(frozen=True)
 class NewText:
     """How texts went on, by up to w tokens: each fills the last columns of its line.
@@ -121,7 +133,7 @@ class Follower(ABC):
 class FeatureSession(RowSession):
     """A text and how far a model has followed it.
 
-    What `commit` brings waits until a draft is wanted, so that a drafter which is only asked now
+    What comes waits until a draft is wanted, so that a drafter which is only asked now
     and then catches up in one forward.
 
     Args:
@@ -153,7 +165,8 @@ class FeatureSession(RowSession):
         current = 0 < self.reached == len(self.tokens) - 1
         return min(budget, self._max_nodes) if current else 0
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        """The text went on with these tokens, of which a forward has shown this."""
         known = len(self.tokens)
         self.tokens.extend(map(int, token_ids))
         after_prefill, self._after_prefill = self._after_prefill, False
@@ -204,7 +217,7 @@ class FeatureDrafter(Drafter):
     evidence = EVIDENCE
 
     @torch.no_grad()
-    def propose_rows(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
+    def propose(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
         """One draft for each text, those of a batch together."""
         keeps = [session.wanted(budget) for session, budget in zip(sessions, budgets, strict=True)]
         asked = [session for session, keep in zip(sessions, keeps, strict=True) if keep > 0]
@@ -213,3 +226,12 @@ class FeatureDrafter(Drafter):
             trees = asked[0].follower.draft(group, rows, max(keeps))
             drafts |= {row: trees[row.index] for row in rows}
         return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
+
+    def commit(
+        self,
+        sessions: Sequence[FeatureSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            session.append(token_ids, feedback)

@@ -21,6 +21,7 @@ import torch
 
 from ...assistants import Assistant
 from ...drafters.base import Target
+from ...drafters.expected import came_out
 from ...drafters.feedback import RowFeedback
 from ...host import transformers_private
 from ...policy.account import DraftedStep
@@ -250,6 +251,7 @@ class _Text:
         plain_steps: by how many requests were fed together, its share of the steps without drafts
             that its tokens would have taken.
         compared_seconds: its share of the time of the steps that these stand against.
+        written: the tokens that it has got.
     """
 
     known: int
@@ -258,11 +260,13 @@ class _Text:
     counts: CallStats = field(default_factory=partial(CallStats, "continuous batching", calls=1))
     plain_steps: dict[int, float] = field(default_factory=partial(defaultdict, float))
     compared_seconds: float = 0.0
+    written: list[int] = field(default_factory=list)
 
     def new(self, state: DraftedRequest) -> list[int]:
         """The tokens that it has got since it was last looked at."""
         new = state.generated_tokens[self.known - len(state.initial_tokens) :]
         self.known += len(new)
+        self.written += new
         self.counts.tokens += len(new)
         return new
 
@@ -276,5 +280,5 @@ class _Text:
         """Nothing drafts for it from now on."""
         session, self.session = self.session, None
         if session is not None:
-            self.counts.count_expected(session.expected.accepted, session.expected.rejected)
+            self.counts.count_expected(*came_out(session.expected, self.written))
             session.close()

@@ -217,7 +217,7 @@ def test_what_follows_the_end_of_a_text_is_learnt_only_if_it_goes_on(end):
 
 def test_requests_that_may_not_grow_are_not_drafted_for(monkeypatch):
     """One has ended, one has no room, and the third one goes on."""
-    asked = calls_of(monkeypatch, SuffixDrafter, "propose_rows")
+    asked = calls_of(monkeypatch, SuffixDrafter, "propose")
     going_on = [5, 6, 7, 8] * 10
     full = [9, 10, 11] * LONGEST
     proposer = make_proposer(longest_draft=4)

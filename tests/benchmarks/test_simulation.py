@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from benchmarks.simulation import SimulationReport, simulate
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.simulation import SimulationReport, simulate
 from tests.support.memories import remembering, rollouts
 from tests.support.rounding import near
 
