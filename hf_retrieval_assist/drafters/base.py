@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedbackNeeds:
-    """What a drafter asks the engine to hand to `commit`; nothing else is computed.
+    """What a drafter asks the engine to hand to `commit`; what no drafter asks for is not computed.
 
     Attributes:
         logits: logits of the nodes that were fed.
@@ -128,14 +128,13 @@ class Drafter(ABC):
     def prepare(  # noqa: B027 - most need nothing
         self, sessions: Sequence[Any], curve: Callable[[int], Float64Array] | None
     ) -> None:
-        """Make what is needed before `propose`, which is called next. The time it takes is not held
-        against the drafts.
+        """Make what is needed before `propose`, which is called next; asked of costly drafters. The
+        time it takes is not held against the drafts.
 
         Args:
             sessions: this drafter's.
             curve: t(n), to size drafts by: `curve(n)`, float64 [n], is the seconds of a step that
-                feeds 1, …, n tokens of a row. None: the drafter is not `costly`, or costs do not
-                count.
+                feeds 1, …, n tokens of a row. None: costs do not count.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..draft_models.residual import ChildDraw
 from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from ..drafters.expected import Expected
-from ..drafters.feedback import RowFeedback, prompt_feedback, shares
+from ..drafters.feedback import RowFeedback, of_layers, prompt_feedback
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
@@ -245,11 +245,10 @@ class DraftingPolicy:
         the drafters before it."""
         drafter, use = self.drafters[number], step.uses[number]
         own = [session.sessions[number] for session in sessions]
-        curve = None
-        if drafter.costly and step.price is not None and self.planner.budget == "auto":
-            curve = step.price.curve
         asked = time.perf_counter()
-        drafter.prepare(own, curve)
+        if drafter.costly:
+            counts = step.price if self.planner.budget == "auto" else None
+            drafter.prepare(own, None if counts is None else counts.curve)
         started = time.perf_counter()
         use.uncharged += started - asked
         if any(session.deferred[number] for session in sessions):
@@ -318,7 +317,7 @@ class DraftingPolicy:
             started = time.perf_counter()
             if any(session.deferred[number] for session in sessions):
                 self._catch_up(number, sessions)
-            shown = shares(feedbacks, drafter.needs) if self.needs_feedback else feedbacks
+            shown = of_layers(feedbacks, drafter.needs.hidden_layers)
             self._learn(number, sessions, tokens, flat, shown)
             if use is not None:
                 use.seconds += time.perf_counter() - started
