@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_retrieval_assist import Assistant, TokenTree
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 LOOKUP_TOKENS = 10
 LOOKUP_NGRAM = 2
@@ -51,10 +51,7 @@ class PromptLookupDrafter(Drafter):
         return TokenTree.chain(drafted, np.ones(len(drafted)))
 
     def commit(
-        self,
-        sessions: Sequence[_LookupSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[_LookupSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.ids = np.concatenate([session.ids, np.asarray(token_ids, dtype=np.int64)])

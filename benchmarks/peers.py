@@ -24,7 +24,15 @@ import torch
 from numpy.typing import NDArray
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from hf_retrieval_assist.drafters.base import (
+    Drafter,
+    DraftSession,
+    Feedback,
+    FeedbackNeeds,
+    Feedbacks,
+    Target,
+    Tokens,
+)
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
 from hf_retrieval_assist.papers import TokenRecycling
 from hf_retrieval_assist.tools.demo.comparison import TASKS
@@ -129,10 +137,7 @@ class RacerDrafter(Drafter):
         return [one.draft(budget) for one, budget in zip(sessions, budgets, strict=True)]
 
     def commit(
-        self,
-        sessions: Sequence[RacerSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[RacerSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.append(token_ids, feedback)
@@ -228,10 +233,7 @@ class AdaPldDrafter(Drafter):
         return [one.draft(budget) for one, budget in zip(sessions, budgets, strict=True)]
 
     def commit(
-        self,
-        sessions: Sequence[AdaPldSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[AdaPldSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.append(token_ids, feedback)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..drafters.base import Drafter, Feedback, Target
+from ..drafters.base import Curve, Drafter, Feedbacks, Target, Tokens
 from ..drafters.call_view import Preview
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
@@ -24,7 +24,7 @@ from ..host.transformers_private import with_cache
 from ..plugins import load
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..types.token_tree import Float64Array, Forest, TokenTree
+from ..types.token_tree import Forest, TokenTree
 from ..verification.engine import engine_of
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
@@ -122,11 +122,7 @@ class DraftModelDrafter(Drafter):
                 self._translations[key] = between(self._tokenizers, self.model, target)
             return self._translations[key]
 
-    def prepare(
-        self,
-        sessions: Sequence[DraftModelSession],
-        curve: Callable[[int], Float64Array] | None,
-    ) -> None:
+    def prepare(self, sessions: Sequence[DraftModelSession], curve: Curve | None) -> None:
         """Size trees by what the target's steps take."""
         if curve is not None:
             chooser = sessions[0].chooser  # all texts of a step have one target
@@ -165,10 +161,7 @@ class DraftModelDrafter(Drafter):
             row.shape, row.tree, row.draws = shape, trees[row.index], [*chain(*own)]
 
     def commit(
-        self,
-        sessions: Sequence[DraftModelSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[DraftModelSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.append(token_ids)

@@ -7,8 +7,9 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
 from ..types.passages import Documents, OwnText, Source
 from ..types.token_tree import Ids, Int32Array, NamedIds, TokenTree, checked_documents
-from .base import Drafter, DraftSession, Feedback, Target
+from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 # Nodes are told apart by tokens matched and by depth. Priors are measured: the share of drafted
 # nodes that the recorded text went on with, among those whose parents it went on with. Real chat,
@@ -45,13 +46,14 @@ class MatchSession(DraftSession):
     """A text, and where an automaton holds the longest of its ends.
 
     Attributes:
-        automaton, cursor: what holds it, and where.
+        cursor: where it is held.
+        extend: goes on with tokens of the text.
         vocab_size: of the model.
         source: what the automaton holds, by origin.
     """
 
-    automaton: SuffixAutomaton
     cursor: Cursor
+    extend: Callable[[Int32Array], object]
     vocab_size: int
     source: Mapping[str, Source]
 
@@ -90,7 +92,8 @@ class AutomatonDrafter(Drafter):
             automaton.end_document()
         automaton.extend(np.ascontiguousarray(prompt_ids, np.int32), cursor)
         source = {"text": OwnText(target.expected, len(prompt_ids))}
-        return MatchSession(automaton, cursor, target.vocab_size, source)
+        extend = partial(automaton.extend, cursor=cursor)
+        return MatchSession(cursor, extend, target.vocab_size, source)
 
     def propose(
         self, sessions: Sequence[MatchSession], budgets: Sequence[int]
@@ -99,13 +102,10 @@ class AutomatonDrafter(Drafter):
         return [_chain(session, min(budget, self.max_draft)) for session, budget in pairs]
 
     def commit(
-        self,
-        sessions: Sequence[MatchSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[MatchSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids in zip(sessions, tokens, strict=True):
-            session.automaton.extend(np.array(token_ids, np.int32), session.cursor)
+            session.extend(np.array(token_ids, np.int32))
 
 
 def _chain(session: MatchSession, most: int) -> TokenTree:
@@ -155,16 +155,7 @@ class StaticAutomatonDrafter(AutomatonDrafter):
         target.require_ids("corpus", self._largest_id)
         cursor = self.automaton.cursor()
         cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
-        return MatchSession(self.automaton, cursor, target.vocab_size, self._source)
-
-    def commit(
-        self,
-        sessions: Sequence[MatchSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
-    ) -> None:
-        for session, token_ids in zip(sessions, tokens, strict=True):
-            session.cursor.advance_all(np.array(token_ids, np.int32))
+        return MatchSession(cursor, cursor.advance_all, target.vocab_size, self._source)
 
 
 @dataclass(frozen=True)

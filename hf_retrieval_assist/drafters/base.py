@@ -63,6 +63,14 @@ class Feedback:
     top: TopLogits | None = None
 
 
+Curve = Callable[[int], Float64Array]
+"""t(1), …, t(n) of a number n: seconds of a step that feeds so many tokens of a row."""
+Tokens = Sequence[Sequence[int]]
+"""What came, of each text."""
+Feedbacks = Sequence[Feedback | None]
+"""What a forward showed of each text; None where there was none, as in a simulation."""
+
+
 class DraftSession:
     """What a drafter knows of one text: one row of a batch, from its prompt to its end.
 
@@ -125,16 +133,13 @@ class Drafter(ABC):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         """A session for a prompt (int32 [length], without padding)."""
 
-    def prepare(  # noqa: B027 - most need nothing
-        self, sessions: Sequence[Any], curve: Callable[[int], Float64Array] | None
-    ) -> None:
+    def prepare(self, sessions: Sequence[Any], curve: Curve | None) -> None:  # noqa: B027
         """Make what is needed before `propose`, which is called next; asked of costly drafters. The
         time it takes is not held against the drafts.
 
         Args:
             sessions: this drafter's.
-            curve: t(n), to size drafts by: `curve(n)`, float64 [n], is the seconds of a step that
-                feeds 1, …, n tokens of a row. None: costs do not count.
+            curve: what steps take, to size drafts by; None: costs do not count.
         """
 
     @abstractmethod
@@ -143,17 +148,9 @@ class Drafter(ABC):
         its budget at most; it may be empty. A `Forest` has all trees in one array."""
 
     @abstractmethod
-    def commit(
-        self,
-        sessions: Sequence[Any],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
-    ) -> None:
-        """Append its tokens, at least one, to the text of each session.
-
-        The first call follows the prefill and brings the first generated token. A feedback tells of
-        the forward that produced the tokens, and is None where there was none (in a simulation).
-        """
+    def commit(self, sessions: Sequence[Any], tokens: Tokens, feedbacks: Feedbacks) -> None:
+        """Append its tokens, at least one, to the text of each session, and learn from the forward
+        that produced them. The first call follows the prefill."""
 
     @property
     def defers(self) -> bool:

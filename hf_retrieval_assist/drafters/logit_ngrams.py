@@ -21,7 +21,7 @@ from ..structures import logit_ngrams
 from ..structures.logit_ngrams import Ngrams, NgramText
 from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Forest
-from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Feedbacks, Target, Tokens
 from .call_view import Law
 
 # Rates begin in the middle of their steps.
@@ -92,10 +92,7 @@ class LogitNgramDrafter(Drafter):
         return Forest(*draft)
 
     def commit(
-        self,
-        sessions: Sequence[NgramSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[NgramSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         """Texts learn together what one forward showed."""
         shown: list[tuple[NgramSession, Feedback]] = []

@@ -18,7 +18,7 @@ from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
 from ..types.passages import Source
 from ..types.token_tree import Float32Array, TokenTree
-from .base import Drafter, DraftSession, Feedback, Target
+from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 # Nodes are told apart by tokens of context before them, their share of the occurrences of that
 # context, and how many those are. Typical values of buckets stand for them in the priors.
@@ -103,12 +103,7 @@ class RestDrafter(Drafter):
         probs = path_products(parents, _EVIDENCE.priors[classes])
         return TokenTree(token_ids, parents, probs, classes)
 
-    def commit(
-        self,
-        sessions: Sequence[RestSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
-    ) -> None:
+    def commit(self, sessions: Sequence[RestSession], tokens: Tokens, feedbacks: Feedbacks) -> None:
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.matcher.extend(np.array(token_ids, np.int32))
 

@@ -33,7 +33,7 @@ from ..types.token_tree import (
     TokenTree,
     checked_documents,
 )
-from .base import Drafter, DraftSession, Feedback, Target
+from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,7 @@ class SuffixDrafter(Drafter):
         return Forest(*draft)
 
     def commit(
-        self,
-        sessions: Sequence[SuffixSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[SuffixSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         ids, offsets = draft_tree.flattened(tokens)
         with self.memory.lock, self._mixing:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..assistants import Assistant
-from ..drafters.base import Drafter, DraftSession, Feedback, Target
+from ..drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 from ..memory.output_memory import OutputMemory
 from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
@@ -56,10 +56,7 @@ class ScoredSuffixDrafter(Drafter):
         return drafted.without(best.token_ids >= session.target.vocab_size)
 
     def commit(
-        self,
-        sessions: Sequence[ScoredSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[ScoredSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.tree.extend(session.sequence, np.array(token_ids, np.int32))

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from ..drafters.base import Drafter, DraftSession, FeedbackNeeds, Feedbacks, Target, Tokens
 from ..memory.output_memory import OutputMemory
 from ..structures import draft_tree
 from ..system.locks import Lock
@@ -71,12 +71,7 @@ class TokenRecycling(Drafter):
         pairs = zip(sessions, budgets, strict=True)
         return [session.table.draft(session.last).prune(budget) for session, budget in pairs]
 
-    def commit(
-        self,
-        sessions: Sequence[_Session],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
-    ) -> None:
+    def commit(self, sessions: Sequence[_Session], tokens: Tokens, feedbacks: Feedbacks) -> None:
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.last = token_ids[-1]
             if feedback is not None and feedback.top is not None:

@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,16 @@ from torch import nn
 
 from ...draft_models.draft_model import tree_service
 from ...draft_models.rows import proposed
-from ...drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from ...drafters.base import (
+    Curve,
+    Drafter,
+    DraftSession,
+    Feedback,
+    FeedbackNeeds,
+    Feedbacks,
+    Target,
+    Tokens,
+)
 from ...drafters.call_view import Among
 from ...host.ranks import require_whole
 from ...host.transformers_private import input_device
@@ -27,7 +36,7 @@ from ...system.arguments import require_at_least
 from ...system.locks import Lock
 from ...system.memory import may_take
 from ...system.running_mean import toward
-from ...types.token_tree import Float64Array, Forest, TokenTree
+from ...types.token_tree import Forest, TokenTree
 from ...verification.own_forwards import TargetForwards
 from . import skinny
 from .few_bits import CHOICES, FewBits, OutputReader, bytes_of, evidence_classes, marks_of
@@ -180,11 +189,7 @@ class QuantizedSelf(Drafter):
         return session
 
     @torch.no_grad()
-    def prepare(
-        self,
-        sessions: Sequence[QuantizedSession],
-        curve: Callable[[int], Float64Array] | None,
-    ) -> None:
+    def prepare(self, sessions: Sequence[QuantizedSession], curve: Curve | None) -> None:
         """Pack the model's weights where they are not yet, and record its forward of one token."""
         for session in sessions:
             session.curve = curve
@@ -247,10 +252,7 @@ class QuantizedSelf(Drafter):
         return Forest.of(drafts)
 
     def commit(
-        self,
-        sessions: Sequence[QuantizedSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[QuantizedSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.append(token_ids, feedback)
@@ -317,7 +319,7 @@ class QuantizedSession(DraftSession):
     target: Target
     unread: list[int]
     calibrator: Calibrator | None = None
-    curve: Callable[[int], Float64Array] | None = None
+    curve: Curve | None = None
     calibration: OpenDrafts = field(default_factory=OpenDrafts)
 
     @property

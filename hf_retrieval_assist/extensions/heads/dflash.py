@@ -26,15 +26,7 @@ from ...system.arguments import require_at_least
 from ...types.token_tree import Float32Array, TokenTree
 from ...verification.largest import largest
 from ...verification.tree_attention import LayerMask, TreeLayout
-from .features import (
-    DFLASH_SETTINGS,
-    FeatureDrafter,
-    FeatureSession,
-    Follower,
-    NewText,
-    is_dflash,
-    require_width,
-)
+from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
 
 
 class DFlashDrafter(FeatureDrafter):
@@ -70,7 +62,7 @@ class DFlashDrafter(FeatureDrafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         model = target.require_model("DFlashDrafter")
-        require_width("DFlash model", self.model.config.hidden_size, model)
+        self.require_width("DFlash model", self.model.config.hidden_size, model)
         rows = model.get_input_embeddings().weight.shape[0]
         if not 0 <= self.model.config.mask_token_id < rows:
             raise ValueError(

@@ -33,7 +33,7 @@ from .eagle_format import (
     read_head,
     rotary_of,
 )
-from .features import FeatureDrafter, FeatureSession, require_width
+from .features import FeatureDrafter, FeatureSession
 from .layers_follower import Layers, LayersFollower
 
 
@@ -68,7 +68,7 @@ class EagleDrafter(FeatureDrafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         config = self.head.config
         target.require_ids("EAGLE head", config.vocab_size - 1)
-        require_width("EAGLE head", config.target_width, target.model)
+        self.require_width("EAGLE head", config.target_width, target.model)
         follower = LayersFollower(self.head, self.limits, config.feature_width, target.call.graphs)
         return FeatureSession(self, follower, prompt_ids, self.limits.total - 1)
 

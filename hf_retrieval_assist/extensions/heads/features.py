@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...draft_models.growth import EVIDENCE
 from ...draft_models.rows import DraftCache, Group, RowSession, groups, parts, proposed
-from ...drafters.base import Drafter, Feedback
+from ...drafters.base import Drafter, Feedback, Feedbacks, Tokens
 from ...system.lazy import cached_property
 from ...types.token_tree import Forest, Int32Array, TokenTree
 from ...verification.tree_attention import Int64Array
@@ -24,18 +24,6 @@ DFLASH_SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
 def is_dflash(model: Any) -> bool:
     """Whether a model drafts blocks from the target's hidden states, by what it is configured."""
     return all(getattr(model.config, name, None) is not None for name in DFLASH_SETTINGS)
-
-
-def require_width(drafter: str, hidden_size: int, target: Any) -> None:
-    """ValueError for what was made for another hidden size than the target model's, if known."""
-    if target is None:
-        return
-    width = target.config.get_text_config(decoder=True).hidden_size
-    if width != hidden_size:
-        raise ValueError(
-            f"{drafter}: expected one for the target's hidden size of {width}, got one for "
-            f"{hidden_size}"
-        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +160,7 @@ class FeatureSession(RowSession):
         after_prefill, self._after_prefill = self._after_prefill, False
         if feedback is None or feedback.hidden_states is None:
             return
-        features = self._checked(feedback.hidden_states)
+        features = feedback.hidden_states
         # A prefill ends with the last token that was known; a step begins with it.
         first = known - len(features) if after_prefill else known - 1
         features = features[: len(self.tokens) - 1 - first]
@@ -201,20 +189,24 @@ class FeatureSession(RowSession):
         super().close()
         self._pending.clear()
 
-    def _checked(self, features: Tensor) -> Tensor:
-        width = self.follower.feature_width
-        if features.ndim != 2 or features.shape[1] != width:
-            raise ValueError(
-                f"feedback.hidden_states: expected [accepted, {width}], got {tuple(features.shape)}"
-            )
-        return features
-
 
 class FeatureDrafter(Drafter):
     """A drafter whose sessions are `FeatureSession`s."""
 
     costly = True
     evidence = EVIDENCE
+
+    @staticmethod
+    def require_width(what: str, hidden_size: int, target: Any) -> None:
+        """ValueError for what was made for another hidden size than the target model's."""
+        if target is None:
+            return
+        width = target.config.get_text_config(decoder=True).hidden_size
+        if width != hidden_size:
+            raise ValueError(
+                f"{what}: expected one for the target's hidden size of {width}, got one for "
+                f"{hidden_size}"
+            )
 
     @torch.no_grad()
     def propose(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
@@ -228,10 +220,7 @@ class FeatureDrafter(Drafter):
         return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
 
     def commit(
-        self,
-        sessions: Sequence[FeatureSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[FeatureSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.append(token_ids, feedback)

@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from ...drafters.base import Drafter, DraftSession, Feedback, Target
+from ...drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 from ...structures import draft_tree
 from ...types.evidence import EvidenceClasses
 from ...types.token_tree import TokenTree
@@ -77,10 +77,7 @@ class GrammarDrafter(Drafter):
         return [session.draft(most) for session, most in zip(sessions, budgets, strict=True)]
 
     def commit(
-        self,
-        sessions: Sequence[GrammarSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+        self, sessions: Sequence[GrammarSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.append(token_ids)

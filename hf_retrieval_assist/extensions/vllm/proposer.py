@@ -33,9 +33,7 @@ from ...types.token_tree import Limits
 
 logger = logging.getLogger(__name__)
 
-_WELL_KNOWN = 64  # timings after which only every third step teaches t(n): learning has its price
 _COMPARED = 1024  # tokens at the ends of texts that tell apart two requests of one length
-_TIMED = 3  # no divisor of the planner's period of trials, so that every kind of step has its turn
 
 
 class Proposer:
@@ -81,7 +79,6 @@ class Proposer:
         self._rows: list[Row] = []
         self._step: DraftedStep | None = None  # that is being verified
         self._last: float | None = None  # when the step before arrived
-        self._timings = 0
         atexit.register(self.close)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -173,9 +170,7 @@ class Proposer:
     def _time(self, fed: int, arrived: float) -> None:
         """Learn t(n) from a step that fed no part of a prompt, unless there was none before it."""
         if fed and self._last is not None:
-            self._timings += 1
-            if self._timings <= _WELL_KNOWN or self._timings % _TIMED == 0:
-                self.cost.observe(fed, arrived - self._last)
+            self.cost.observe(fed, arrived - self._last)
 
     def close(self) -> None:
         """All requests have ended. Called at the end of the process; more may follow."""
