@@ -404,6 +404,3 @@ class TreeVerifier(Verifier):
         trees = Forest.of([TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed])
         lacking = [row for row, ids in zip(rows, fed, strict=True) if ids]
         self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
-
-    def abandon(self) -> None:
-        super().abandon()

@@ -253,7 +253,6 @@ COMMANDS = {
     "forwards": ["--context", 9],
     "kernel": ["--kernel-parts", "flips"],
     "overhead": [],
-    "propose": ["--propose-rows", 1, 3],
     "requests": [],
     "step": ["--step-nodes", 0],
     "structured": ["--structured-tokens", 4],
@@ -280,9 +279,6 @@ def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypat
         assert same[0] == same[1]
     if name == "batches":
         assert found[0]["plain_forwards"] == 71 > found[1]["forwards"]
-    if name == "propose":  # texts side by side are drafted alike whether caches are warm or not
-        drafts = {(row["rows"], row["caches"]): row["drafts"] for row in found}
-        assert all(drafts[rows, "warm"] == drafts[rows, "cold"] for rows in (1, 3))
 
 
 def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):

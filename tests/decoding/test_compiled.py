@@ -51,6 +51,7 @@ def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, optio
     assert {key.cost_variant for key in assistant.costs.timed()} == {""}
 
 
+@pytest.mark.slow
 def test_settings_of_the_model_ask_for_it_too():
     model = build(num_hidden_layers=1)
     for name, value in static().items():

@@ -11,7 +11,6 @@ import pytest
 
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.corpus.readers import read_texts
-from hf_retrieval_assist.extensions.ray.cluster import RayExecutor
 from hf_retrieval_assist.extensions.redis.redis_server import RedisServer
 from hf_retrieval_assist.system import versions
 
@@ -47,7 +46,6 @@ def test_the_package_asks_for_the_same_versions():
 
 
 EXTRAS = {
-    "ray": (lambda: RayExecutor("auto"), r"ray\[data\]"),
     "pydivsufsort": (lambda: Datastore.build([[1]], "store", vocab_size=300), "pydivsufsort"),
     "redis": (lambda: RedisServer("redis://localhost"), "redis"),
     "datasets": (lambda: [*read_texts(["a.parquet"])], "datasets"),

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -115,41 +114,17 @@ class Programs(Recordings):
         return super().fit(state) and self.lookups.changed() is None
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether not even a forward of one token of each row could be recorded."""
+        shapes: Any = self.faults
+        return not self.made and any(tokens == 1 for _, tokens in shapes)
+
+    @property
     def nbytes(self) -> int:
         return sum(kind.content[0].nbytes for kind in self.kinds.values() if kind.content)
 
 
-class ProgramPool(Pool[Programs]):
-    """Lends them to calls. Looking at the state of a model takes milliseconds, so one of which not
-    even a forward of one token could be recorded is left alone in calls to come, as it is now.
-
-    Attributes:
-        skipped_calls: so many.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(MOST_STATES, MOST_BYTES)
-        self.skipped_calls = 32
-        self._skipped: WeakKeyDictionary[ForwardLookups, int] = WeakKeyDictionary()
-
-    def skips(self, lookups: ForwardLookups) -> bool:
-        return lookups in self._skipped
-
-    def pass_by(self, lookups: ForwardLookups) -> None:
-        """A call leaves a model alone."""
-        with self._lock:
-            if (left := self._skipped.pop(lookups, 0)) > 1:
-                self._skipped[lookups] = left - 1
-
-    def give_back(self, model: Any, kept: Programs, spared: int = 1) -> None:
-        super().give_back(model, kept, spared)
-        alike = [one for one in self.report(model).idle if one.lookups is kept.lookups]
-        narrow: Any = kept.faults
-        if any(tokens == 1 for _, tokens in narrow) and not any(one.made for one in alike):
-            self._skipped[kept.lookups] = self.skipped_calls
-
-
-PROGRAMS = ProgramPool()
+PROGRAMS: Pool[Programs] = Pool(MOST_STATES, MOST_BYTES)
 
 
 def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
@@ -159,7 +134,9 @@ def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
-    if PROGRAMS.skips(lookups):
+    # Looking at the state of a model takes milliseconds.
+    known = [one for one in PROGRAMS.report(model).idle if one.lookups is lookups]
+    if known and all(one.is_hopeless for one in known):
         return False
     modules = modules_of(model)
     kinds: set[Any] = set(map(type, modules))

@@ -17,9 +17,6 @@ from torch.utils._pytree import tree_iter
 
 from ...system.tensors import memory_of
 
-# What memory is aligned to, in bytes.
-_ALIGNED = 64
-
 
 class Noted(NamedTuple):
     """An operator of a forward.
@@ -51,25 +48,25 @@ class Results:
         self, noted: Sequence[Noted], made: Mapping[int, torch.Tensor], kept: Sequence[Any]
     ) -> None:
         self._noted, self.nbytes, known = noted, 0, made.keys() - {0}
-        self._places: dict[int, torch.Tensor] = {}
+        self._places: dict[int, torch.UntypedStorage] = {}
         # The first operator and the last that touch each memory; in the order of the first.
         spans: dict[int, tuple[int, int]] = {}
         for i, touched in enumerate([*noted, kept]):
             tensors = [x for x in tree_iter(touched) if isinstance(x, torch.Tensor)]
             for memory in {*map(memory_of, tensors)} & known:
                 spans[memory] = spans.get(memory, (i,))[0], i
-        free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        taken: list[tuple[int, int, torch.Tensor]] = []
+        free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        taken: list[tuple[int, int]] = []
         for memory, (first, last) in spans.items():
             while taken and taken[0][0] < first:
-                *_, left = heappop(taken)
-                free[left.nbytes].append(left)
-            size = -(-made[memory].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
-            if not free[size]:
-                free[size].append(torch.empty(size, dtype=torch.uint8))
-                self.nbytes += size
-            self._places[memory] = place = free[size].pop()
-            heappush(taken, (last, memory, place))
+                left = self._places[heappop(taken)[1]]
+                free[left.nbytes()].append(left)
+            nbytes = made[memory].untyped_storage().nbytes()
+            if not free[nbytes]:
+                free[nbytes].append(torch.UntypedStorage(nbytes))
+                self.nbytes += nbytes
+            self._places[memory] = free[nbytes].pop()
+            heappush(taken, (last, memory))
 
     def operators(self) -> Iterator[Any]:
         """What computes the operators anew in this memory."""
@@ -82,8 +79,8 @@ class Results:
             place = self._places.get(memory_of(part))
             if place is None:
                 return part
-            view = place.view(part.dtype)
-            return view.as_strided(part.shape, part.stride(), part.storage_offset())
+            like = torch.empty(0, dtype=part.dtype)
+            return like.set_(place, part.storage_offset(), part.shape, part.stride())
         if type(part) in (list, tuple):
             return type(part)(map(self.moved, part))
         if type(part) is dict:

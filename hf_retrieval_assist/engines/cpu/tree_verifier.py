@@ -18,7 +18,7 @@ from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier
 from .packed_attention import PackedAttention, spans_of
 from .recording import PackedModel, Program
-from .repeated_forward import PATIENCE, PROGRAMS, RepeatedForward, can_repeat
+from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
 
 # Forwards of one token by which one is recorded, and then compared.
 MOST_RECORDING = PATIENCE + 3
@@ -52,11 +52,7 @@ class CpuTreeVerifier(TreeVerifier):
     def prepare(self) -> None:
         super().prepare()
         repeats, self._repeats = self._repeats, None
-        if repeats is None:
-            return
-        if not can_repeat(self.model, self.cache, repeats):
-            PROGRAMS.pass_by(repeats)
-        else:
+        if repeats is not None and can_repeat(self.model, self.cache, repeats):
             self.call = self._repeated = RepeatedForward(
                 self.compute, self.cache, self.kwargs, repeats
             )

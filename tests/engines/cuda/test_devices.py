@@ -285,6 +285,22 @@ def test_a_call_on_another_stream_follows_what_the_last_one_did(cuda, monkeypatc
     assert other.waited_for == [workspace._left]
 
 
+def test_what_cannot_be_recorded_in_one_state_may_be_in_others(cuda, monkeypatch):
+    """It is known in whichever memory; of a few states."""
+    monkeypatch.setattr(recordings, "MOST_STATES", 2)
+    shapes = [
+        Shape(1, slots, LayerMask(), torch.float32, torch.device("cpu")) for slots in (256, 512)
+    ]
+    known, model = Workspaces(), nn.Linear(2, 2)
+    known.workspace(model, shapes[0], "one").faults["width"] = "it does not work"
+    assert not known.workspace(model, shapes[0], "other").faults
+    assert known.workspace(model, shapes[1], "one").faults == known.report(model).faults != {}
+    assert [known.skips(model) for _ in range(3)] == [True] * 3
+    for state in ("other", "another", "one"):
+        assert not known.workspace(model, shapes[0], state).faults
+    assert not known.skips(model)
+
+
 def test_of_memories_alike_a_call_gets_the_one_that_knows_its_state(cuda):
     shape = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
     known, model = Workspaces(), nn.Linear(2, 2)
