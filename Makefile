@@ -222,9 +222,9 @@ bench-models: build
 		$(BIN)/python -m benchmarks model --model $$model --dtype $$dtype --output $(OUT) || exit 1; \
 	done; done
 
-# The two benchmarks that recorded text matters to, over recordings in TRACES.
+# Accepted tokens of recorded requests, which lie in TRACES.
 bench-recorded: build
-	$(BIN)/python -m benchmarks structures acceptance --text $(TRACES) --traces $(TRACES) --output $(OUT)/recorded
+	$(BIN)/python -m benchmarks acceptance --traces $(TRACES) --output $(OUT)/recorded
 
 # Figures of RESULTS.md and README.md, from what is in benchmarks/results.
 results: build

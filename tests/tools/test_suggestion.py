@@ -65,7 +65,8 @@ def test_figures_are_those_of_each_prompts_quickest_call():
     assert mine.identical == 1
     found = Suggestion([plain], [mine])
     assert found.best is mine
-    assert str(found).splitlines()[-1].split() == "mine 2.67 1.11 to 2.50 2.00 1 of 2".split()
+    figures = "mine 2.67 1.11 to 2.50 2.00 1 of 2"
+    assert " ".join(str(found).splitlines()[-1].split()) == figures
 
 
 def test_wrong_arguments():
