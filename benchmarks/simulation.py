@@ -15,7 +15,7 @@ from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.feedback import RowFeedback
 from hf_retrieval_assist.policy.account import Account
-from hf_retrieval_assist.policy.cost_model import CostModel, CostView
+from hf_retrieval_assist.policy.cost_model import CostModel
 from hf_retrieval_assist.policy.cost_store import CostKey
 from hf_retrieval_assist.policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from hf_retrieval_assist.system.arguments import require_at_least
@@ -86,7 +86,6 @@ def simulate(
     cost: Callable[[int], float] | None = None,
     vocab_size: int = 1 << 20,
     batch_size: int = 1,
-    packed: bool = False,
 ) -> SimulationReport:
     """Replay requests in order, as if a model had produced exactly the recorded outputs.
 
@@ -95,15 +94,13 @@ def simulate(
     token came: drafters that learn from them are shown that alone.
 
     Args:
-        assistant: its statistics are not touched, but what it learns stays.
+        assistant: its figures of calls are not touched, but what it learns stays.
         requests: (prompt ids, output ids) pairs.
         cost: n -> relative time of a forward over n tokens per row; the planner then works with it
             and the report tells the speedup.
         vocab_size: of the recorded ids.
         batch_size: requests that are replayed side by side as the rows of one batch, every forward
             of which is as wide as its widest row and which ends with its longest output.
-        packed: instead, rows stand behind one another and leave when they have ended, and `cost`
-            counts the tokens of all of them; plain decoding feeds every row until the last ends.
 
     Raises:
         ValueError: an id outside the vocabulary, or a batch without rows.
@@ -122,7 +119,7 @@ def simulate(
             for request in batch:
                 prompt, output = (checked_ids("requests", ids, vocab_size) for ids in request)
                 rows.append(_Row(policy.start(prompt, target), output))
-            _replay(policy, rows, model, report, packed, account)
+            _replay(policy, rows, model, report, account)
         finally:
             for row in rows:
                 row.session.close()
@@ -154,7 +151,6 @@ def _replay(
     rows: Sequence[_Row],
     cost: CostModel | None,
     report: SimulationReport,
-    packed: bool,
     account: Account | None,
 ) -> None:
     """Replay the rows of one batch in lockstep."""
@@ -163,10 +159,9 @@ def _replay(
             row.session.begin(row.output[:1].tolist())
     report.plain_forwards += max(row.left for row in rows)
     while running := [row for row in rows if row.left]:
-        price = CostView(cost, rows=len(running)) if cost is not None and packed else cost
         started = time.perf_counter()
-        limits = partial(Limits, [row.left - 1 for row in running], packed=packed)
-        step = policy.draft(Ask([row.session for row in running], price, account, limits=limits))
+        limits = partial(Limits, [row.left - 1 for row in running])
+        step = policy.draft(Ask([row.session for row in running], cost, account, limits=limits))
         report.draft_seconds += time.perf_counter() - started
         tokens = [row.follow(tree) for row, tree in zip(running, step.trees, strict=True)]
         shown = _shown(running, tokens, policy.top_k)
@@ -175,16 +170,16 @@ def _replay(
             for row, *brought in zip(running, tokens, step.trees, shown, strict=True)
         ]
         sizes = [len(tree) for tree in step.trees]
-        fed = sum(sizes) + len(running) if packed else 1 + max(sizes)
+        fed = 1 + max(sizes)
         learning = time.perf_counter()
-        policy.learn(step, outcomes, fed if price is None else price.share(fed))
+        policy.learn(step, outcomes, fed)
         report.update_seconds += time.perf_counter() - learning
         report.forwards += 1
         report.steps += len(running)
         report.nodes += sum(sizes)
         report.tokens += sum(len(outcome.tokens) for outcome in outcomes)
         if cost is not None and report.cost is not None:
-            report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
+            report.cost += cost.seconds(fed) / cost.seconds(1)
 
 
 def _shown(

@@ -95,24 +95,14 @@ def test_what_it_learns_is_kept_from_real_models():
     assert memory.tree("model") is None
 
 
-@pytest.mark.parametrize(
-    ("packed", "cost"),
-    [
-        # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
-        (False, (1 + 0.5 * 9) / 1.5 + 1),
-        # 9 tokens and 1, then 1 alone; plain decoding feeds both rows nine times.
-        (True, (1 + 0.5 * 10) / 2 + (1 + 0.5 * 1) / 2),
-    ],
-)
-def test_rows_of_a_batch_go_in_lockstep(packed, cost):
+def test_rows_of_a_batch_go_in_lockstep():
     # Alone: one forward over 8 nodes for 9 tokens, and two forwards without a draft.
     requests = [COPY, (list(range(60, 70)), [80, 81, 82])]
-    price = {"cost": lambda n: 1 + 0.5 * n, "packed": packed}
-    report = simulate(sam(budget=8), requests, batch_size=2, **price)
+    report = simulate(sam(budget=8), requests, batch_size=2, cost=lambda n: 1 + 0.5 * n)
     assert counts(report) == (1 + 2, 9 + 2, 8)
-    assert report.forwards == 2
-    assert report.plain_forwards == 9
-    assert report.cost == near(cost)
+    assert (report.forwards, report.plain_forwards) == (2, 9)
+    # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
+    assert report.cost == near((1 + 0.5 * 9) / 1.5 + 1)
     assert report.speedup == near(9 / report.cost)
 
 

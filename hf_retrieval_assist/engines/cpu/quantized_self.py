@@ -20,7 +20,6 @@ from ...drafters.base import (
     Curve,
     Drafter,
     DraftSession,
-    Feedback,
     FeedbackNeeds,
     Feedbacks,
     Target,
@@ -255,7 +254,14 @@ class QuantizedSelf(Drafter):
         self, sessions: Sequence[QuantizedSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
-            session.append(token_ids, feedback)
+            if session.calibrator is not None:
+                session.calibrator.judge([session.calibration], *flattened([token_ids]))
+            session.unread += token_ids
+            if feedback is not None and feedback.top is not None:
+                nodes = feedback.accepted.astype(np.int64)
+                vocab_size = session.target.vocab_size
+                likely, _ = feedback.top.of(nodes, min(CHOICES_SEEN, vocab_size), vocab_size)
+                session.unread += likely.ravel().tolist()
 
     def _calibrated(
         self, sessions: Sequence[QuantizedSession], drafts: Forest, given: _OfCall
@@ -336,17 +342,6 @@ class QuantizedSession(DraftSession):
         own = self.target.call.own
         return own is None or self.drafter.drafts_for(own)
 
-    def append(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        """The text went on with these tokens, of which a forward has shown this."""
-        if self.calibrator is not None:
-            self.calibrator.judge([self.calibration], *flattened([token_ids]))
-        self.unread += token_ids
-        if feedback is not None and feedback.top is not None:
-            nodes = feedback.accepted.astype(np.int64)
-            vocab_size = self.target.vocab_size
-            likely, _ = feedback.top.of(nodes, min(CHOICES_SEEN, vocab_size), vocab_size)
-            self.unread += likely.ravel().tolist()
-
 
 class _Chain:
     """The draft of one row while it grows.
@@ -417,9 +412,7 @@ class _Chains:
         self.certainties: list[float] = []
         self._own, self._given = own, given
         self._known = sessions[0].target.fingerprint, given.weights.bits, len(sessions)
-        self._rows: dict[int, _Chain] = {
-            chain.session.target.call.row: chain for chain in self.chains
-        }
+        self._rows: dict[int, _Chain] = {one.session.target.call.row: one for one in self.chains}
         self._levels, self._spent = 0, 0.0
         most = sum(CHOICES * chain.room for chain in self.chains)
         curve = sessions[0].curve

@@ -72,9 +72,8 @@ class _Choices(Answer):
         if self.fields.prediction is not None:
             came = left = 0
             for one in self.written:
-                if (expected := one.form.expected) is not None:
-                    counts = came_out([expected], one.token_ids)
-                    came, left = came + counts[0], left + counts[1]
+                counts = came_out(one.form.expected, one.token_ids)
+                came, left = came + counts[0], left + counts[1]
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": came,
                 "rejected_prediction_tokens": left,

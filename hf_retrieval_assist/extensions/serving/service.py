@@ -301,8 +301,7 @@ class Service:
                 form.tools = _tools(fields)
                 form.single = getattr(fields, "parallel_tool_calls", None) is False
                 form.forced = read
-                if expected is not None:
-                    form.expected = expected
+                form.expected = () if expected is None else (expected,)
                 job = running.add(form, inputs, own)
                 job.processors = self._processors(fields, len(prompt_ids))
                 if hold is not None:

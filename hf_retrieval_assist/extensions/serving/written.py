@@ -105,7 +105,7 @@ class Form:
         ignores_ends: whether it goes on behind tokens that end it, whose text it leaves out.
         forced: gives the call that a text spells which was held to be one; None: none was.
         single: whether it ends behind a call.
-        expected: int32 [n], what it is expected to resemble; None: nothing.
+        expected: int32 [n] each, texts that it is expected to resemble.
     """
 
     tokenizer: Any
@@ -121,7 +121,7 @@ class Form:
     single: bool = False
     least: int = 0
     ignores_ends: bool = False
-    expected: Int32Array | None = None
+    expected: Sequence[Int32Array] = ()
 
     @property
     def may_end(self) -> bool:
