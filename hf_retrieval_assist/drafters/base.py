@@ -123,8 +123,7 @@ class Target:
         forms: that the output is expected to fill in; None: none.
         preview: what the call would choose of a drafter's logits, its random draws included; None
             where there is no call, as in a simulation.
-        own: the model's forwards behind the call's texts; None where nothing is drafted for, as in
-            a call at rest.
+        own: the model's forwards behind the call's texts; None where there is no call.
         processors: the call's logits processors, which a drafter may read and must not call.
         row: the text's place in the batch.
         graphs: whether forwards on an accelerator may be repeated from recordings.
@@ -327,7 +326,6 @@ class Drafter(ABC):
         needs: see :class:`FeedbackNeeds`.
         costly: drafting takes a share of a forward's time, so the loop drafts with it only where
             that pays.
-        certain: its estimate of a node counts even where an earlier drafter has estimated the node.
         evidence: the classes that `TokenTree.classes` of its drafts may name. Calibration starts
             from their priors.
     """
@@ -335,7 +333,6 @@ class Drafter(ABC):
     name: str = "drafter"
     needs: FeedbackNeeds = FeedbackNeeds()
     costly: bool = False
-    certain: bool = False
     evidence: EvidenceClasses = EvidenceClasses()
 
     @abstractmethod
@@ -367,11 +364,6 @@ class Drafter(ABC):
         """
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.commit(token_ids, feedback)
-
-    @property
-    def defers(self) -> bool:
-        """Whether an earlier drafter's estimate of a node stands against this one's."""
-        return not (self.costly or self.certain)
 
     @property
     def origins(self) -> tuple[str, ...]:

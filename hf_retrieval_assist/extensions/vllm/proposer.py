@@ -24,18 +24,18 @@ from ...drafters.rest import RestDrafter
 from ...drafters.suffix import SuffixDrafter
 from ...host.fingerprint import config_fingerprint
 from ...memory.output_memory import OutputMemory
-from ...policy.account import DraftedStep
 from ...policy.cost_model import CostModel, CostView
 from ...policy.cost_store import CostKey, size_bucket
 from ...policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ...policy.stats import CallStats
+from ...policy.step import DraftedStep
 from ...types.token_tree import Limits
 
 logger = logging.getLogger(__name__)
 
 _WELL_KNOWN = 64  # timings after which only every third step teaches t(n): learning has its price
 _COMPARED = 1024  # tokens at the ends of texts that tell apart two requests of one length
-_TIMED = 3  # no divisor of the planner's period of trials, so that every kind of step has its turn
+_TIMED = 3  # of so many steps, one
 
 
 class Proposer:
@@ -77,7 +77,7 @@ class Proposer:
         # The first process of a tensor-parallel group drafts for all.
         self.leads = parallel.rank % parallel.tensor_parallel_size == 0
         self.device_type = vllm_config.device_config.device_type
-        self.cost = CostModel(self.device_type)
+        self.cost = CostModel()
         self._rows: list[Row] = []
         self._step: DraftedStep | None = None  # that is being verified
         self._last: float | None = None  # when the step before arrived
