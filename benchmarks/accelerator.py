@@ -27,9 +27,9 @@ import torch
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
-from hf_retrieval_assist.policy.account import DraftedStep
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.policy.policy import DraftingPolicy
+from hf_retrieval_assist.policy.step import DraftedStep
 from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS

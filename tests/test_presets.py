@@ -151,7 +151,6 @@ BELOW = {
 BAD_SIZES += [
     *((kind, {name: 0}) for kind, names in BELOW.items() for name in names),
     *((Planner, {"budget": bad}) for bad in ("most", -1, 2.5, True, None)),
-    *((Planner, {"exploration": bad}) for bad in (1.0, -0.1)),
 ]
 
 

@@ -21,11 +21,11 @@ from ..host import transformers_private as private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
-from ..policy.account import DraftedStep
 from ..policy.cost_model import CostModel
 from ..policy.cost_store import CallCosts, size_bucket
 from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
+from ..policy.step import DraftedStep
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest, Limits, TokenTree
 from ..verification.own_forwards import TargetForwards
@@ -159,12 +159,6 @@ class Generation:
     def tokens(self) -> int:
         """Those of the longest row."""
         return self.walk.stopping.end(self.rows)
-
-    @property
-    def plain_step(self) -> float | None:
-        """Seconds that a step without drafts is expected to take; None: no step was timed yet."""
-        cost = self.price(len(self.rows))
-        return cost.seconds(1) if cost.known else None
 
     def price(self, rows: int) -> CostModel:
         """t(n) of the next forward as the tokens of one running row see it, so many rows being fed

@@ -118,7 +118,6 @@ class Drafter(ABC):
         needs: see :class:`FeedbackNeeds`.
         costly: drafting takes a share of a forward's time, so the loop drafts with it only where
             that pays.
-        certain: its estimate of a node counts even where an earlier drafter has estimated the node.
         evidence: the classes that `TokenTree.classes` of its drafts may name. Calibration starts
             from their priors.
     """
@@ -126,7 +125,6 @@ class Drafter(ABC):
     name: str = "drafter"
     needs: FeedbackNeeds = FeedbackNeeds()
     costly: bool = False
-    certain: bool = False
     evidence: EvidenceClasses = EvidenceClasses()
 
     @abstractmethod
@@ -151,11 +149,6 @@ class Drafter(ABC):
     def commit(self, sessions: Sequence[Any], tokens: Tokens, feedbacks: Feedbacks) -> None:
         """Append its tokens, at least one, to the text of each session, and learn from the forward
         that produced them. The first call follows the prefill."""
-
-    @property
-    def defers(self) -> bool:
-        """Whether an earlier drafter's estimate of a node stands against this one's."""
-        return not (self.costly or self.certain)
 
     @property
     def origins(self) -> tuple[str, ...]:

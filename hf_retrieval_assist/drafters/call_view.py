@@ -101,8 +101,7 @@ class CallView:
 
     Attributes:
         preview: what the row would choose of a drafter's logits, its random draws included.
-        own: the target's forwards behind the rows; None also where nothing is drafted for, as in a
-            call at rest.
+        own: the target's forwards behind the rows.
         processors: the logits processors, which a drafter may read and must not call.
         row: the text's place in the batch.
         graphs: whether forwards on an accelerator may be repeated from recordings.

@@ -54,7 +54,6 @@ class LogitNgramDrafter(Drafter):
     name = "logit_ngrams"
     origins = ("logit n-grams",)
     needs = FeedbackNeeds(top_k=logit_ngrams.LIKELIEST)
-    certain = True
     evidence = _EVIDENCE
 
     def __init__(self, memory: OutputMemory | None = None) -> None:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ..assistants import Assistant
 from ..drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 from ..memory.output_memory import OutputMemory
-from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
+from ..policy.step import DraftedStep
 from ..presets import require
 from ..structures.suffix_tree import SuffixTree
 from ..types.passages import OwnText, Source

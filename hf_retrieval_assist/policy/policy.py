@@ -24,11 +24,12 @@ from ..types.passages import Source
 from ..types.token_tree import Forest, Int32Array, Int64Array, Limits, TokenTree
 from . import cost_store
 from .acceptance import Calibrator
-from .account import Account, DraftedStep
+from .account import Account
 from .cost_model import CostModel
 from .cost_store import CostKey, CostModels
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
+from .step import DraftedStep
 
 Graphs = bool | Literal["fused"]
 """Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
@@ -127,7 +128,7 @@ class DraftingPolicy:
         self._accounts: dict[CostKey, Account] = {}
         self._calibrators: dict[str, tuple[Calibrator, ...]] = {}
         names = _distinct([drafter.name for drafter in self.drafters])
-        self.stats = Stats(names, self._calibrators)
+        self.stats = Stats(names)
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
         self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
         self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
@@ -148,12 +149,8 @@ class DraftingPolicy:
         """How often each drafter's drafts for one model were accepted."""
         with self._lock:
             if fingerprint not in self._calibrators:
-                # The judgement of costly drafters is better and stays; papers compare drafts.
                 self._calibrators[fingerprint] = tuple(
-                    Calibrator(
-                        drafter.evidence, conditional=self.joins and number > 0 and drafter.defers
-                    )
-                    for number, drafter in enumerate(self.drafters)
+                    Calibrator(drafter.evidence) for drafter in self.drafters
                 )
             return self._calibrators[fingerprint]
 
@@ -166,18 +163,8 @@ class DraftingPolicy:
             return None
         with self._lock:
             if key not in self._accounts:
-                planner = Planner("auto", self.planner.max_nodes, self.planner.exploration)
-                costly = [drafter.costly for drafter in self.drafters]
-                self._accounts[key] = Account(planner, costly)
+                self._accounts[key] = Account([drafter.costly for drafter in self.drafters])
             return self._accounts[key]
-
-    def may_rest(self) -> bool:
-        """Whether calls may be decoded plainly.
-
-        Drafters that read hidden states could not learn from such calls, texts that are expected
-        are worth a try, and plain forwards have another width than a fixed one.
-        """
-        return not self.hidden_layers and not self.expected and self.fixed_width is None
 
     def start(
         self, prompt_ids: NDArray[np.int32], target: Target, row: int = 0, batch_size: int = 1
@@ -194,13 +181,12 @@ class DraftingPolicy:
         Raises:
             ValueError: a draft breaks the contract of a token tree; names the drafter.
         """
-        planner = self.planner if ask.account is None else ask.account.planner
-        step = DraftedStep(ask.price, planner, ask.account, ask.sessions)
+        step = DraftedStep(ask.price, ask.account, ask.sessions)
         budget = self.planner.request(ask.price) if ask.budget is None else ask.budget
         drafts = self.propose(step, budget)
-        step.is_plain = ask.account is not None and not step.uses
         limits = ask.limits() if ask.agree or len(drafts.token_ids) else Limits()
-        step.trees = planner.plan(drafts, ask.price, limits)
+        belief = 1.0 if ask.account is None else ask.account.belief
+        step.trees = self.planner.plan(drafts, ask.price, limits, belief)
         if ask.agree is not None:
             step.trees = ask.agree(step.trees, len(ask.sessions))
         return step
@@ -214,7 +200,7 @@ class DraftingPolicy:
             drafts = nothing
             able = budget and self.can_draft(number, sessions)
             if able and step.asks(number, _missed(trees) if drafter.costly else 1.0):
-                drafts = self.ask_drafter(number, step, sessions, budget, trees)
+                drafts = self.ask_drafter(number, step, sessions, budget)
                 trees = trees.merge(drafts)
                 if step.account is not None:
                     promised = trees.expected_tokens
@@ -239,10 +225,8 @@ class DraftingPolicy:
         step: DraftedStep,
         sessions: Sequence[AssistantSession],
         budget: int,
-        earlier: Forest | None = None,
     ) -> Forest:
-        """A drafter's proposals for some texts of a step, checked, and calibrated beside those of
-        the drafters before it."""
+        """A drafter's proposals for some texts of a step, checked and calibrated."""
         drafter, use = self.drafters[number], step.uses[number]
         own = [session.sessions[number] for session in sessions]
         asked = time.perf_counter()
@@ -256,7 +240,7 @@ class DraftingPolicy:
         caught_up = time.perf_counter()
         drafts = self._checked(number, sessions, drafter.propose(own, [budget] * len(own)))
         texts = [session.calibrations[number] for session in sessions]
-        drafts = sessions[0].calibrators[number].calibrate(texts, drafts, earlier)
+        drafts = sessions[0].calibrators[number].calibrate(texts, drafts)
         ended = prepared = time.perf_counter()
         # The first draft of a text reads its prompt.
         if not any(number in session.unasked for session in sessions):
@@ -357,14 +341,13 @@ class DraftingPolicy:
                 continue
             place, known = places[session], 0
             if step.account is not None:
-                step.planner.learn(*step.promise(place, tree, tokens))
+                step.account.count_promise(*step.promise(place, tree, tokens))
             for number, reached in enumerate(step.reached(place, tokens[:-1])):
                 accepted[number] += reached
                 brought[number] += max(0, reached - known) / len(drafted)
                 known = max(known, reached)
         self.stats.count_sources(accepted)
-        if step.account is not None:
-            step.end(width, brought)
+        step.end(width, brought)
 
     def count(self, call: CallStats) -> None:
         """Add a finished call to the statistics."""
@@ -442,11 +425,6 @@ class AssistantSession:
         """What children were drawn from below a path of tokens, for residual verification."""
         found = (session.draw_at(path) for session in self.sessions)
         return next((drawn for drawn in found if drawn is not None), None)
-
-    def learn_plain(self, token_ids: Sequence[int]) -> None:
-        """Append a text that was decoded without drafts."""
-        for waiting in self.deferred:
-            waiting += token_ids
 
     def close(self) -> None:
         """Close the drafters' sessions, the others too where one raises."""

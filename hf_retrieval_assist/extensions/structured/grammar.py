@@ -62,7 +62,6 @@ class GrammarDrafter(Drafter):
     """Drafts from the constraint that it finds among the call's logits processors, or forms."""
 
     name = "grammar"
-    certain = True
     evidence = _EVIDENCE
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
