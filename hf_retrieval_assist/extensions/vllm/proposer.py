@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _WELL_KNOWN = 64  # timings after which only every third step teaches t(n): learning has its price
 _COMPARED = 1024  # tokens at the ends of texts that tell apart two requests of one length
-_TIMED = 3  # of so many steps, one
+_TIMED = 3  # steps, one of which is timed
 
 
 class Proposer:
