@@ -32,7 +32,7 @@ class Entry:
     def __init__(self, lent: float) -> None:
         self.gain = 0.0
         self._lent = lent
-        self._owed = 0.0  # for getting ready
+        self._owed = 0.0  # plain steps of getting ready that are not paid
         self._asks = self._waited = 0
 
     def asks(self) -> bool:

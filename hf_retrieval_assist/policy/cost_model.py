@@ -17,14 +17,14 @@ from ..system.locks import Lock
 
 Float64Array = NDArray[np.float64]
 
-_SLOPE = 0.02  # of t(n)/t(1), before more than one width was fed
+_SLOPE = 0.02  # t(n)/t(1) grows by it per token, as long as one width was fed at most
 _HOPE = 0.5  # share of the measured slope, beyond the widest that was fed
 _NARROWER = 0.4  # share of the least that was measured, for less than was ever fed
 _MUCH = 2.0  # times a mean: a timing that says something new
 _BUSY = 1.3  # times what a wider forward takes: means of moments in which the machine was busy
 _COUNTED = 10  # the newest timing is at least this part of a mean
 _OLD = 512  # timings of other widths, after which a width's mean is hoped to be lower
-_AGED = 0.95  # by this factor
+_AGED = 0.95  # factor
 
 
 class _Width(NamedTuple):
