@@ -65,7 +65,7 @@ test-sweep: build
 # passes the tests of its rooms. Ten minutes.
 test-core: build
 	rm -rf build/core && mkdir -p build/core
-	cp -r setup.py pyproject.toml README.md LICENSE cython_ext docs hf_retrieval_assist tests build/core
+	cp -r setup.py pyproject.toml README.md LICENSE benchmarks cython_ext docs hf_retrieval_assist tests build/core
 	cd build/core && rm -r hf_retrieval_assist/engines hf_retrieval_assist/extensions hf_retrieval_assist/tools \
 		cython_ext/kernels tests/engines tests/extensions tests/tools
 	find build/core -name '*.so' -delete

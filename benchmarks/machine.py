@@ -84,14 +84,13 @@ class Chains(Drafter):
     """Drafts as many tokens as it may, whatever the text."""
 
     def start(self, prompt_ids: Any, target: Any) -> DraftSession:
-        return _Chain()
+        return DraftSession()
 
+    def propose(self, sessions: Sequence[Any], budgets: Sequence[int]) -> Sequence[TokenTree]:
+        rates = [0.5 ** (1 + i) for i in range(max(budgets))]
+        return [TokenTree.chain([1] * budget, rates[:budget]) for budget in budgets]
 
-class _Chain(DraftSession):
-    def propose(self, budget: int) -> TokenTree:
-        return TokenTree.chain([1] * budget, [0.5 ** (1 + i) for i in range(budget)])
-
-    def commit(self, token_ids: Sequence[int], feedback: Any) -> None:
+    def commit(self, sessions: Sequence[Any], tokens: Any, feedbacks: Any) -> None:
         """Nothing of it matters."""
 
 

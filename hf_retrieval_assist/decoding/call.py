@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..cache.kv_cache import stands_for
-from ..drafters.base import Graphs, Target
+from ..drafters.base import Target
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
@@ -25,6 +25,7 @@ from ..host.plain_step import Rules, is_known_streamer
 from ..host.ranks import Ranks
 from ..policy.cost_store import CostKey, size_bucket
 from ..policy.planner import Planner
+from ..policy.policy import Graphs
 from ..system.lazy import cached_property
 from ..system.log import get_logger
 from ..system.reloads import LOADED
@@ -116,7 +117,6 @@ class Call:
             device=self.input_ids.device,
             fingerprint=self.kind.fingerprint,
             model=self.model,
-            processors=tuple(self.processors),
         )
 
     @cached_property

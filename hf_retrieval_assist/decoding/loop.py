@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
+from ..drafters.call_view import CallView
+from ..drafters.expected import came_out
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
-from ..policy.account import DraftedStep
 from ..policy.cost_model import CostModel
 from ..policy.cost_store import CallCosts, size_bucket
 from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
+from ..policy.step import DraftedStep
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest, Limits, TokenTree
 from ..verification.own_forwards import TargetForwards
@@ -158,12 +160,6 @@ class Generation:
         """Those of the longest row."""
         return self.walk.stopping.end(self.rows)
 
-    @property
-    def plain_step(self) -> float | None:
-        """Seconds that a step without drafts is expected to take; None: no step was timed yet."""
-        cost = self.price(len(self.rows))
-        return cost.seconds(1) if cost.known else None
-
     def price(self, rows: int) -> CostModel:
         """t(n) of the next forward as the tokens of one running row see it, so many rows being fed
         together."""
@@ -292,10 +288,13 @@ class Generation:
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
-        self.counts.tokens = sum(
-            len(row.generated) if row.padding is None else min(row.met or end, end)
+        texts = [
+            row.generated if row.padding is None else row.generated[: row.met or end]
             for row in self.rows
-        )
+        ]
+        self.counts.tokens = sum(map(len, texts))
+        for session, text in zip(self.sessions, texts, strict=True):
+            self.counts.count_expected(*came_out(session.expected, text))
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])
@@ -311,21 +310,18 @@ class Generation:
         call = self.call
         graphs = call.may_record(self.policy.graphs)
         for row, prompt_ids in zip(self.rows, call.prompts, strict=True):
-            preview = RowPreview(self.walk.select, row)
-            target = replace(
-                call.target,
-                preview=preview,
-                own=self.own_forwards,
-                graphs=graphs,
-                extra_memory=self.policy.extra_memory,
+            view = CallView(
+                RowPreview(self.walk.select, row),
+                self.own_forwards,
+                tuple(call.processors),
+                row.index,
+                graphs,
+                self.policy.extra_memory,
                 counts_costs=self.account is not None,
             )
+            target = replace(call.target, call=view)
             session = self.policy.start(prompt_ids, target, row.index, call.batch_size)
-            opened.callback(self._close, session)
+            opened.callback(session.close)
             self.sessions.append(session)
             if self.drawn is not None:
                 self.drawn.append(session.draw_at)
-
-    def _close(self, session: AssistantSession) -> None:
-        self.counts.count_expected(session.expected.accepted, session.expected.rejected)
-        session.close()

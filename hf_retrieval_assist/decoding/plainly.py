@@ -1,11 +1,10 @@
-"""Calls that transformers' own loop decodes: because it has to, or because it is faster."""
+"""Calls that transformers' own loop decodes, and what one of its steps takes."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,8 +20,6 @@ from transformers import (
 
 from ..cache.kv_cache import go_back, has_slots
 from ..host import transformers_private
-from ..policy.account import Account
-from ..policy.policy import DraftingPolicy
 from ..policy.stats import CallStats
 from ..system.log import get_logger
 from .call import Call
@@ -30,12 +27,7 @@ from .observer import Observer
 
 logger = get_logger(__name__)
 
-# Texts of a call that drafters learn, and of its time what they may take for further ones.
-_LEARNT, _LEARNING = 16, 1 / 64
-
 _TIMED_STEPS = 3  # the first one, which warms up, left out
-
-_MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
 def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> Any:
@@ -106,42 +98,6 @@ class _Clock(StoppingCriteriaList):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.times.append(time.perf_counter())
         return super().__call__(input_ids, scores, **kwargs)
-
-
-def decode_at_rest(call: Call, policy: DraftingPolicy, counts: CallStats, account: Account) -> Any:
-    """The same while drafts make calls slower, timed from the first token on; drafters learn the
-    texts afterwards, as far as there is time for it."""
-    counts.tier, counts.rests = "at rest", 1
-    rerouted, before = _reroutes(call, policy, account), transformers_private.compilations()
-    with call.engine.scope(rerouted):
-        result, texts = _sampled(call, counts)
-    ends = time.perf_counter() + _LEARNING * counts.seconds["forward"]
-    for i, (prompt_ids, token_ids) in enumerate(zip(call.prompts, texts, strict=True)):
-        if i >= _LEARNT and time.perf_counter() > ends:
-            break
-        with closing(policy.start(prompt_ids, call.target)) as session:
-            session.learn_plain(token_ids)
-    if transformers_private.compilations() == before:
-        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
-    total = policy.stats.total
-    if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
-        logger.warning_once(
-            f"{type(call.model).__name__}: drafts made calls like this one slower, so most calls "
-            "are decoded plainly and drafts are tried now and then; `suggest` measures other "
-            "assistants, and budget= a number drafts always"
-        )
-    return result
-
-
-def _reroutes(call: Call, policy: DraftingPolicy, account: Account) -> bool:
-    """Whether the kernels for few rows serve a call at rest; batches gain by them too.
-
-    In half precision they do whatever that takes: the text depends on how it is rounded, and must
-    not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
-    """
-    if not policy.reroute or call.compiles_plainly or not call.engine.has_kernels:
-        return False
-    return call.model.dtype.itemsize < 4 or account.reroutes()
 
 
 def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Preview, Target
+from ..drafters.base import Curve, Drafter, Feedbacks, Target, Tokens
+from ..drafters.call_view import Preview
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
@@ -29,6 +30,7 @@ from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import TreeLayout
 from .growth import Choice, Level
+from .residual import ChildDraw
 from .rows import DraftCache, Group, RowSession, fed_texts, fills_of, groups, parts, proposed
 from .sequoia import EVIDENCE, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
 
@@ -120,7 +122,13 @@ class DraftModelDrafter(Drafter):
                 self._translations[key] = between(self._tokenizers, self.model, target)
             return self._translations[key]
 
-    def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
+    def prepare(self, sessions: Sequence[DraftModelSession], curve: Curve | None) -> None:
+        """Size trees by what the target's steps take."""
+        if curve is not None:
+            chooser = sessions[0].chooser  # all texts of a step have one target
+            chooser.set_seconds(curve(chooser.max_nodes))
+
+    def propose(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
         for session in sessions:
             session.clear_draft()
         shape = sessions[0].chooser.shape(max(budgets))
@@ -151,6 +159,12 @@ class DraftModelDrafter(Drafter):
         for row in asked:
             own = [zip(laws[row.index], found[row.index], strict=True) for laws, found in draws]
             row.shape, row.tree, row.draws = shape, trees[row.index], [*chain(*own)]
+
+    def commit(
+        self, sessions: Sequence[DraftModelSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.append(token_ids)
 
     def chooser(self, fingerprint: str, model: Any = None) -> ShapeChooser:
         """What is measured of this draft model against one target; `model` is that, if known."""
@@ -237,7 +251,7 @@ class DraftModelSession(RowSession):
     Attributes:
         drafter: whose model drafts.
         text: ids of the whole text, the draft model's.
-        chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
+        chooser: what is measured.
         graphs: whether forwards may be recorded where they stay in place.
         preview: what tells how the target will draw the text's tokens; None: nothing does.
         shape, tree: of the draft in the cache behind the text.
@@ -256,7 +270,7 @@ class DraftModelSession(RowSession):
         config = model.config.get_text_config(decoder=True)
         rules = tree_service(model, "draft_model").rules
         super().__init__([DraftCache(config, rules, model.dtype)])
-        self.drafter, self.graphs, self._translated = drafter, target.graphs, translated
+        self.drafter, self.graphs, self._translated = drafter, target.call.graphs, translated
         self.chooser = drafter.chooser(target.fingerprint, target.model)
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
         self.preview = _preview(target, drafter.temperature) if translated is None else None
@@ -289,9 +303,6 @@ class DraftModelSession(RowSession):
             return draft
         return self._translated.tree(draft)
 
-    def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
-        self.chooser.set_seconds(curve(self.chooser.max_nodes))
-
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         nodes = [-1, *self.tree.follow(np.array(path, np.int32)).tolist()]
         count = int(self.shape.child_counts[nodes[-1] + 1])
@@ -301,7 +312,8 @@ class DraftModelSession(RowSession):
         law, children = self.draws[fed]
         return ChildDraw(law, children[:count])
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
+        """The text went on with these tokens of the target's."""
         if self._translated is None:
             self._append([int(token) for token in token_ids])
             return
@@ -339,7 +351,7 @@ def _preview(target: Target, temperature: float | None) -> Preview | None:
 
     An accelerator would wait for the host at every level.
     """
-    preview = target.preview
+    preview = target.call.preview
     if preview is None or temperature is not None or target.device.type != "cpu":
         return None
     return preview if preview.draws and preview.knows(target.vocab_size) else None

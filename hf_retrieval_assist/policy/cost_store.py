@@ -83,7 +83,7 @@ class PlainStep:
 
 
 class CostModels:
-    """One `CostModel` per key; until it is timed, it knows what the nearest timed one knows.
+    """One `CostModel` per key, which starts from what the nearest timed one knows.
 
     Thread-safe. The oldest go where there are many.
     """
@@ -109,19 +109,19 @@ class CostModels:
             if key not in self._models:
                 if len(self._models) == _MOST_MODELS:
                     del self._models[next(iter(self._models))]
-                self._models[key] = CostModel(key.device.partition(":")[0])
-            model = self._models[key]
-            if not model.timed and (nearest := self._nearest_timed(key)):
-                model.start_from(self._models[nearest])
-            return model
+                model = CostModel()
+                if nearest := self._nearest_timed(key):
+                    model.start_from(self._models[nearest])
+                self._models[key] = model
+            return self._models[key]
 
     def timed(self) -> dict[CostKey, CostModel]:
         """The models that were timed."""
         with self._lock:
-            return {key: model for key, model in self._models.items() if model.timed}
+            return {key: model for key, model in self._models.items() if model.observations}
 
     def _nearest_timed(self, key: CostKey) -> CostKey | None:
-        alike = [k for k, m in self._models.items() if m.timed and k.setting == key.setting]
+        alike = [k for k, m in self._models.items() if m.observations and k.setting == key.setting]
         return min(alike, key=key.distance, default=None)
 
 
@@ -161,7 +161,7 @@ class CallCosts:
             packed: rows that are fed together without padding; 0: rows are padded.
         """
         asked = size_bucket(length), cost_variant, widths, packed, lockstep
-        if self._cost is None or not self._cost.timed or asked != self._asked:
+        if self._cost is None or asked != self._asked:
             key = replace(
                 self._key, cache_length=asked[0], packed=packed > 0, cost_variant=cost_variant
             )

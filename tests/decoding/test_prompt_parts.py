@@ -18,7 +18,6 @@ from transformers import (
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import loop, prompt_parts
 from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
-from hf_retrieval_assist.policy.account import Account
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
@@ -68,14 +67,6 @@ def test_texts_are_those_of_whole_prompts(kind, sample, budget):
     total = assistant.stats.total
     assert total.calls == 6
     assert total.seconds["prefill"] < total.seconds["total"]
-
-
-def test_calls_at_rest_feed_parts_too(monkeypatch):
-    monkeypatch.setattr(Account, "rests", lambda self: True)
-    model, assistant = build(), SamAssistant()
-    found, looked = in_parts(model, assistant=assistant)
-    assert torch.equal(found, run(model))
-    assert (looked, assistant.stats.last.tier) == (LOOKS, "at rest")
 
 
 @pytest.mark.parametrize("kind", cases(KINDS))

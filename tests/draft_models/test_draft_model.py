@@ -10,8 +10,10 @@ from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.call_view import CallView
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import PHRASE, PROMPT, build, run, same
+from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
 
@@ -42,7 +44,7 @@ def next_logits(model, text):
 
 
 def start(drafter, prompt, vocab_size=VOCAB):
-    return drafter.start(np.array(prompt, np.int32), Target(vocab_size))
+    return OneText(drafter, prompt, Target(vocab_size))
 
 
 def assert_best_candidates(model, text, tree, ranks):
@@ -198,12 +200,13 @@ def test_only_texts_that_are_asked_are_foreseen():
             return logits.topk(count)
 
         preview = SimpleNamespace(draws=True, knows=lambda size: True, best=best)
-        return drafter.start(np.array([3, 1, 4], np.int32), Target(VOCAB, preview=preview))
+        target = Target(VOCAB, call=CallView(preview))
+        return drafter.start(np.array([3, 1, 4], np.int32), target)
 
     rows = [started(0), started(1)]
     for budgets, expected in (([4, 4], {0, 1}), ([4, 0], {0})):
         looked.clear()
-        drafter.propose_rows(rows, budgets)
+        drafter.propose(rows, budgets)
         assert set(looked) == expected
 
 

@@ -4,14 +4,17 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
 from hf_retrieval_assist.papers import SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.simulation import simulate
+from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.memories import check_memory, count, remembering
+from tests.support.one_text import OneText
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync
 
@@ -74,6 +77,14 @@ def test_no_step_tells_of_another_tenant(make, half_life):
     assert steps_of_b("b") != alone
 
 
+def show(session, tokens):
+    """The text goes on with these tokens, each of which was likely where it came."""
+    logits = torch.nn.functional.one_hot(torch.tensor(tokens), 3000).float()
+    chain = np.arange(len(tokens), dtype=np.int32)
+    fed = np.array([TEXT[0], *tokens[:-1]], np.int32)
+    session.commit(tokens, Feedback(fed, chain, chain - 1, top=TopLogits(logits)))
+
+
 @pytest.mark.parametrize("make", [SamAssistant, SuffixDecoding])
 def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs(make):
     memory, target = OutputMemory(), Target(70, fingerprint="m")
@@ -82,24 +93,25 @@ def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs
         drafters = make(memory=memory.namespace(name), fallback="logit_ngrams").drafters
         tables[name] = [one for one in drafters if isinstance(one, LogitNgramDrafter)]
 
-    def read(name, count):
-        """Nodes that each table drafts behind so many tokens of the text."""
+    def known(name):
+        """Nodes that each table drafts behind the text's first tokens."""
         nodes = []
         for drafter in tables[name]:
-            session = drafter.start(np.array(TEXT[:1], np.int32), target)
-            session.commit(TEXT[1:count], None)
+            session = OneText(drafter, TEXT[:1], target)
+            session.commit(TEXT[1:2], None)
             nodes.append(len(session.propose(8)))
         return nodes
 
     empty = memory.nbytes
-    assert read("a", 2) == read("b", 2) == [0] * len(tables["a"])
+    assert known("a") == known("b") == [0] * len(tables["a"])
     for name in "ab":
-        read(name, len(TEXT))
-        assert all(read(name, 2))
+        for drafter in tables[name]:
+            show(OneText(drafter, TEXT[:1], target), TEXT[1:])
+        assert all(known(name))
     assert memory.nbytes > empty
     memory.namespace("a").forget()
-    assert read("a", 2) == [0] * len(tables["a"])
-    assert all(read("b", 2))
+    assert known("a") == [0] * len(tables["a"])
+    assert all(known("b"))
     memory.forget()
     assert memory.nbytes == empty
     check_memory(memory)
@@ -115,11 +127,11 @@ def test_tables_and_outputs_are_together_within_the_bound(max_bytes):
         output = tenant.start("m")
         drafters = [LogitNgramDrafter(memory=tenant)]
         for _ in range(25):  # calls
-            sessions = [one.start(np.array([1], np.int32), target) for one in drafters]
+            sessions = [OneText(one, [1], target) for one in drafters]
             tokens = rng.integers(0, 3000, 100).astype(np.int32)
             output.extend(tokens)
             for session in sessions:
-                session.commit(tokens.tolist(), None)
+                show(session, tokens.tolist())
                 assert memory.nbytes <= max_bytes
         check_memory(memory)
         kept |= {*memory._tables}

@@ -22,6 +22,7 @@ from hf_retrieval_assist.extensions.translation.translation import (
 )
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.lossless import build, same
+from tests.support.one_text import OneText
 from tests.support.quick import cases, crossed
 
 TEXT = (
@@ -170,7 +171,7 @@ def test_drafts_what_the_draft_model_writes(draft_model, byte_tokens, pieces, ta
         draft_model, assistant_tokenizer=pieces, target_tokenizer=byte_tokens, width=1, max_levels=6
     )
     ids = prompt(byte_tokens, TEXT)[0].tolist()
-    session = drafter.start(np.array(ids[:20], np.int32), Target(len(byte_tokens), model=target))
+    session = OneText(drafter, ids[:20], Target(len(byte_tokens), model=target))
     drafted = 0
     for known in range(21, len(ids)):
         session.commit(ids[known - 1 : known], None)
