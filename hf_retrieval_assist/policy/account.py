@@ -13,7 +13,8 @@ from ..system.running_mean import toward
 _LENT, _LENT_TO_COSTLY = 0.6, 1.5
 _MEMORY = 1 / 32  # the newest ask is at least this part of a mean
 _WORST = 8.0  # plain steps that an ask loses at most, since machines stall
-_TRIALS = 1 / 256  # share of the time that trials may lose
+# Shares of the time that trials may lose: the first one behind asks that gained, and so on.
+_TRIALS = 1 / 32, 1 / 64, 1 / 128, 1 / 256
 _TERM = 32  # asks over which the price of getting ready is spread
 _OPEN = 0.5  # share of next tokens, above which the others' drafts leave a step open
 _HOST_MEMORY = 0.2
@@ -26,22 +27,24 @@ class Entry:
     An ask gains the accepted tokens that nobody before it had drafted, less its share of the wider
     forward and the time of drafting and learning. While asks gain, the drafter is asked in every
     step. Then one ask is a trial now and then, since texts change: so late that trials lose a small
-    share of the time. What it gains counts alone.
+    share of the time, which halves with each that gains nothing. What a trial gains counts alone.
     """
 
     def __init__(self, lent: float) -> None:
         self.gain = 0.0
         self._lent = lent
         self._owed = 0.0  # plain steps of getting ready that are not paid
-        self._asks = self._waited = 0
+        self._asks = self._waited = self._trials = 0
 
     def asks(self) -> bool:
         """Whether to ask the drafter in this step; to be called once for each."""
         if not self._asks or self.gain + self._lent / self._asks > 0:
             return True
         self._waited += 1
-        if self._waited * _TRIALS < self._owed - self.gain:
+        share = _TRIALS[min(self._trials, len(_TRIALS) - 1)]
+        if self._waited * share < self._owed - self.gain:
             return False
+        self._trials += 1
         self._asks, self._waited, self._lent = 0, 0, 0.0
         return True
 
@@ -52,6 +55,8 @@ class Entry:
             gained: net of what it took.
             owed: for getting ready, from which later asks gain too.
         """
+        if gained > 0:
+            self._trials = 0
         self._owed += owed
         instalment = self._owed / _TERM
         self._owed -= instalment
