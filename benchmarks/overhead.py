@@ -163,8 +163,8 @@ def host_times(tokens: int, repeats: int, progress: Callable[[str], None]) -> Re
         seeds = iter(range(10**6))
         methods: dict[str, Any] = {
             "plain": None,
-            "suffix trees": SamAssistant(budget=HOST_NODES, fallback=None),
-            "and logit n-grams": SamAssistant(budget=HOST_NODES),
+            "suffix trees": SamAssistant(fallback=None, budget=HOST_NODES, trust_forward=True),
+            "and logit n-grams": SamAssistant(budget=HOST_NODES, trust_forward=True),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
         for repeat in range(HOST_WARM_UP + repeats):
