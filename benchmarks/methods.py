@@ -112,7 +112,8 @@ def run_method(
     own = method.options()
     assistant = own.get("assistant")
     # Plain decoding runs a forward for each token, and what it compiles would see a hook.
-    # Assistants count their forwards, and test a model with hooks anew.
+    # Assistants count their forwards, and decode a model with hooks plainly.
+    clocked = clocked and assistant is None
     hooked = clocked or bool(own.keys() & {"prompt_lookup_num_tokens", "assistant_model"})
     with timed_forwards(model) if hooked else nullcontext([]) as timed, method.scope():
         wait(model.device)

@@ -18,8 +18,6 @@ from ..drafters.call_view import CallView
 from ..drafters.expected import came_out
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
-from ..host.callers_hooks import has_callers_hooks
-from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
 from ..policy.cost_model import CostModel
 from ..policy.cost_store import CallCosts, size_bucket
@@ -65,6 +63,7 @@ class Generation:
         observer: Observer | None,
     ):
         self.call, self.policy, self.counts, self.observer = call, policy, counts, observer
+        self.service = service
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
         self.walk = Walk(call, self.rows, call.rows_in_lockstep(service), policy.residual)
@@ -107,8 +106,6 @@ class Generation:
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
         begun = perf_counter()
-        if (watch := self.walk.watch) is not None and watch.changed:
-            self.forward.stop_drafting()
         self.forward.engine.between_steps(self.forward.verifier)
         packed = perf_counter()
         rows = self.running
@@ -119,8 +116,6 @@ class Generation:
         trees = self.trees(rows, drafted, step)
         drafted_at = perf_counter()
         trees, verified = self.forward(trees)
-        if watch is not None:
-            watch.look()
         shown = perf_counter()
         paths = self.walk(trees, verified, self.drawn)
         walked = perf_counter()
@@ -174,8 +169,6 @@ class Generation:
         outputs = self.forward.prefill()
         begun = perf_counter()
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
-        if self.call.asks_caller and (lookups := self.forward.lookups) is not None:
-            self.walk.watch = ModelWatch(self.call.model, lookups)
         self.walk.collector.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
@@ -201,7 +194,7 @@ class Generation:
             and call.device.type == "cpu"
             and not (self.ranks.several or call.synced_gpus or call.compiles_plainly)
             and not self.cache_outlives_call
-            and not has_callers_hooks(call.model)
+            and not self.service.foreign
         ):
             begun = perf_counter()
             first = torch.tensor([row.last for row in self.rows])

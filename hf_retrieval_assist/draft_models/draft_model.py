@@ -23,6 +23,7 @@ from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..types.token_tree import Forest, TokenTree
 from ..verification.engine import engine_of
+from ..verification.options import ServiceDemand
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import TreeLayout
@@ -325,7 +326,8 @@ def tree_service(model: Any, drafter: str) -> Service:
     if model.config.is_encoder_decoder:
         service = Service(Tier.PLAIN, "it is an encoder-decoder")
     else:
-        service = choose_service(model, {})
+        # Wrong drafts cost time and no token, whoever wrote the code.
+        service = choose_service(model, {}, demand=ServiceDemand(trusts=True))
     if service.tier is not Tier.TREE:
         raise ValueError(
             f"{drafter}: expected a model that can be fed token trees, got "

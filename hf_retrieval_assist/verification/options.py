@@ -33,11 +33,15 @@ class ServiceDemand:
         states: whether they return hidden states or attentions.
         static_buffers: whether they are worth these, where there are such, under masks over all of
             them: they are recorded, or of one width.
+        trusts: whether the model's owner says that its forward computes each token from the tokens
+            before it, whatever the length and the number fed, where others than known libraries
+            have written parts of it.
     """
 
     width: int = 65
     states: bool = False
     static_buffers: bool = False
+    trusts: bool = False
 
 
 @dataclass(frozen=True)

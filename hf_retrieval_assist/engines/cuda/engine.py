@@ -88,4 +88,4 @@ class CudaEngine(Engine):
     ) -> Any:
         if not can_stay(cache, model.device):
             return None
-        return RecordedDrafts(model, cache, service, most, recorded)
+        return RecordedDrafts(model, cache, service, most, recorded and not service.foreign)
