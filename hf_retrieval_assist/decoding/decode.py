@@ -99,16 +99,11 @@ def _decode_with_drafts(
     counts: CallStats,
     observer: Observer | None,
 ) -> Any:
-    """Decode by the loop; timed from the first token on."""
-    started = time.perf_counter()
-    counted = counts.seconds["test"] + counts.seconds["prefill"]
     generation = Generation(call, policy, service, counts, observer)
     result = generation.run()
-    once = counts.seconds["prefill"] + counts.once_seconds - counted
-    generation.plain.count(time.perf_counter() - started - once)
     plain_steps = generation.tokens - 1
     counts.saved_forwards = plain_steps - counts.forwards
-    if plain_steps >= FEWEST_STEPS and (plain_step := generation.plain.seconds) is not None:
+    if plain_steps >= FEWEST_STEPS and (undrafted := generation.undrafted_step) is not None:
         spent = sum(counts.seconds[name] for name in PHASES)
-        counts.saved_seconds = plain_steps * plain_step - spent
+        counts.saved_seconds = plain_steps * undrafted - spent
     return result
