@@ -154,7 +154,6 @@ class Call:
         records = self.may_record(policy.graphs) and self.engine.records(self.model)
         demand = ServiceDemand(
             width=fixed or 1 + policy.planner.most_nodes(few=few),
-            states=self.returns_states,
             static_buffers=records or fixed is not None,
             trusts=policy.trust_forward,
         )
@@ -195,12 +194,8 @@ class Call:
                 "a logits processor, stopping criterion or streamer of the caller's may look into "
                 f"{service.cache_name}, where nothing lies meanwhile; leave out either"
             )
-        states = self.returns_states
-        if self.batch_size > 1 and states:
-            return (
-                "attentions and hidden states of rows with unequal progress do not fit together; "
-                "ask for none, or pass one row at a time"
-            )
+        if config.output_attentions or config.output_hidden_states:
+            return "it returns attentions or hidden states of each token; ask for none"
         start, stop = self._lengths
         # The prefill passes it where the prompt is longer.
         if service.reach.restart is not None and service.reach.restart < stop:
@@ -248,11 +243,6 @@ class Call:
         """Whether a processor, a criterion or what asks them is none of those that are known."""
         members = *self.processors, *self.criteria
         return not known_kinds(members).issuperset(map(type, members))
-
-    @property
-    def returns_states(self) -> bool:
-        """Whether the call returns what forwards compute besides logits."""
-        return bool(self.config.output_attentions or self.config.output_hidden_states)
 
     @property
     def _lengths(self) -> tuple[int, int]:

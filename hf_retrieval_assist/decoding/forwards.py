@@ -134,7 +134,6 @@ class Forwards:
         """What this call wants of its forwards."""
         call, policy = self._call, self._policy
         recorded = call.may_record(policy.graphs) and not self._service.foreign
-        states = call.returns_states or policy.hidden_layers
         return ForwardOptions(
             taps=self.taps,
             top_k=policy.top_k,
@@ -144,7 +143,7 @@ class Forwards:
             recorded=recorded,
             fused=policy.graphs == "fused",
             by_kernels=self.engine.by_kernels,
-            states=bool(states),
+            states=bool(policy.hidden_layers),
             select=self._walk.rowwise,
             fixed_width=policy.fixed_width,
         )

@@ -169,7 +169,6 @@ class Generation:
         outputs = self.forward.prefill()
         begun = perf_counter()
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
-        self.walk.collector.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
         walked = perf_counter()
@@ -210,9 +209,7 @@ class Generation:
         return Forest.of(trees)
 
     def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
-        """Keep what was accepted in the cache, and of the states what the call returns."""
-        if self.walk.collector.wants_states:
-            self.walk.collector.step(verified, paths[0].accepted, self.forward.cache)
+        """Keep what was accepted in the cache."""
         self.forward.verifier.keep(self.rows, verified, [path.accepted for path in paths])
 
     def learn(
