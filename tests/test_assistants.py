@@ -410,7 +410,7 @@ def test_plain_steps_are_timed_where_nobody_sees_their_forwards(llama):
     costs, seen = CostModels(), []
     hook = llama.register_forward_hook(lambda *_: seen.append(1))
     try:
-        assistant = SamAssistant(fallback=None, costs=costs)
+        assistant = SamAssistant(fallback=None, costs=costs, trust_forward=True)
         run(llama, assistant=assistant, max_new_tokens=24)
         seen.clear()
         run(llama, assistant=assistant, max_new_tokens=24)
