@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..structures.modules import INTERNAL, modules_of
 from .model_key import ASIDE, attention_functions, configurations_of, spaces
@@ -33,11 +34,14 @@ _CALLED = frozenset(
 
 # Names that no forward of a library's module asks of it: they load, move and save it, or generate.
 _ASIDE = (
-    frozenset(name for base in ASIDE for name in vars(base))
+    frozenset(name for base in PreTrainedModel.__mro__ for name in vars(base))
     | INTERNAL
     | OWN_NAMES
     | {"reset_parameters", "_init_weights", "extra_repr", "__init__", "__repr__", "__str__"}
 ) - _CALLED
+
+# What operators of tensors are written as.
+_OPERATORS = frozenset(n for n in dir(torch.Tensor) if n.startswith("__")) - {*dir(object)}
 
 _Place = tuple[str, Any]
 """Where something stands, and what: a callable, or a class."""
@@ -79,14 +83,18 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     bases = [*{base: None for module in modules for base in type(module).__mro__}]
     scanned = {base.__module__ for base in bases if base not in ASIDE}
     found = [(name, vars(sys.modules[name])) for name in scanned & sys.modules.keys()]
-    tables = [(base.__module__, vars(base)) for base in bases]
-    names = [*found, *spaces()]
-    asked = _asked(table for where, table in (*tables, *names) if is_known(where))
-    asked = (asked - _ASIDE) | _CALLED
+    names = [*found, *spaces(), ("torch.Tensor", vars(torch.Tensor))]
+    tables: list[tuple[str, Mapping[str, Any]]] = [
+        *((base.__module__, vars(base)) for base in bases if base not in ASIDE),
+        # PyTorch's own functions load and compile, too.
+        *((where, space) for where, space in names if where != "torch"),
+    ]
+    asked = _asked(table for where, table in tables if is_known(where)) | _OPERATORS
+    of_modules = (asked - _ASIDE) | _CALLED
     for base in bases:
-        yield from _of_class(base, asked)
+        yield from _of_class(base, of_modules)
     for module in modules:
-        yield from _of_instance(module, asked)
+        yield from _of_instance(module, of_modules)
     for config in configurations_of(modules):
         for function in attention_functions(config):
             yield "its attention", function
@@ -130,7 +138,7 @@ def _of_instance(module: nn.Module, asked: set[str]) -> Iterator[_Place]:
             yield f"{name} of {kind.__name__}", value
 
 
-def _of_space(where: str, space: dict[str, Any], asked: set[str]) -> Iterator[_Place]:
+def _of_space(where: str, space: Mapping[str, Any], asked: set[str]) -> Iterator[_Place]:
     """What stands under the names that libraries look up; in modules of the caller's, which are
     judged by their classes, what is compiled."""
     if not is_known(where):

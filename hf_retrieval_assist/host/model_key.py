@@ -45,7 +45,7 @@ from .transformers_private import (
     global_hooks,
     hooks_of,
 )
-from .written import PACKAGE, written_in
+from .written import PACKAGE, is_librarys, written_in
 
 _LEFT_OUT = INTERNAL | OWN_NAMES
 
@@ -75,7 +75,7 @@ _SPACES = (
             *("activations", "cache_utils", "generation.utils", "masking_utils", "modeling_layers"),
             *("modeling_flash_attention_utils", "modeling_rope_utils", "pytorch_utils"),
             *(f"integrations.{name}_attention" for name in ("sdpa", "flash", "flex", "eager")),
-            *("integrations.moe", "integrations.hub_kernels"),
+            "integrations.moe",
         )
     ),
 )
@@ -171,9 +171,10 @@ def spaces() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _hooks(modules: list[nn.Module]) -> list[Hook]:
-    """Those that may change a forward; the package's own look at that of some thread."""
-    found = [*global_hooks(), *hooks_of(*modules)]
-    return [hook for hook in found if not written_in(hook.called).startswith(PACKAGE)]
+    """Those that may change a forward. The package's own look at that of some thread, and so do
+    libraries' hooks of all modules."""
+    found = [hook for hook in hooks_of(*modules) if not written_in(hook.called).startswith(PACKAGE)]
+    return [*(hook for hook in global_hooks() if not is_librarys(hook.called)), *found]
 
 
 def torch_settings() -> tuple[Any, ...]:

@@ -22,7 +22,6 @@ from ..host.transformers_private import (
     attention_of,
     cache_name,
     checkpoints_activations,
-    global_hooks,
     hooks_of,
     input_device,
     is_pipeline,
@@ -215,7 +214,7 @@ def choose_service(
         verdicts = _services.setdefault(model, _Verdicts())
     several = has_padding(model_kwargs) or (batch_size > 1 and not is_pipeline(model))
     rows = 2 if several else 1
-    if batch_size > rows > 1 and (global_hooks() or hooks_of(*modules_of(model))):
+    if batch_size > rows > 1 and hooks_of(*modules_of(model)):
         # They may know of each row, as PEFT's with an adapter for each do.
         rows = batch_size
     engine = engine_of(input_device(model))

@@ -93,16 +93,17 @@ def test_synced_processes(model):
 )
 def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
     model = build(model_class)
-    answers, forwards = [True, True, False], []
+    answers, forwards = [], []
 
     def wait_for_others(finished, synced_gpus, device):
-        return not finished or answers.pop(0)
+        return not finished or bool(answers and answers.pop(0))
 
     model.register_forward_hook(lambda *arguments: forwards.append(1))
+    monkeypatch.setattr(model, "_has_unfinished_sequences", a_librarys(wait_for_others))
     plain, _, _ = equal(model, tier="", max_new_tokens=12)
     assistant = oracle_assistant(plain)
-    monkeypatch.setattr(model, "_has_unfinished_sequences", a_librarys(wait_for_others))
     forwards.clear()
+    answers += [True, True, False]
     options = {"do_sample": False, "max_new_tokens": 12, "assistant": assistant}
     assert torch.equal(plain, model.generate(**INPUTS, **options))
     assert not answers

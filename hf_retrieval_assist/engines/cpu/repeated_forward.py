@@ -17,7 +17,7 @@ import torch
 from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
 from ...host.model_key import recording_key
-from ...host.transformers_private import CACHE, attention_of, global_hooks, hooks_of
+from ...host.transformers_private import CACHE, attention_of, hooks_of
 from ...structures.modules import modules_of
 from ...system import changes
 from ...system.tensors import same_bits
@@ -118,7 +118,7 @@ def can_repeat(model: Any, cache: Any) -> bool:
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
     slots = all(type(layer) is SlotLayer and layer.store.block_refs for layer in layers)
-    return slots and not (global_hooks() or hooks_of(*modules_of(model)))
+    return slots and not hooks_of(*modules_of(model))
 
 
 class RepeatedForward(Borrower[Programs]):
