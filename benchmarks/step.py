@@ -140,7 +140,6 @@ def split_of(
     model: Any, prompt: torch.Tensor, nodes: int, kernels: bool, new_tokens: int
 ) -> dict[str, float]:
     """One call of `generate`: milliseconds per step of each column, and rows fed per step."""
-    # The hooks look at forwards, and change nothing.
     assistant = SamAssistant(budget=nodes, reroute=kernels, trust_forward=True)
     # No end of text, and no processor that would prevent one: they cost time.
     endless = mock.patch.object(model.generation_config, "eos_token_id", None)
