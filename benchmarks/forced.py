@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
-import hf_retrieval_assist
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
+from hf_retrieval_assist.host.written import PACKAGE
 from hf_retrieval_assist.verification.verified import Verified
 
 FORCE = 1e4
@@ -74,7 +74,7 @@ def _forced(own: type) -> type:
         _force(self.forced_texts, kwargs["position_ids"], output.logits)
         return output
 
-    space = globals() | {"__name__": hf_retrieval_assist.__name__}
+    space = globals() | {"__name__": PACKAGE}
     packages = FunctionType(forward.__code__, space, closure=forward.__closure__)
     named = functools.wraps(own.forward)(packages)  # type: ignore[attr-defined]
     return type(own.__name__, (own,), {"forward": named, "__module__": own.__module__})

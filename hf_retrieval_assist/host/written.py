@@ -36,7 +36,8 @@ LIBRARIES = frozenset(
 # The names that the library `kernels` gives to modules of its hub.
 _OF_HUB = re.compile(r"(\w+_)?[0-9a-f]{8,16}")
 
-_MARK = "_torchdynamo_orig_callable"  # of functions that `torch.compile` has made
+# What functions have that `torch.compile` has made.
+_MARK = "_torchdynamo_orig_callable"
 _SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod, torch.jit.ScriptModule)
 
 

@@ -171,7 +171,7 @@ class RepeatedForward(Borrower[Programs]):
 
     def is_current(self) -> bool:
         """Whether what was recorded is what the model computes; otherwise it is left."""
-        if self._said != changes.said():  # within the call
+        if self._said != changes.said():
             self._programs = self._single = None
         return self._programs is not None
 
