@@ -202,7 +202,7 @@ def test_ids_that_were_left_elsewhere_do_not_bound_what_the_models_device_verifi
     monkeypatch.setattr(transformers_private, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(call, "choose_service", plainly)
     agreeing(build(), INPUTS, "plain", make=lambda plain: assistant, max_new_tokens=4)
-    assert asked == [ServiceDemand(1 + assistant.policy.planner.max_nodes, False, True)]
+    assert asked == [ServiceDemand(1 + assistant.policy.planner.max_nodes, True)]
     kind = Call(build(), PROMPT, None, None, GenerationConfig(), {}).kind
     assert kind.device == "cuda"
 
