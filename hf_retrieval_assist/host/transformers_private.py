@@ -126,7 +126,10 @@ def attention_of(config: Any) -> str:
 
 
 OWN_NAMES = frozenset(
-    ("_require_grads_hook", "_require_grads_hooks", "_compiled_call", "_last_compile_config")
+    (
+        *("_require_grads_hook", "_require_grads_hooks"),
+        *("_compiled_call", "_last_compile_config", "_previous_max_cache_length"),
+    )
 )
 """What a model keeps of hooks that mark its embeddings for gradients, and of plain decoding that
 compiles its forward."""

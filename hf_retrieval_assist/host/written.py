@@ -51,6 +51,8 @@ def is_known(module: str) -> bool:
 
 def written_in(function: Any) -> str:
     """The name of the module that a callable's own code was written in."""
+    while isinstance(function, (partial, MethodType)):
+        function = function.func if isinstance(function, partial) else function.__func__
     if isinstance(function, ModuleType):
         return function.__name__
     if isinstance(function, type):

@@ -217,10 +217,17 @@ def choose_service(
     if batch_size > rows > 1 and hooks_of(*modules_of(model)):
         # They may know of each row, as PEFT's with an adapter for each do.
         rows = batch_size
-    engine = engine_of(input_device(model))
+    engine = _engine_of(model)
     packs = batch_size > 1 and engine.packs and _packs(model, model_kwargs)
     trial = _Trial(engine, model, model_kwargs, rows, packs, demand or ServiceDemand())
     return verdicts.get_or_test(trial, ranks)
+
+
+def _engine_of(model: Any) -> Engine:
+    try:
+        return engine_of(input_device(model))
+    except Exception:  # whatever a model raises that cannot say; it is decoded plainly
+        return engine_of(torch.device("cpu"))
 
 
 def learn_moves(model: Any) -> None:
