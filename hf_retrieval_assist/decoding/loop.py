@@ -72,7 +72,7 @@ class Generation:
         self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = TargetForwards()
         self.sessions: list[AssistantSession] = []
-        self.whole_price: CostModel | None = None  # of the last step in which all rows were running
+        self.whole_price: CostModel | None = None  # the last step's in which all rows were running
         # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 

@@ -93,7 +93,7 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
         require_whole(self.model, "draft model")
-        padding = 0 if self.temperature is not None else _PADDING  # of drawn children all count
+        padding = 0 if self.temperature is not None else _PADDING  # all of the drawn children count
         if abs(self.vocab_size - target.vocab_size) > padding:
             raise ValueError(
                 f"draft_model: expected the target's vocabulary of {target.vocab_size} ids, got "

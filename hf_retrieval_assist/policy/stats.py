@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from ..system.locks import Lock
 
 PHASES = ("draft", "forward", "walk", "cache")
-FEWEST_STEPS = 4  # without drafts, in calls that tell how much faster they are
+FEWEST_STEPS = 4  # steps without drafts, in calls that tell how much faster they are
 _SAID_ONCE = 0.05, 0.1  # share of the time, and seconds, that what is done once is spoken of from
 
 
