@@ -1,5 +1,5 @@
 """What the package counts on in transformers is there, and a release without it is told of; private
-names are spelt in the core's module for them, or listed beside their use."""
+names are spelt in the core's module for them."""
 
 import ast
 from importlib import import_module
@@ -18,29 +18,9 @@ from hf_retrieval_assist.host import (
 )
 from hf_retrieval_assist.host.transformers_private import loop
 from tests.support.lossless import build, equal, knowing, run, same
+from tests.support.parts import since
 
 PACKAGE = Path(hf_retrieval_assist.__file__).parent
-PAGE = Path(__file__).parents[2] / "docs" / "transformers_versions.md"
-
-# Releases before this one have another continuous batching, in which nothing is drafted.
-HAS_BATCHING = transformers.__version__ >= "5.20"
-# The lists of the core and of extensions, by their folders.
-LISTS = {
-    path.parent: import_module(
-        ".".join((PACKAGE.name, *path.relative_to(PACKAGE).parts))[:-3]
-    ).GROUPS
-    for path in PACKAGE.rglob("private_names.py")
-}
-GROUPS = {title: names for groups in LISTS.values() for title, names in groups.items()}
-BATCHING = GROUPS.get("Needed by continuous batching", [])
-NAMES = [
-    name for names in GROUPS.values() for name in names if HAS_BATCHING or names is not BATCHING
-]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=str)
-def test_a_name_is_there(name):
-    assert (line := name.lacking()) is None, line
 
 
 @pytest.fixture
@@ -51,31 +31,29 @@ def fresh():
     private_names.why_plain.cache_clear()
 
 
-def test_a_renamed_method_a_parameter_and_an_attribute_are_named(monkeypatch):
-    def prefill(self, ids, generation_config, model_kwargs):
-        """Its first parameter has another name."""
-
-    monkeypatch.setattr(GenerationMixin, "_prefill", prefill)
+def test_what_a_release_lacks_is_named(monkeypatch):
+    assert not private_names.absent(private_names.NEEDED)
     monkeypatch.delattr(GenerationMixin, "_has_unfinished_sequences")
-    assert private_names.absent(private_names.GENERATE) == [
-        "GenerationMixin._prefill(input_ids, generation_config, model_kwargs) takes no input_ids; "
-        "used for the prompt's forward",
-        "GenerationMixin._has_unfinished_sequences(this_peer_finished, synced_gpus, device) is "
-        "gone; used for other processes",
+    assert private_names.absent(private_names.NEEDED) == [
+        "GenerationMixin._has_unfinished_sequences"
     ]
-    made = private_names.PrivateName("transformers:GenerationMixin", "_renamed_state", "a test")
-    assert made.lacking() == "GenerationMixin._renamed_state is gone; used for a test"
-    gone = private_names.PrivateName("transformers.no_module:Thing", "attribute", "a test")
-    assert "No module named 'transformers.no_module'" in gone.lacking()
+    for name in ("transformers.no_module:Thing.name", "transformers:NoThing.name"):
+        assert private_names.absent([name]) == [name.partition(":")[2]]
+
+
+@since("5.20", "continuous batching")
+def test_what_drafts_in_continuous_batching_is_there():
+    lists = import_module(f"{PACKAGE.name}.extensions.serving.private_names")
+    assert not private_names.absent(lists.CONTINUOUS_BATCHING)
 
 
 def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, told, fresh):
     assistant = knowing(run(llama))
-    monkeypatch.setattr(private_names, "absent", lambda names: ["GenerationMixin._prefill is gone"])
+    monkeypatch.setattr(private_names, "absent", lambda names: ["GenerationMixin._prefill"])
     for _ in range(2):
         same(llama, assistant=assistant)
     assert told.text.count("every call of every model is decoded plainly") == 1
-    assert "GenerationMixin._prefill is gone" in told.text
+    assert "works with: GenerationMixin._prefill" in told.text
     assert assistant.stats.total.steps == 0
 
 
@@ -102,23 +80,9 @@ def test_a_cache_is_found_under_any_name_of_it():
     assert given({})[1] is None
 
 
-def test_the_page_names_the_commands_that_print_the_lists():
-    page = " ".join(PAGE.read_text().split())
-    for folder, groups in LISTS.items():
-        module = ".".join((PACKAGE.name, *folder.relative_to(PACKAGE).parts, "private_names"))
-        assert f"`python -m {module}`" in page
-        table = private_names.table(groups)
-        assert not [name for names in groups.values() for name in names if _name(name) not in table]
-
-
-def _name(listed):
-    return f"`{listed.text.partition('(')[0]}`"
-
-
 HOST = Path(transformers_private.__file__)
-# Extensions that list names spell those, because they extend classes of transformers'.
-LISTED = {name.text.partition("(")[0] for names in GROUPS.values() for name in names}
-LISTING = LISTS.keys() - {HOST.parent}
+# It extends classes of transformers'.
+SERVING = PACKAGE / "extensions" / "serving"
 # PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
 PYTORCH = {
     "_C",
@@ -167,10 +131,8 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
             names = {n for n in names_of(node) if n.startswith("_") and not n.endswith("__")}
             defined.add(defined_by(node))
             spelt |= names if path == HOST else set()
-            if path.parent in LISTING:
-                names -= LISTED
-            read |= dict.fromkeys(() if path == HOST else names, path)
-    foreign = (read.keys() - defined - PYTORCH - OTHERS) | (read.keys() & spelt)
+            read |= dict.fromkeys(() if path == HOST or path.parent == SERVING else names, path)
+    foreign = (read.keys() - defined - PYTORCH - OTHERS) | (read.keys() & spelt - PYTORCH)
     assert not foreign, {name: read[name] for name in foreign}
 
 

@@ -81,10 +81,11 @@ def test_a_model_that_cannot_be_loaded_leaves_the_rest_of_the_report(capsys, tmp
 
 
 def test_names_that_are_gone_are_shown(capsys, monkeypatch):
-    gone = private_names.PrivateName("transformers:GenerationMixin", "_nothing()", "a test")
-    monkeypatch.setitem(private_names.GROUPS, "Needed by tests", [gone])
-    shown = examine(capsys)["private names of transformers"]["needed by tests"]
-    assert shown == "GenerationMixin._nothing() is gone; used for a test"
+    assert examine(capsys)["private names of transformers"]["absent"] == "none"
+    names = ("transformers:GenerationMixin._nothing",)
+    monkeypatch.setattr(private_names, "NEEDED", names)
+    found = examine(capsys)["private names of transformers"]["absent"]
+    assert found == "GenerationMixin._nothing"
 
 
 def test_packages_of_extras_are_looked_for():

@@ -59,7 +59,7 @@ def init_continuous_batching(original: Any, model: Any, named: Any, args: Any, k
         if assistant is not None:
             logger.warning_once(
                 f"continuous batching without the assistant: transformers "
-                f"{transformers.__version__} lacks what it drafts with: {'; '.join(lacking)}"
+                f"{transformers.__version__} lacks what it drafts with: {', '.join(lacking)}"
             )
         return manager
     # Only here: releases that lack something may not have its classes.

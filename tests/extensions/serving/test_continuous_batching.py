@@ -14,7 +14,6 @@ from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu import norms
 from hf_retrieval_assist.extensions.serving import methods
-from hf_retrieval_assist.host.private_names import PrivateName
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.batching import (
     LENGTH,
@@ -192,13 +191,15 @@ def test_streams_get_every_token_and_log_probabilities_are_those_of_each(llama):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-LACKING = PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
-
-
 @pytest.mark.parametrize(
     ("module", "name", "value", "shown"),
     [
-        (methods, "CONTINUOUS_BATCHING", (LACKING,), "gone(now) is gone"),
+        (
+            methods,
+            "CONTINUOUS_BATCHING",
+            ("transformers:GenerationMixin.gone",),
+            "GenerationMixin.gone",
+        ),
         (hosted, "_why_not", lambda processor: "no room", "without the assistant (no room)"),
     ],
 )
