@@ -28,7 +28,6 @@ from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 from tests.support.quick import cases
 from tests.support.threads import in_threads
-from tests.support.watching import a_librarys
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -343,7 +342,6 @@ def lag(cuda, monkeypatch):
     monkeypatch.setattr(packed_buffer, "runs_behind", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda._first[0])
 
-    @a_librarys  # what others exchange is not recorded
     def flush():
         while cuda.queued:
             cuda.queued.pop(0)()
@@ -352,7 +350,6 @@ def lag(cuda, monkeypatch):
         return lambda *arguments: cuda.queued.append(lambda: function(*arguments))
 
     def at_once(function):
-        @a_librarys
         def settled(*arguments):
             flush()
             out = function(*arguments)
