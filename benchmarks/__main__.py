@@ -14,38 +14,22 @@ import torch
 from . import (
     accelerator,
     acceptance,
-    batches,
     beside,
-    datastore,
-    edits,
     first_contact,
     forwards,
     groups,
     kernel,
-    long_inputs,
     machine,
     model,
-    overhead,
     own_drafts,
-    peers,
-    propose,
     replay,
-    requests,
     spec_bench,
-    step,
     structured,
-    structures,
 )
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
-    "structures": structures,
-    "datastore": datastore,
     "acceptance": acceptance,
-    "edits": edits,
-    "long-inputs": long_inputs,
-    "batches": batches,
-    "propose": propose,
     "forwards": forwards,
     "replay": replay,
     "accelerator": accelerator,
@@ -53,14 +37,10 @@ BENCHMARKS: dict[str, ModuleType] = {
     "beside": beside,
     "model": model,
     "spec_bench": spec_bench,
-    "peers": peers,
     "groups": groups,
-    "requests": requests,
     "kernel": kernel,
     "machine": machine,
     "own-drafts": own_drafts,
-    "step": step,
-    "overhead": overhead,
     "structured": structured,
 }
 
@@ -120,7 +100,7 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     if names:
         return names
     # The libraries of structured output lie in an environment of their own.
-    left_out = {"structured", "long-inputs"}
+    left_out = {"structured"}
     if not torch.cuda.is_available():
         left_out |= {"accelerator", "first-contact"}
     return [name for name in BENCHMARKS if name not in left_out]

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
-from hf_retrieval_assist.policy.account import DraftedStep
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.policy.policy import DraftingPolicy
+from hf_retrieval_assist.policy.step import DraftedStep
 from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
@@ -107,23 +107,19 @@ class Filler(Drafter):
         self.branching = branching
 
     def start(self, prompt_ids: Any, target: Target) -> DraftSession:
-        return _FillerSession(self.branching, target.vocab_size)
+        self._vocab_size = target.vocab_size
+        return DraftSession()
 
+    def propose(self, sessions: Sequence[Any], budgets: Sequence[int]) -> Sequence[TokenTree]:
+        return [self._tree(np.arange(budget)) for budget in budgets]
 
-class _FillerSession(DraftSession):
-    def __init__(self, branching: int, vocab_size: int) -> None:
-        self._branching = branching
-        self._vocab_size = vocab_size
-
-    def propose(self, budget: int) -> TokenTree:
-        nodes = np.arange(budget)
+    def _tree(self, nodes: Any) -> TokenTree:
         # Recorded ids are renumbered from 0 on.
-        return TokenTree.build(
-            self._vocab_size - 1 - nodes, nodes // self._branching - 1, np.full(budget, 0.5)
-        )
+        ids, parents = self._vocab_size - 1 - nodes, nodes // self.branching - 1
+        return TokenTree.build(ids, parents, np.full(len(nodes), 0.5))
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        pass
+    def commit(self, sessions: Sequence[Any], tokens: Any, feedbacks: Any) -> None:
+        """None of it is ever right."""
 
 
 @dataclass

@@ -18,10 +18,10 @@ import numpy as np
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models.sequoia import OptimalTrees
-from hf_retrieval_assist.simulation import SimulationReport, simulate
 
 from . import variants
 from .report import Report, Table
+from .simulation import SimulationReport, simulate
 from .traces import SHIPPED, Trace, read_traces
 
 CPU_TOKENS = (1, 2, 4, 8, 16, 32, 64)

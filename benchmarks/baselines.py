@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_retrieval_assist import Assistant, TokenTree
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 LOOKUP_TOKENS = 10
 LOOKUP_NGRAM = 2
@@ -29,26 +30,38 @@ class PromptLookupDrafter(Drafter):
     def __init__(self, tokens: int = LOOKUP_TOKENS) -> None:
         self._tokens = tokens
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        return _LookupSession(prompt_ids, self._tokens)
-
-
-class _LookupSession(DraftSession):
-    def __init__(self, prompt_ids: NDArray[np.int32], tokens: int) -> None:
-        self._ids = prompt_ids.astype(np.int64)
         self._generator = PromptLookupCandidateGenerator(
             num_output_tokens=tokens,
             max_matching_ngram_size=LOOKUP_NGRAM,
             max_length=2**31,
         )
 
-    def propose(self, budget: int) -> TokenTree:
-        ids = torch.from_numpy(self._ids)[None]
-        drafted = self._generator.get_candidates(ids)[0][0, len(self._ids) :].tolist()
-        return TokenTree.chain(drafted[:budget], np.ones(len(drafted[:budget])))
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> _LookupSession:
+        return _LookupSession(prompt_ids.astype(np.int64))
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._ids = np.concatenate([self._ids, np.asarray(token_ids, dtype=np.int64)])
+    def propose(
+        self, sessions: Sequence[_LookupSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        pairs = zip(sessions, budgets, strict=True)
+        return [self._draft(session.ids, budget) for session, budget in pairs]
+
+    def _draft(self, ids: NDArray[np.int64], budget: int) -> TokenTree:
+        found = self._generator.get_candidates(torch.from_numpy(ids)[None])[0]
+        drafted = found[0, len(ids) :].tolist()[:budget]
+        return TokenTree.chain(drafted, np.ones(len(drafted)))
+
+    def commit(
+        self, sessions: Sequence[_LookupSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.ids = np.concatenate([session.ids, np.asarray(token_ids, dtype=np.int64)])
+
+
+@dataclass
+class _LookupSession(DraftSession):
+    """A text, int64 [length]."""
+
+    ids: NDArray[np.int64]
 
 
 def prompt_lookup(tokens: int = LOOKUP_TOKENS) -> Assistant:

@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, reroute
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
@@ -34,7 +35,6 @@ from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model
 from hf_retrieval_assist.verification.verifiers import ModelForward
 
 from .accelerator import weight_bytes
-from .overhead import random_model
 from .replay import SHAPES, build
 from .report import Report, Table
 from .timing import alternate, lock_memory, orders
@@ -84,14 +84,13 @@ class Chains(Drafter):
     """Drafts as many tokens as it may, whatever the text."""
 
     def start(self, prompt_ids: Any, target: Any) -> DraftSession:
-        return _Chain()
+        return DraftSession()
 
+    def propose(self, sessions: Sequence[Any], budgets: Sequence[int]) -> Sequence[TokenTree]:
+        rates = [0.5 ** (1 + i) for i in range(max(budgets))]
+        return [TokenTree.chain([1] * budget, rates[:budget]) for budget in budgets]
 
-class _Chain(DraftSession):
-    def propose(self, budget: int) -> TokenTree:
-        return TokenTree.chain([1] * budget, [0.5 ** (1 + i) for i in range(budget)])
-
-    def commit(self, token_ids: Sequence[int], feedback: Any) -> None:
+    def commit(self, sessions: Sequence[Any], tokens: Any, feedbacks: Any) -> None:
         """Nothing of it matters."""
 
 
@@ -269,6 +268,24 @@ def measure(
         **{what: 1e3 * spent for what, spent in seconds.items()},
         **{f"over_{n}": forwards[n] / read for n in (1, 8) if n in forwards},
     }
+
+
+def random_model(hidden: int, layers: int, vocab_size: int) -> Any:
+    """A Llama that never ends its text."""
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 32,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def measure_small(report: Report, settings: Mapping[str, Any], progress: Show) -> None:

@@ -20,12 +20,12 @@ import numpy as np
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
-from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.structures.suffix_tree import CELL_SHAPE, COPY_SHAPE, WEIGHT_SHAPE
 from hf_retrieval_assist.types.token_tree import Float32Array
 
 from .acceptance import cpu_time, gpu_time
 from .report import Report
+from .simulation import simulate
 from .traces import Trace, read_traces
 from .variants import warmed
 

@@ -19,13 +19,13 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.tools.demo_model import prompt_inputs
 
 from .inputs import dtype_name, load
 from .methods import Method, Run, assisted, baselines, run_method, tokens_per_forward
 from .report import Report, Table
 from .schemas import SIZES, schemas
+from .simulation import simulate
 from .tool_calls import CALLS, FORMATS, TOOLS, recorded
 
 Make = Callable[[], LogitsProcessor]

@@ -1,6 +1,6 @@
 """Many prompts on a cluster: Ray Data, a model and an assistant per worker, one shared memory.
 
-    pip install --editable '.[demo,ray,redis]'
+    pip install --editable '.[demo,redis]' 'ray[data]'
     python examples/offline_batches.py --memory redis://localhost
 
 Later prompts are drafted from what any worker has answered before.

@@ -69,8 +69,8 @@ _GONE = {
     "CostModels": "from hf_retrieval_assist.policy.cost_store import CostModels",
     "NamedIds": "from hf_retrieval_assist.types.token_tree import NamedIds",
     "Record": "from hf_retrieval_assist.extensions.record import Record",
-    "SimulationReport": "from hf_retrieval_assist.simulation import SimulationReport",
-    "simulate": "from hf_retrieval_assist.simulation import simulate",
+    "SimulationReport": "from benchmarks.simulation import SimulationReport, in the repository",
+    "simulate": "from benchmarks.simulation import simulate, in the repository",
 }
 
 

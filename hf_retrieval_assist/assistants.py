@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from .attachment import attached
 from .decoding.decode import decode
 from .decoding.observer import Observer
-from .drafters.base import Drafter, Graphs
+from .drafters.base import Drafter
 from .drafters.expected import Expected, Text
 from .plugins import every, load
 from .policy.cost_store import CostModels
 from .policy.planner import Budget
-from .policy.policy import DraftingPolicy
+from .policy.policy import DraftingPolicy, Graphs
 from .policy.stats import CallStats
 from .system import changes
 from .system.arguments import require_several

@@ -40,7 +40,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "automatic": {"quantized_self": "engines.cpu.quantized_self:automatic"},
     "heads": {"heads": "extensions.heads.fallbacks:drafter_of"},
-    "memories": dict.fromkeys(("redis", "rediss", "unix"), "extensions.redis.stream:outputs_at"),
+    "memories": dict.fromkeys(("redis", "rediss", "unix"), "extensions.redis.stream:OutputStream"),
     "methods": {
         name: f"extensions.serving.methods:{name}"
         for name in (
@@ -54,7 +54,6 @@ OURS: dict[str, dict[str, str]] = {
         "html": "extensions.record.html:assistant_html",
         "record": "extensions.record:Record",
         "recorded_layers": "extensions.heads.recorded_layers:RecordedLayers",
-        "translation": "extensions.translation.translation:translation_between",
     },
     "names": {
         "EagleHead": "extensions.heads.eagle:EagleHead",

@@ -358,25 +358,6 @@ cdef int32_t* shared_places(
     return place
 
 
-def known_probs(
-    const token_t[::1] tokens_a, const int32_t[::1] parents_a, const float[::1] probs_a,
-    const int64_t[::1] offsets_a,
-    const token_t[::1] tokens_b, const int32_t[::1] parents_b, const int64_t[::1] offsets_b,
-):
-    """What trees give the paths of the nodes of others, tree by tree. Returns float32 [n_b], −1 for paths
-    that they have not. Takes as long as `merge`; for the arguments see there.
-    """
-    cdef Py_ssize_t tree, i
-    out = np.empty(tokens_b.shape[0], dtype=np.float32)
-    cdef float[::1] prob = out
-    cdef int32_t* place = shared_places(tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b)
-    for tree in range(offsets_a.shape[0] - 1):
-        for i in range(offsets_b[tree], offsets_b[tree + 1]):
-            prob[i] = probs_a[offsets_a[tree] + place[i]] if place[i] >= 0 else -1
-    free(place)
-    return out
-
-
 def merge(
     const token_t[::1] tokens_a, const int32_t[::1] parents_a, const float[::1] probs_a,
     const int32_t[::1] classes_a, const int64_t[::1] offsets_a,

@@ -18,8 +18,7 @@ cdef struct OpenDraft:
     int32_t size
     int32_t here        # the node that the text has reached; −1: the root
     Py_ssize_t classes_known
-    double* rates       # [size] each, in one block
-    token_t* token_ids
+    token_t* token_ids  # [size] each, in one block
     int32_t* parents
     int32_t* classes
 
@@ -39,8 +38,7 @@ cdef class OpenDrafts:
         if self.count == MOST_OPEN:
             self.close(0)
         draft = &self.drafts[self.count]
-        draft.rates = <double*>resized(NULL, n * (sizeof(double) + 3 * sizeof(int32_t)))
-        draft.token_ids = <token_t*>(draft.rates + n)
+        draft.token_ids = <token_t*>resized(NULL, 3 * n * sizeof(int32_t))
         draft.parents = <int32_t*>(draft.token_ids + n)
         draft.classes = draft.parents + n
         draft.size, draft.here = <int32_t>n, -1
@@ -49,7 +47,7 @@ cdef class OpenDrafts:
 
     cdef void close(self, int32_t number) noexcept:
         """Forget a proposal."""
-        free(self.drafts[number].rates)
+        free(self.drafts[number].token_ids)
         self.count -= 1
         for number in range(number, self.count):
             self.drafts[number] = self.drafts[number + 1]
@@ -60,41 +58,29 @@ cdef class OpenDrafts:
 
 
 cdef void calibrate(
-    OpenDraft* draft, const float* probs, const float* known, const double[:, ::1] counts, float* out
+    const OpenDraft* draft, const float* probs, const double[:, ::1] counts, float* out
 ) noexcept nogil:
-    """Rates of a proposal's nodes, given their parents, and the probabilities `out` that follow.
-
-    Where nothing is known of a node, its class becomes one of the second half of the counts.
-    """
-    cdef Py_ssize_t half = counts.shape[0] // 2
+    """The probabilities `out` that follow from rates of a proposal's nodes, given their parents."""
     cdef int32_t i, c, parent
-    cdef float above
+    cdef float rate, above
     for i in range(draft.size):
         c, parent = draft.classes[i], draft.parents[i]
-        if c >= 0 and known != NULL and known[i] < 0:
-            c += <int32_t>half
-        draft.classes[i] = c
         if c >= 0:
-            draft.rates[i] = counts[c, 1] / counts[c, 0]
+            rate = <float>(counts[c, 1] / counts[c, 0])
         else:
             above = 1 if parent < 0 else probs[parent]
-            draft.rates[i] = <double>probs[i] / above if above > 0 else 0
-        out[i] = <float>draft.rates[i] if parent < 0 else <float>draft.rates[i] * out[parent]
-        if known != NULL and known[i] >= 0:
-            out[i] = known[i]
+            rate = probs[i] / above if above > 0 else 0
+        out[i] = rate if parent < 0 else rate * out[parent]
 
 
 def calibrated(
     list texts, const token_t[::1] token_ids, const int32_t[::1] parents, const float[::1] probs,
-    const int32_t[::1] classes, const int64_t[::1] offsets, const float[::1] known,
-    const double[:, ::1] counts,
+    const int32_t[::1] classes, const int64_t[::1] offsets, const double[:, ::1] counts,
 ):
     """Probabilities of the nodes of one tree for each text, which is open from now on.
 
     A class has the rate of its hits among its trials, `counts` [classes, 2] being trials and hits. A
-    node of a negative class has the rate that `probs` give it. `known` [n] are probabilities that
-    stand, −1 where there is none: there the class is one of the second half of the counts. None: all
-    classes are as they are.
+    node of a negative class has the rate that `probs` give it.
 
     Args:
         texts: `OpenDrafts` of each text.
@@ -105,16 +91,11 @@ def calibrated(
     """
     cdef Py_ssize_t n = token_ids.shape[0], limit = counts.shape[0], row, i, first, size
     cdef OpenDraft* draft
-    cdef const float* stands
     out = np.empty(n, dtype=np.float32)
     cdef float[::1] prob = out
     if not parents.shape[0] == probs.shape[0] == classes.shape[0] == n:
         raise ValueError(f"parents, probs, classes: expected {n} nodes each")
     check_offsets(offsets, len(texts), n)
-    if known is not None:
-        if known.shape[0] != n:
-            raise ValueError(f"known: expected {n} nodes, got {known.shape[0]}")
-        limit //= 2
     for i in range(n):
         if classes[i] >= limit:
             raise ValueError(f"expected evidence classes below {limit}, got {classes[i]}")
@@ -128,10 +109,7 @@ def calibrated(
         memcpy(draft.token_ids, &token_ids[first], size * sizeof(token_t))
         memcpy(draft.parents, &parents[first], size * sizeof(int32_t))
         memcpy(draft.classes, &classes[first], size * sizeof(int32_t))
-        stands = NULL
-        if known is not None:
-            stands = &known[first]
-        calibrate(draft, &probs[first], stands, counts, &prob[first])
+        calibrate(draft, &probs[first], counts, &prob[first])
     return out
 
 
@@ -148,7 +126,7 @@ cdef inline void count(double* cell, double hit, const double* prior, double mem
 
 
 cdef bint judge_draft(
-    OpenDraft* draft, const token_t* tokens, int32_t m, int32_t* after, double[:, ::1] bins,
+    OpenDraft* draft, const token_t* tokens, int32_t m, int32_t* after,
     double[:, ::1] counts, const double[:, ::1] priors, double memory,
 ) noexcept nogil:
     """Count what m more tokens say of a proposal; whether the text is still inside of it.
@@ -156,7 +134,6 @@ cdef bint judge_draft(
     `after` is room for the number of tokens on the text's path to each node, −1 off the path.
     """
     cdef int32_t i, c, parent, reached = draft.here, done
-    cdef Py_ssize_t bin
     for i in range(draft.here + 1):
         after[i] = -1
     if draft.here >= 0:
@@ -170,10 +147,6 @@ cdef bint judge_draft(
         if draft.token_ids[i] == tokens[done]:
             after[i] = done + 1
             reached = i
-        bin = min(<Py_ssize_t>(draft.rates[i] * bins.shape[0]), bins.shape[0] - 1)
-        bins[bin, 0] += 1
-        bins[bin, 1] += draft.rates[i]
-        bins[bin, 2] += after[i] >= 0
         c = draft.classes[i]
         if c >= 0:
             count(&counts[c, 0], after[i] >= 0, &priors[c, 0], memory)
@@ -182,16 +155,15 @@ cdef bint judge_draft(
 
 
 def judge(
-    list texts, const token_t[::1] tokens, const int64_t[::1] offsets, double[:, ::1] bins,
-    double[:, ::1] counts, const double[:, ::1] priors, double memory,
+    list texts, const token_t[::1] tokens, const int64_t[::1] offsets, double[:, ::1] counts,
+    const double[:, ::1] priors, double memory,
 ):
     """Count what texts say of the nodes that they put to the test: those of open proposals whose parent
     lies on the text's path, which are hit where they are on the path as well.
 
-    Their predicted rates and hits are added to `bins` [k, 3] (trials, predicted and observed hits) by
-    predicted rate, in k equal steps. Those with a class are counted in the trials and hits `counts`, on
-    top of the `priors`, [classes, 2] each, where a class with more trials than the memory forgets half
-    of what lies beyond the prior. A proposal that its text has left is open no more.
+    Those with a class are counted in the trials and hits `counts`, on top of the `priors`, [classes, 2]
+    each, where a class with more trials than the memory forgets half of what lies beyond the prior. A
+    proposal that its text has left is open no more.
 
     Args:
         texts: `OpenDrafts` of each text.
@@ -219,44 +191,9 @@ def judge(
                 if draft.size > room:
                     after = <int32_t*>resized(after, draft.size * sizeof(int32_t))
                     room = draft.size
-                if judge_draft(draft, first + offsets[row], m, after, bins, counts, priors, memory):
+                if judge_draft(draft, first + offsets[row], m, after, counts, priors, memory):
                     i += 1
                 else:
                     text.close(i)
     finally:
         free(after)
-
-
-def estimated(
-    const double[::1] mean, const double[:, ::1] covariance, Py_ssize_t left, double weight
-):
-    """What jointly Gaussian numbers say of a mixture of two that stand together: `1 - weight` of the one at
-    `left`, `weight` of the next one. Returns the mixture's mean and its variance."""
-    cdef Py_ssize_t right = left + 1 if weight else left
-    if not 0 <= left <= right < mean.shape[0] == covariance.shape[0] == covariance.shape[1]:
-        raise ValueError(f"left: expected a place among {mean.shape[0]} numbers, got {left}")
-    cdef double at = covariance[left, left], above = covariance[left, right]
-    at += weight * (covariance[right, left] - at)
-    above += weight * (covariance[right, right] - above)
-    return mean[left] + weight * (mean[right] - mean[left]), at + weight * (above - at)
-
-
-def correct(
-    double[::1] mean, double[:, ::1] covariance, Py_ssize_t left, double weight, double error,
-    double variance,
-):
-    """One step of a Kalman filter: such a mixture was measured to differ from its mean by `error`, the
-    measurement's own variance and the mixture's adding up to `variance`. O(numbers²)."""
-    cdef Py_ssize_t n = mean.shape[0], right = left + 1 if weight else left, i, j
-    cdef double gain
-    if not 0 <= left <= right < n == covariance.shape[0] == covariance.shape[1]:
-        raise ValueError(f"left: expected a place among {n} numbers, got {left}")
-    cdef double* row = <double*>resized(NULL, n * sizeof(double))
-    for i in range(n):
-        row[i] = covariance[left, i] + weight * (covariance[right, i] - covariance[left, i])
-    for i in range(n):
-        gain = row[i] / variance
-        mean[i] += error * gain
-        for j in range(n):
-            covariance[i, j] -= gain * row[j]
-    free(row)

@@ -58,14 +58,12 @@ cdef class Ngrams:
     Attributes:
         held: contexts that there is room for.
         used: contexts that there are.
-        is_shown: whether it learns from logits, as its owner says.
     """
 
     cdef uint64_t* keys    # [held], 0: an empty place; a context stands in one of WAYS
     cdef uint32_t* stamps  # when each was met last
     cdef Row* rows
     cdef readonly Py_ssize_t held, used
-    cdef public bint is_shown
     cdef Py_ssize_t most
     cdef uint32_t now
 

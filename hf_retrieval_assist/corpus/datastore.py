@@ -135,9 +135,8 @@ class Datastore(Source):
             workers: shards that are sorted at the same time.
             progress: show a progress bar.
             overwrite: replace a datastore that is already there.
-            executor: where shards are sorted, such as a
-                :class:`~..extensions.ray.cluster.RayExecutor`, whose machines must all see `path`;
-                None: threads of this process.
+            executor: where shards are sorted: of processes, or of a cluster's machines (dask's
+                `client.get_executor()`), which must all see `path`; None: threads of this process.
 
         Raises:
             FileExistsError: `path` exists and is not to be overwritten, or is not a datastore.

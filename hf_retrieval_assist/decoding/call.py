@@ -17,13 +17,13 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..cache.kv_cache import stands_for
-from ..drafters.base import Graphs, Target
+from ..drafters.base import Target
 from ..host import transformers_private
 from ..host.fingerprint import fingerprint
 from ..host.plain_step import is_known_streamer, own_methods_of
 from ..host.ranks import Ranks
 from ..policy.cost_store import CostKey, size_bucket
-from ..policy.policy import DraftingPolicy
+from ..policy.policy import DraftingPolicy, Graphs
 from ..system.lazy import cached_property
 from ..system.log import get_logger
 from ..system.reloads import LOADED
@@ -115,7 +115,6 @@ class Call:
             device=self.input_ids.device,
             fingerprint=self.kind.fingerprint,
             model=self.model,
-            processors=tuple(self.processors),
         )
 
     @cached_property
@@ -155,7 +154,6 @@ class Call:
         records = self.may_record(policy.graphs) and self.engine.records(self.model)
         demand = ServiceDemand(
             width=fixed or 1 + policy.planner.most_nodes(few=few),
-            states=self.returns_states,
             static_buffers=records or fixed is not None,
             trusts=policy.trust_forward,
         )
@@ -196,12 +194,8 @@ class Call:
                 "a logits processor, stopping criterion or streamer of the caller's may look into "
                 f"{service.cache_name}, where nothing lies meanwhile; leave out either"
             )
-        states = self.returns_states
-        if self.batch_size > 1 and states:
-            return (
-                "attentions and hidden states of rows with unequal progress do not fit together; "
-                "ask for none, or pass one row at a time"
-            )
+        if config.output_attentions or config.output_hidden_states:
+            return "it returns attentions or hidden states of each token; ask for none"
         start, stop = self._lengths
         # The prefill passes it where the prompt is longer.
         if service.reach.restart is not None and service.reach.restart < stop:
@@ -249,11 +243,6 @@ class Call:
         """Whether a processor, a criterion or what asks them is none of those that are known."""
         members = *self.processors, *self.criteria
         return not known_kinds(members).issuperset(map(type, members))
-
-    @property
-    def returns_states(self) -> bool:
-        """Whether the call returns what forwards compute besides logits."""
-        return bool(self.config.output_attentions or self.config.output_hidden_states)
 
     @property
     def _lengths(self) -> tuple[int, int]:

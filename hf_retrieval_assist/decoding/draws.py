@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..drafters.base import Law
+from ..drafters.call_view import Law
 from ..structures.draws import Numbers
 from ..system.locks import DRAWS
 from ..types.row_text import RowText

@@ -6,8 +6,6 @@ from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
-from transformers import EncoderDecoderCache
-
 from ..cache.states import States
 from ..host import transformers_private as private
 from ..host.feature_taps import FeatureTaps
@@ -132,24 +130,10 @@ class Forwards:
         self._counts.count_seconds(prefill=shown - begun, pack=perf_counter() - shown)
         return outputs
 
-    def plain_kwargs(self, outputs: Any) -> dict[str, Any] | None:
-        """What plain decoding's loop would go on with behind the prompt's forward, with a cache of
-        its own; None where no such one can be made."""
-        name, kwargs = self._service.cache_name, self.model_kwargs
-        plain, whole = self.cache.copied(), kwargs[name]
-        if plain is None or kwargs.get("inputs_embeds") is not None:
-            return None
-        if isinstance(whole, EncoderDecoderCache):
-            cross = whole.cross_attention_cache
-            plain, updated = EncoderDecoderCache(plain, cross), whole.is_updated
-            plain.is_updated = dict(updated)
-        return private.kwargs_after(self._call.model, outputs, kwargs) | {name: plain}
-
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""
         call, policy = self._call, self._policy
         recorded = call.may_record(policy.graphs) and not self._service.foreign
-        states = call.returns_states or policy.hidden_layers
         return ForwardOptions(
             taps=self.taps,
             top_k=policy.top_k,
@@ -159,7 +143,7 @@ class Forwards:
             recorded=recorded,
             fused=policy.graphs == "fused",
             by_kernels=self.engine.by_kernels,
-            states=bool(states),
+            states=bool(policy.hidden_layers),
             select=self._walk.rowwise,
             fixed_width=policy.fixed_width,
         )

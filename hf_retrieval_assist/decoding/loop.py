@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from ..drafters.call_view import CallView
+from ..drafters.expected import came_out
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
 from ..host.ranks import Ranks
-from ..policy.account import DraftedStep
 from ..policy.cost_model import CostModel
-from ..policy.cost_store import CallCosts, size_bucket
+from ..policy.cost_store import CallCosts
 from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
+from ..policy.step import DraftedStep
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest, Limits, TokenTree
 from ..verification.own_forwards import TargetForwards
@@ -30,12 +31,8 @@ from ..verification.verified import Verified
 from .call import Call
 from .forwards import Forwards
 from .observer import Observer
-from .plainly import plain_step
 from .selection import RowPreview
 from .walk import Drawn, Walk
-
-_FEWEST_TIMED = 16  # tokens of a call that takes the time to see what plain decoding takes
-_ALIKE = 512  # tokens of prompts behind which that is about the same
 
 
 class Generation:
@@ -75,9 +72,7 @@ class Generation:
         self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = TargetForwards()
         self.sessions: list[AssistantSession] = []
-        length = size_bucket(max(call.prompt_length, _ALIKE))
-        kind = replace(call.kind, cache_length=length)
-        self.plain = policy.costs.plain_step(kind, bool(call.config.do_sample))
+        self.whole_price: CostModel | None = None  # the last step's in which all rows were running
         # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 
@@ -110,6 +105,8 @@ class Generation:
         # Rows in lockstep go on when they have ended.
         drafted = [row for row in rows if row.padding is None] if self.walk.lockstep else rows
         price = self.price(len(rows))
+        if len(rows) == len(self.rows):
+            self.whole_price = price
         step = self.draft(drafted, price)
         trees = self.trees(rows, drafted, step)
         drafted_at = perf_counter()
@@ -136,6 +133,11 @@ class Generation:
             self.observer.step(grown, drafts, trees, paths)
 
     @property
+    def undrafted_step(self) -> float | None:
+        """Seconds of a step of all rows without a draft; None where none was timed."""
+        return None if self.whole_price is None else self.whole_price.timed(1)
+
+    @property
     def running(self) -> list[RowText]:
         return [row for row in self.rows if not row.finished]
 
@@ -153,12 +155,6 @@ class Generation:
         """Those of the longest row."""
         return self.walk.stopping.end(self.rows)
 
-    @property
-    def plain_step(self) -> float | None:
-        """Seconds that a step without drafts is expected to take; None: no step was timed yet."""
-        cost = self.price(len(self.rows))
-        return cost.seconds(1) if cost.known else None
-
     def price(self, rows: int) -> CostModel:
         """t(n) of the next forward as the tokens of one running row see it, so many rows being fed
         together."""
@@ -173,7 +169,6 @@ class Generation:
         outputs = self.forward.prefill()
         begun = perf_counter()
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
-        self.walk.collector.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
         walked = perf_counter()
@@ -185,27 +180,6 @@ class Generation:
         self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
         if self.observer is not None:
             self.observer.begin(paths, [session.sources() for session in self.sessions])
-        if self.running:
-            self._time_plain_step(outputs)
-
-    def _time_plain_step(self, outputs: Any) -> None:
-        """See now and then what plain decoding takes, where it computes no other forwards and
-        nobody would see them."""
-        call = self.call
-        if (
-            self.plain.is_due
-            and call.room >= _FEWEST_TIMED
-            and call.device.type == "cpu"
-            and not (self.ranks.several or call.synced_gpus or call.compiles_plainly)
-            and not self.cache_outlives_call
-            and not self.service.foreign
-        ):
-            begun = perf_counter()
-            first = torch.tensor([row.last for row in self.rows])
-            seconds = plain_step(call, partial(self.forward.plain_kwargs, outputs), first)
-            spent = perf_counter() - begun
-            self.plain.observe(seconds, spent)
-            self.counts.count_seconds(test=spent)
 
     def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
         """A step with a draft of each of these rows."""
@@ -235,9 +209,7 @@ class Generation:
         return Forest.of(trees)
 
     def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
-        """Keep what was accepted in the cache, and of the states what the call returns."""
-        if self.walk.collector.wants_states:
-            self.walk.collector.step(verified, paths[0].accepted, self.forward.cache)
+        """Keep what was accepted in the cache."""
         self.forward.verifier.keep(self.rows, verified, [path.accepted for path in paths])
 
     def learn(
@@ -285,10 +257,13 @@ class Generation:
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
-        self.counts.tokens = sum(
-            len(row.generated) if row.padding is None else min(row.met or end, end)
+        texts = [
+            row.generated if row.padding is None else row.generated[: row.met or end]
             for row in self.rows
-        )
+        ]
+        self.counts.tokens = sum(map(len, texts))
+        for session, text in zip(self.sessions, texts, strict=True):
+            self.counts.count_expected(*came_out(session.expected, text))
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])
@@ -304,21 +279,18 @@ class Generation:
         call = self.call
         graphs = call.may_record(self.policy.graphs)
         for row, prompt_ids in zip(self.rows, call.prompts, strict=True):
-            preview = RowPreview(self.walk.select, row)
-            target = replace(
-                call.target,
-                preview=preview,
-                own=self.own_forwards,
-                graphs=graphs,
-                extra_memory=self.policy.extra_memory,
+            view = CallView(
+                RowPreview(self.walk.select, row),
+                self.own_forwards,
+                tuple(call.processors),
+                row.index,
+                graphs,
+                self.policy.extra_memory,
                 counts_costs=self.account is not None,
             )
+            target = replace(call.target, call=view)
             session = self.policy.start(prompt_ids, target, row.index, call.batch_size)
-            opened.callback(self._close, session)
+            opened.callback(session.close)
             self.sessions.append(session)
             if self.drawn is not None:
                 self.drawn.append(session.draw_at)
-
-    def _close(self, session: AssistantSession) -> None:
-        self.counts.count_expected(session.expected.accepted, session.expected.rejected)
-        session.close()

@@ -1,41 +1,18 @@
-"""Calls that transformers' own loop decodes: because it has to, or because it is faster."""
+"""Calls that transformers' own loop decodes."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, StoppingCriteriaList
 
 from ..cache.kv_cache import go_back, has_slots
 from ..host import transformers_private
-from ..policy.account import Account
-from ..policy.policy import DraftingPolicy
 from ..policy.stats import CallStats
-from ..system.log import get_logger
 from .call import Call
 from .observer import Observer
-
-logger = get_logger(__name__)
-
-# Texts of a call that drafters learn, and of its time what they may take for further ones.
-_LEARNT, _LEARNING = 16, 1 / 64
-
-_TIMED_STEPS = 3  # the first one, which warms up, left out
-
-_MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
 def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> Any:
@@ -44,104 +21,6 @@ def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> 
     if observer is not None:
         observer.plain(texts)
     return result
-
-
-def plain_step(
-    call: Call, make_kwargs: Callable[[], dict[str, Any] | None], first: torch.Tensor
-) -> float | None:
-    """Seconds of a step by which transformers' own loop would go on behind the first token, of
-    which nothing is kept; None where it cannot. Code of the caller's that chooses is left out.
-
-    Args:
-        make_kwargs: makes what the loop would go on with; None: that cannot be made.
-        first: int64 [batch], the first tokens.
-    """
-    ids = torch.cat([call.input_ids, first[:, None].to(call.input_ids)], dim=1)
-    processors = LogitsProcessorList([] if call.asks_caller else call.processors)
-    if call.config.do_sample:
-        processors.append(_Drawing(ids.device))
-    config = copy.copy(call.config)
-    config.do_sample = config.return_dict_in_generate = False
-    config.is_assistant = True  # the loop then goes on from a cache, instead of a prompt's inputs
-    clock = _Clock([MaxLengthCriteria(ids.shape[1] + 1 + _TIMED_STEPS)])
-    try:
-        if (model_kwargs := make_kwargs()) is None:
-            return None
-        transformers_private.sample(
-            call.model,
-            ids,
-            logits_processor=processors,
-            stopping_criteria=clock,
-            generation_config=config,
-            **model_kwargs,
-        )
-    except Exception as error:  # there may be no memory for a second cache
-        logger.info("%s: no plain step could be timed (%r)", type(call.model).__name__, error)
-        return None
-    return median(end - begin for begin, end in pairwise(clock.times))
-
-
-class _Drawing(LogitsProcessor):
-    """Takes the time of a draw, by random numbers of its own, and leaves scores as they are."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.Generator(device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        torch.multinomial(scores.softmax(-1), 1, generator=self._numbers)
-        return scores
-
-
-class _Clock(StoppingCriteriaList):
-    """Notes when it is asked.
-
-    Attributes:
-        times: on the clock of `time.perf_counter`.
-    """
-
-    def __init__(self, criteria: Sequence[Any]) -> None:
-        super().__init__(criteria)
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return super().__call__(input_ids, scores, **kwargs)
-
-
-def decode_at_rest(call: Call, policy: DraftingPolicy, counts: CallStats, account: Account) -> Any:
-    """The same while drafts make calls slower, timed from the first token on; drafters learn the
-    texts afterwards, as far as there is time for it."""
-    counts.tier, counts.rests = "at rest", 1
-    rerouted, before = _reroutes(call, policy, account), transformers_private.compilations()
-    with call.engine.scope(rerouted):
-        result, texts = _sampled(call, counts)
-    ends = time.perf_counter() + _LEARNING * counts.seconds["forward"]
-    for i, (prompt_ids, token_ids) in enumerate(zip(call.prompts, texts, strict=True)):
-        if i >= _LEARNT and time.perf_counter() > ends:
-            break
-        with closing(policy.start(prompt_ids, call.target)) as session:
-            session.learn_plain(token_ids)
-    if transformers_private.compilations() == before:
-        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
-    total = policy.stats.total
-    if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
-        logger.warning_once(
-            f"{type(call.model).__name__}: drafts made calls like this one slower, so most calls "
-            "are decoded plainly and drafts are tried now and then; `suggest` measures other "
-            "assistants, and budget= a number drafts always"
-        )
-    return result
-
-
-def _reroutes(call: Call, policy: DraftingPolicy, account: Account) -> bool:
-    """Whether the kernels for few rows serve a call at rest; batches gain by them too.
-
-    In half precision they do whatever that takes: the text depends on how it is rounded, and must
-    not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
-    """
-    if not policy.reroute or call.compiles_plainly or not call.engine.has_kernels:
-        return False
-    return call.model.dtype.itemsize < 4 or account.reroutes()
 
 
 def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:

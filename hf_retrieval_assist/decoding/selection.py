@@ -13,8 +13,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..draft_models.residual import verify_node
-from ..drafters.base import Among, ChildDraw, Law, Preview
+from ..draft_models.residual import ChildDraw, verify_node
+from ..drafters.call_view import Among, Law, Preview
 from ..host.written import is_librarys
 from ..structures.scores import Scores
 from ..types.row_text import RowText, shown

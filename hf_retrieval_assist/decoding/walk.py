@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..drafters.base import ChildDraw
+from ..draft_models.residual import ChildDraw
 from ..host.plain_step import STREAMS_FIRST
 from ..system import changes
 from ..types.row_text import Path, RowText

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,13 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Preview, Target
+from ..drafters.base import Curve, Drafter, Feedbacks, Target, Tokens
+from ..drafters.call_view import Preview
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
-from ..plugins import load
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..types.token_tree import Forest, TokenTree
@@ -30,13 +28,14 @@ from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import TreeLayout
 from .growth import Choice, Level
+from .residual import ChildDraw
 from .rows import DraftCache, Group, RowSession, fed_texts, fills_of, groups, parts, proposed
 from .sequoia import EVIDENCE, Draws, ShapeChooser, TreeShape, drawn, foreseen, grow
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
-# More than any number of tokens.
-_ALL = 1 << 62
+# Ids by which the tables of one tokenizer's models differ, since rows fill them up.
+_PADDING = 1024
 # Most new tokens of a text that are fed at once, which bounds their masks.
 _CHUNK = 512
 
@@ -56,14 +55,10 @@ class DraftModelDrafter(Drafter):
         temperature: None drafts the most probable tokens, which suits the plain walk under any
             sampling. A number draws them without replacement from the model's distribution at that
             temperature, and records what residual verification needs.
-        assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
-            model's folder if not given and the vocabularies differ in size. Drafts then go by
-            way of the text; see :mod:`~hf_retrieval_assist.extensions.translation.translation`.
-        target_tokenizer: the target's, likewise.
 
     Raises:
         ValueError: an argument is out of range, or the model cannot be fed token trees; from
-            `start`, a tokenizer is needed and not found.
+            `start`, its vocabulary is not the target's.
     """
 
     name = "draft model"
@@ -78,8 +73,6 @@ class DraftModelDrafter(Drafter):
         max_levels: int = 8,
         width: int = 8,
         temperature: float | None = None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
-        target_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         require_at_least(1, max_nodes=max_nodes, max_levels=max_levels, width=width)
         if temperature is not None and not temperature > 0:
@@ -89,8 +82,6 @@ class DraftModelDrafter(Drafter):
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
         self.positions = position_limit(model)
-        self._tokenizers = assistant_tokenizer, target_tokenizer
-        self._translations = weakref.WeakKeyDictionary[Any, Any]()
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
         parameters = inspect.signature(model.forward).parameters
@@ -102,26 +93,23 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
         require_whole(self.model, "draft model")
-        if self.vocab_size == target.vocab_size and self._tokenizers == (None, None):
-            return DraftModelSession(self, prompt_ids, target)
-        if self.temperature is not None:
+        padding = 0 if self.temperature is not None else _PADDING  # all of the drawn children count
+        if abs(self.vocab_size - target.vocab_size) > padding:
             raise ValueError(
-                f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
-                f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
+                f"draft_model: expected the target's vocabulary of {target.vocab_size} ids, got "
+                f"{type(self.model).__name__} with {self.vocab_size}; transformers takes draft "
+                "models of another tokenizer: generate(assistant_model=..., tokenizer=..., "
+                "assistant_tokenizer=...)"
             )
-        translated = self._translation(target).text(prompt_ids)
-        return DraftModelSession(self, prompt_ids, target, translated)
+        return DraftModelSession(self, prompt_ids, target)
 
-    def _translation(self, target: Target) -> Any:
-        """What turns the draft model's ids into the target's."""
-        key = target if target.model is None else target.model
-        with self._lock:
-            if key not in self._translations:
-                between = load("parts", "translation")
-                self._translations[key] = between(self._tokenizers, self.model, target)
-            return self._translations[key]
+    def prepare(self, sessions: Sequence[DraftModelSession], curve: Curve | None) -> None:
+        """Size trees by what the target's steps take."""
+        if curve is not None:
+            chooser = sessions[0].chooser  # all texts of a step have one target
+            chooser.set_seconds(curve(chooser.max_nodes))
 
-    def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
+    def propose(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
         for session in sessions:
             session.clear_draft()
         shape = sessions[0].chooser.shape(max(budgets))
@@ -145,13 +133,20 @@ class DraftModelDrafter(Drafter):
         choose: Choice = partial(foreseen, previews)
         if self.temperature is not None:
             choose = partial(drawn, self.temperature, draws)
-        trees = grow(shape, choose, _Nodes(self, group, asked[0].graphs).run, previews)
+        nodes = _Nodes(self, group, asked[0])
+        trees = grow(shape, choose, nodes.run, previews)
         if new <= _LEVEL_LIKE:
             seconds = (time.perf_counter() - started) / (shape.levels - 1)
             asked[0].chooser.observe_pass(seconds)
         for row in asked:
             own = [zip(laws[row.index], found[row.index], strict=True) for laws, found in draws]
             row.shape, row.tree, row.draws = shape, trees[row.index], [*chain(*own)]
+
+    def commit(
+        self, sessions: Sequence[DraftModelSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.append(token_ids)
 
     def chooser(self, fingerprint: str, model: Any = None) -> ShapeChooser:
         """What is measured of this draft model against one target; `model` is that, if known."""
@@ -174,13 +169,16 @@ def _weight_bytes(model: Any) -> int:
 class _Nodes:
     """A draft model behind the texts of a group, and on the nodes of a level."""
 
-    def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
+    def __init__(self, drafter: DraftModelDrafter, group: Group, text: DraftModelSession) -> None:
         self._drafter, self._model, self._group = drafter, drafter.model, group
+        self._vocab_size = text.vocab_size  # all texts of a step have one target
         (self._cache,) = group.caches
         engine = engine_of(self._model.device)
         if group.static_drafts is None and engine.widens:
             service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
-            group.static_drafts = engine.drafts(self._model, self._cache, service, most, graphs)
+            group.static_drafts = engine.drafts(
+                self._model, self._cache, service, most, text.graphs
+            )
         self._recorded: Any = group.static_drafts
 
     def run(self, level: Level | None) -> Tensor:
@@ -191,7 +189,8 @@ class _Nodes:
         """Feed what is new in the texts; when all is cached, the last token again."""
         cache, rows = self._cache, self._group.rows
         texts = [[0] if row is None else row.text for row in rows]
-        cache.shorten([0 if row is None else row.take_valid() for row in rows])
+        # The last token is fed again, for its logits.
+        cache.shorten([0 if row is None else len(row.text) - 1 for row in rows])
         news = [text[have:] for text, have in zip(texts, cache.slots.lengths, strict=True)]
         logits = torch.empty(0)
         longest = self._recorded.most if self._recorded else _CHUNK
@@ -209,13 +208,13 @@ class _Nodes:
         return logits
 
     def _feed(self, token_ids: Tensor, fed: TreeLayout, options: dict[str, int]) -> Tensor:
-        """[rows, w or 1, vocab_size]"""
+        """[rows, w or 1, vocab_size], of the ids that the target has too."""
         if self._recorded:
             logits: Tensor = self._recorded.feed(token_ids, fed)
-            return logits
+            return logits[..., : self._vocab_size]
         device, lengths = self._model.device, torch.tensor(self._cache.slots.lengths)[:, None]
         with self._cache.feeding(fed.to(device)) as mask:
-            return self._model(
+            logits = self._model(
                 input_ids=token_ids.to(device),
                 attention_mask=mask,
                 position_ids=(lengths + fed.depths).to(device),
@@ -224,6 +223,7 @@ class _Nodes:
                 return_dict=True,
                 **options,
             ).logits
+            return logits[..., : self._vocab_size]
 
 
 class DraftModelSession(RowSession):
@@ -233,12 +233,12 @@ class DraftModelSession(RowSession):
         drafter: whose model drafts.
         prompt_ids: int32 [length], the target's.
         target: the text's.
-        translated: the text in the draft model's vocabulary, where that is another.
 
     Attributes:
         drafter: whose model drafts.
-        text: ids of the whole text, the draft model's.
-        chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
+        text: ids of the whole text, as the draft model is fed them.
+        vocab_size: ids that both models have.
+        chooser: what is measured.
         graphs: whether forwards may be recorded where they stay in place.
         preview: what tells how the target will draw the text's tokens; None: nothing does.
         shape, tree: of the draft in the cache behind the text.
@@ -251,17 +251,17 @@ class DraftModelSession(RowSession):
         drafter: DraftModelDrafter,
         prompt_ids: NDArray[np.int32],
         target: Target,
-        translated: Any = None,
     ):
         model = drafter.model
         config = model.config.get_text_config(decoder=True)
         rules = tree_service(model, "draft_model").rules
         super().__init__([DraftCache(config, rules, model.dtype)])
-        self.drafter, self.graphs, self._translated = drafter, target.graphs, translated
+        self.drafter, self.graphs = drafter, target.call.graphs
+        self.vocab_size = min(drafter.vocab_size, target.vocab_size)
         self.chooser = drafter.chooser(target.fingerprint, target.model)
-        self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
-        self.preview = _preview(target, drafter.temperature) if translated is None else None
-        self._valid = _ALL
+        self.text: list[int] = np.minimum(prompt_ids, drafter.vocab_size - 1).tolist()
+        alike = drafter.vocab_size == target.vocab_size
+        self.preview = _preview(target, drafter.temperature) if alike else None
         self.shape = self.chooser.shape()
         self.clear_draft()
 
@@ -273,25 +273,12 @@ class DraftModelSession(RowSession):
             self.close()
         return self.group is not None
 
-    def take_valid(self) -> int:
-        """How many tokens of the text may stay cached: no more than are still the text's, and not
-        the last one, which is fed for its logits. Asked once before the rest is fed."""
-        valid, self._valid = min(self._valid, len(self.text) - 1), _ALL
-        return valid
-
     def clear_draft(self) -> None:
         self.tree = TokenTree.empty()
         self.draws: Draws = []
 
     def proposal(self) -> TokenTree:
-        """The draft, in the target's vocabulary."""
-        draft = self.tree.without_nan()
-        if self._translated is None or not len(draft):
-            return draft
-        return self._translated.tree(draft)
-
-    def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
-        self.chooser.set_seconds(curve(self.chooser.max_nodes))
+        return self.tree.without_nan()
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         nodes = [-1, *self.tree.follow(np.array(path, np.int32)).tolist()]
@@ -302,22 +289,9 @@ class DraftModelSession(RowSession):
         law, children = self.draws[fed]
         return ChildDraw(law, children[:count])
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        if self._translated is None:
-            self._append([int(token) for token in token_ids])
-            return
-        self._translated.append(token_ids)
-        known, text = len(self.text), self._translated.ids
-        if text[:known] != self.text:
-            # What both texts begin with stays cached.
-            pairs = zip(self.text, text, strict=False)
-            known = next((i for i, (old, new) in enumerate(pairs) if old != new), len(text))
-            self.clear_draft()
-            self._valid = min(self._valid, known)
-            del self.text[known:]
-        self._append(text[known:])
-
-    def _append(self, tokens: list[int]) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
+        """The text went on with these tokens."""
+        tokens = np.minimum(np.asarray(token_ids), self.drafter.vocab_size - 1).tolist()
         if len(self.tree) and tokens:
             path = self.tree.follow(np.array(tokens, np.int32))
             self._measure(path.tolist(), len(tokens))
@@ -340,7 +314,7 @@ def _preview(target: Target, temperature: float | None) -> Preview | None:
 
     An accelerator would wait for the host at every level.
     """
-    preview = target.preview
+    preview = target.call.preview
     if preview is None or temperature is not None or target.device.type != "cpu":
         return None
     return preview if preview.draws and preview.knows(target.vocab_size) else None

@@ -8,6 +8,8 @@ draws, the token that comes out is distributed as P.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 # log-probability of tokens that Q never draws: below any that a float32 softmax can give, and near
@@ -15,6 +17,19 @@ import torch
 _EXCLUDED = -1e4
 # A smaller residual is what rounding leaves where both laws agree, and no law to sample from.
 _NO_RESIDUAL = 1e-12
+
+
+@dataclass(frozen=True)
+class ChildDraw:
+    """What residual verification must know of a node.
+
+    Attributes:
+        draft: [vocab_size], the distribution its children were drawn from.
+        children: int64 [k], the tokens, in the order drawn without replacement.
+    """
+
+    draft: torch.Tensor
+    children: torch.Tensor
 
 
 def draw_children(

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from ..cache.blocks import View, Views
 from ..cache.kv_cache import SLOT_LAYERS, SlotCache
 from ..cache.slot_layers import NO_VIEWS, SlotLayer
-from ..drafters.base import BatchSession
+from ..drafters.base import DraftSession
 from ..types.token_tree import Forest, TokenTree
 from ..verification.tree_attention import LayerMask, Rules, TreeAttention, TreeLayout, table_of
 
@@ -138,7 +138,7 @@ def _stacked(parts: Sequence[tuple[Any, int]], like: Any, lengths: Sequence[int]
     return stacked
 
 
-class RowSession(BatchSession):
+class RowSession(DraftSession):
     """A text that is a row of a group's caches.
 
     Attributes:

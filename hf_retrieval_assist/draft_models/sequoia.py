@@ -18,13 +18,13 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..drafters.base import Float64Array, Preview
+from ..drafters.call_view import Preview
 from ..structures import draft_tree
 from ..system.lazy import cached_property
 from ..system.locks import Lock
 from ..system.running_mean import toward
 from ..types.evidence import EvidenceClasses
-from ..types.token_tree import Int32Array, TokenTree, ancestor_mask
+from ..types.token_tree import Float64Array, Int32Array, TokenTree, ancestor_mask
 from .growth import Choice, Chosen, Level, Run, likeliest, paths_to
 from .residual import draw_children
 

@@ -19,7 +19,7 @@ from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
 from ..types.passages import Documents, OwnText, Source
 from ..types.token_tree import Ids, Int32Array, NamedIds, TokenTree, checked_documents
-from .base import Drafter, DraftSession, Feedback, Target
+from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 # Nodes are told apart by tokens matched and by depth. Priors are measured: the share of drafted
 # nodes that the recorded text went on with, among those whose parents it went on with. Real chat,
@@ -43,46 +43,27 @@ _CHAIN = EvidenceClasses(
 
 @dataclass(eq=False)
 class MatchSession(DraftSession):
-    """A text, and where a structure holds the longest of its ends.
+    """A text, and where an automaton holds the longest of its ends.
 
     Attributes:
-        length: tokens of that end.
+        cursor: where it is held.
         extend: goes on with tokens of the text.
-        draft: at most so many nodes behind the match.
-        source: what the structure holds, by origin.
+        vocab_size: of the model.
+        source: what the automaton holds, by origin.
     """
 
-    length: Callable[[], int]
+    cursor: Cursor
     extend: Callable[[Int32Array], object]
-    draft: Callable[[int], TokenTree]
+    vocab_size: int
     source: Mapping[str, Source]
 
     @property
     def match_length(self) -> int:
-        """Tokens at the end of the text that the structure holds elsewhere."""
-        return self.length()
-
-    def propose(self, budget: int) -> TokenTree:
-        return self.draft(budget)
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self.extend(np.array(token_ids, np.int32))
+        """Tokens at the end of the text that the automaton holds elsewhere."""
+        return self.cursor.length
 
     def sources(self) -> Mapping[str, Source]:
         return self.source
-
-
-def _chain(cursor: Cursor, most: int, vocab_size: int, budget: int) -> TokenTree:
-    """Tokens that followed a match's earliest occurrence, `most` of them at most."""
-    if not cursor.length or budget <= 0:
-        return TokenTree.empty()
-    tokens = cursor.draft(min(budget, most))
-    # Only a prompt, or an expected text, holds ids that the output layer has no row for.
-    foreign = np.flatnonzero(tokens >= vocab_size)
-    tokens = tokens[: foreign[0]] if len(foreign) else tokens
-    classes = _CHAIN.of(cursor.length, np.arange(1, len(tokens) + 1))
-    probs = np.cumprod(_CHAIN.priors[classes], dtype=np.float32)
-    return TokenTree.chain(tokens, probs, classes)
 
 
 class AutomatonDrafter(Drafter):
@@ -110,27 +91,38 @@ class AutomatonDrafter(Drafter):
             automaton.extend(expected)
             automaton.end_document()
         automaton.extend(np.ascontiguousarray(prompt_ids, np.int32), cursor)
-        return MatchSession(
-            lambda: cursor.length,
-            partial(automaton.extend, cursor=cursor),
-            partial(_chain, cursor, self.max_draft, target.vocab_size),
-            {"text": OwnText(target.expected, len(prompt_ids))},
-        )
+        source = {"text": OwnText(target.expected, len(prompt_ids))}
+        extend = partial(automaton.extend, cursor=cursor)
+        return MatchSession(cursor, extend, target.vocab_size, source)
+
+    def propose(
+        self, sessions: Sequence[MatchSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        pairs = zip(sessions, budgets, strict=True)
+        return [_chain(session, min(budget, self.max_draft)) for session, budget in pairs]
+
+    def commit(
+        self, sessions: Sequence[MatchSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.extend(np.array(token_ids, np.int32))
 
 
-@dataclass(frozen=True)
-class _Indexed(Documents):
-    """The documents of an automaton: their names, where they begin, and how long they are."""
+def _chain(session: MatchSession, most: int) -> TokenTree:
+    """Tokens that followed a match's earliest occurrence, `most` of them at most."""
+    cursor = session.cursor
+    if not cursor.length or most <= 0:
+        return TokenTree.empty()
+    tokens = cursor.draft(most)
+    # Only a prompt, or an expected text, holds ids that the output layer has no row for.
+    foreign = np.flatnonzero(tokens >= session.vocab_size)
+    tokens = tokens[: foreign[0]] if len(foreign) else tokens
+    classes = _CHAIN.of(cursor.length, np.arange(1, len(tokens) + 1))
+    probs = np.cumprod(_CHAIN.priors[classes], dtype=np.float32)
+    return TokenTree.chain(tokens, probs, classes)
 
-    _automaton: SuffixAutomaton
-    _documents: Sequence[tuple[str, int, int]]
 
-    def documents(self, text: Int32Array) -> Iterable[NamedIds]:
-        tokens = self._automaton.tokens()
-        return [NamedIds(name, tokens[at : at + n]) for name, at, n in self._documents]
-
-
-class StaticAutomatonDrafter(Drafter):
+class StaticAutomatonDrafter(AutomatonDrafter):
     """Drafts what followed the longest match in a corpus.
 
     The corpus is indexed once and only read afterwards, by any number of sessions and threads.
@@ -146,11 +138,9 @@ class StaticAutomatonDrafter(Drafter):
 
     name = "corpus automaton"
     origins = ("corpus",)
-    evidence = _CHAIN
 
     def __init__(self, corpus: Iterable[Ids | NamedIds], max_draft: int = 40) -> None:
-        require_at_least(1, max_draft=max_draft)
-        self.max_draft = max_draft
+        super().__init__(max_draft)
         self.automaton = SuffixAutomaton()
         documents = []
         self._largest_id = -1
@@ -165,5 +155,16 @@ class StaticAutomatonDrafter(Drafter):
         target.require_ids("corpus", self._largest_id)
         cursor = self.automaton.cursor()
         cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
-        draft = partial(_chain, cursor, self.max_draft, target.vocab_size)
-        return MatchSession(lambda: cursor.length, cursor.advance_all, draft, self._source)
+        return MatchSession(cursor, cursor.advance_all, target.vocab_size, self._source)
+
+
+@dataclass(frozen=True)
+class _Indexed(Documents):
+    """The documents of an automaton: their names, where they begin, and how long they are."""
+
+    _automaton: SuffixAutomaton
+    _documents: Sequence[tuple[str, int, int]]
+
+    def documents(self, text: Int32Array) -> Iterable[NamedIds]:
+        tokens = self._automaton.tokens()
+        return [NamedIds(name, tokens[at : at + n]) for name, at, n in self._documents]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plugins import load
-from ..structures.suffix_automaton import SuffixAutomaton
 from ..system.arguments import encodable, require_several
 from ..types.token_tree import Int32Array, checked_ids
 
@@ -85,45 +85,25 @@ class Expected:
         return self.texts + self.rows[row * len(self.rows) // batch_size]
 
 
-class ExpectedTexts:
-    """Where an output is in the texts that were expected of it. O(1) a token.
+def came_out(texts: Sequence[Int32Array], output: Sequence[int]) -> tuple[int, int]:
+    """How many tokens of expected texts came out, and how many did not. O(1) a token.
 
-    The output may leave a text and join it again further on, at the first place that its last
-    tokens have there.
+    Tokens came that stand in three or more in a row which the output has too; the output's tokens
+    count once, so of a passage that a text repeats as many as the output does.
     """
+    if not texts:
+        return 0, 0
+    left, came = Counter(_runs(output)), 0
+    for text in texts:
+        found = np.zeros(len(text), np.bool_)
+        for place, run in enumerate(_runs(text.tolist())):
+            if left[run] > 0:
+                left[run] -= 1
+                found[place : place + _JOINED] = True
+        came += int(found.sum())
+    return came, sum(map(len, texts)) - came
 
-    def __init__(self, texts: Iterable[Int32Array]) -> None:
-        automaton = SuffixAutomaton()
-        for text in texts:
-            automaton.extend(text)
-            automaton.end_document()
-        self._cursor = automaton.cursor()
-        self._tokens = automaton.tokens()
-        self.any = len(self._tokens) > 0  # whether there is something to follow
-        self._came = np.zeros(len(self._tokens), np.bool_)
-        self._next = -1  # place of the token that comes next where the output is within a text
 
-    def follow(self, token_ids: Iterable[int]) -> None:
-        """The output went on with these tokens."""
-        if not self.any:
-            return
-        for token in token_ids:
-            joined = self._cursor.advance(int(token)) >= _JOINED
-            if 0 <= self._next < len(self._tokens) and self._tokens[self._next] == token:
-                self._came[self._next] = True
-                self._next += 1
-            elif joined:
-                self._next = self._cursor.earliest
-                self._came[self._next - _JOINED : self._next] = True
-            else:
-                self._next = -1
-
-    @property
-    def accepted(self) -> int:
-        """Tokens of the texts that came out."""
-        return int(self._came.sum())
-
-    @property
-    def rejected(self) -> int:
-        """Tokens of the texts that did not."""
-        return int((self._tokens >= 0).sum()) - self.accepted
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All tokens in a row that an output must share with a text to be within it."""
+    return zip(*(ids[first:] for first in range(_JOINED)), strict=False)

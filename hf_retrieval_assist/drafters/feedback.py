@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,20 +28,11 @@ class RowFeedback(Feedback):
     states: dict[Layers, torch.Tensor] = field(default_factory=dict)
 
 
-def shares(feedbacks: Sequence[RowFeedback | None], needs: FeedbackNeeds) -> list[Feedback | None]:
-    """What a drafter with these needs is told of each row; None where nothing was shown."""
-    return [
-        shown
-        and Feedback(
-            shown.token_ids,
-            shown.accepted,
-            shown.parents,
-            shown.logits if needs.logits else None,
-            shown.states.get(needs.hidden_layers),
-            shown.top if needs.top_k else None,
-        )
-        for shown in feedbacks
-    ]
+def of_layers(feedbacks: Sequence[RowFeedback | None], layers: Layers) -> Sequence[Feedback | None]:
+    """What a drafter that asked for these layers is told of each row; None: nothing was shown."""
+    if not layers:
+        return feedbacks
+    return [one and replace(one, hidden_states=one.states.get(layers)) for one in feedbacks]
 
 
 def row_feedbacks(

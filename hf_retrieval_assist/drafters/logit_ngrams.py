@@ -21,7 +21,8 @@ from ..structures import logit_ngrams
 from ..structures.logit_ngrams import Ngrams, NgramText
 from ..types.evidence import EvidenceClasses
 from ..types.token_tree import Forest
-from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Law, Target
+from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Feedbacks, Target, Tokens
+from .call_view import Law
 
 # Rates begin in the middle of their steps.
 _EDGES = np.concatenate([[0.003], logit_ngrams.RATE_EDGES, [1.0]])
@@ -41,9 +42,9 @@ class LogitNgramDrafter(Drafter):
     """Drafts from what the target thought likely behind its last tokens.
 
     The table is shared by all sessions, so by rows of a batch while they are written, stays warm
-    from call to call, and belongs to one target. It learns from logits; where nobody ever shows
-    any, as in a simulation, from the tokens that came. Several threads may use it: compiled code
-    reads and writes it while it holds Python's lock.
+    from call to call, and belongs to one target. It learns from logits, so nothing where nobody
+    shows any, as in a simulation. Several threads may use it: compiled code reads and writes it
+    while it holds Python's lock.
 
     Args:
         memory: whose tenant, bound and end the tables share; None for a new one that this drafter
@@ -53,27 +54,23 @@ class LogitNgramDrafter(Drafter):
     name = "logit_ngrams"
     origins = ("logit n-grams",)
     needs = FeedbackNeeds(top_k=logit_ngrams.LIKELIEST)
-    certain = True
     evidence = _EVIDENCE
 
     def __init__(self, memory: OutputMemory | None = None) -> None:
         self.memory = OutputMemory() if memory is None else memory
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> NgramSession:
-        own = None
-        if target.expected or target.forms or not target.learn:
-            # What a caller expects is told in confidence, and so is what comes of it.
-            own = Ngrams(_MOST_CONTEXTS)
+        own = Ngrams(_MOST_CONTEXTS) if target.is_confidential else None
         shared = self.memory.table(self.name, target.fingerprint, _table_within)
-        return NgramSession(self, shared, own, prompt_ids, target)
+        return NgramSession(shared, own, prompt_ids, target)
 
-    def propose_rows(self, sessions: Sequence[NgramSession], budgets: Sequence[int]) -> Forest:
+    def propose(self, sessions: Sequence[NgramSession], budgets: Sequence[int]) -> Forest:
         vocab_size = sessions[0].target.vocab_size
         levels = min(_MOST_LEVELS, max(budgets))
         laws: list[tuple[Any, ...]] = []
         numbers: list[list[Any]] = []
         for session in sessions:
-            preview = session.target.preview
+            preview = session.target.call.preview
             if preview is None or not preview.draws:
                 laws.append((logit_ngrams.GREEDY, *Law()))
                 numbers.append([])
@@ -93,26 +90,20 @@ class LogitNgramDrafter(Drafter):
         )
         return Forest(*draft)
 
-    def commit_rows(
-        self,
-        sessions: Sequence[NgramSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+    def commit(
+        self, sessions: Sequence[NgramSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         """Texts learn together what one forward showed."""
         shown: list[tuple[NgramSession, Feedback]] = []
         table = sessions[0].table  # all texts of a call share it, or each has one that is its own
         before = table.nbytes
-        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+        for session, feedback in zip(sessions, feedbacks, strict=True):
             if feedback is not None and feedback.top is not None:
                 if len(session.unread):
                     session.read_prompt(len(feedback.token_ids) - 1)
                 shown.append((session, feedback))
-                session.table.is_shown = True
             else:
                 session.text.forget_last()
-                if not session.table.is_shown:
-                    session.learn_text(token_ids)
         if shown:
             _learn(*zip(*shown, strict=True))
         if table.nbytes > before:
@@ -128,7 +119,7 @@ def _table_within(max_bytes: int) -> Ngrams:
     return Ngrams(min(_MOST_CONTEXTS, 1 << (contexts.bit_length() - 1)))
 
 
-class NgramSession(BatchSession):
+class NgramSession(DraftSession):
     """A text, and what is known of it.
 
     Attributes:
@@ -140,39 +131,19 @@ class NgramSession(BatchSession):
 
     def __init__(
         self,
-        drafter: LogitNgramDrafter,
         shared: Ngrams,
         own: Ngrams | None,
         prompt_ids: NDArray[np.int32],
         target: Target,
     ) -> None:
-        self.drafter, self.target, self.unread = drafter, target, prompt_ids
+        self.target, self.unread = target, prompt_ids
         self.text, self.table = NgramText(shared, own), shared if own is None else own
-        self._last = prompt_ids[:0]
 
     def read_prompt(self, left: int) -> None:
         """Append what is unread of the prompt but for so many of its last tokens."""
         end = len(self.unread) - left
         self.text.extend(self.unread[:end].tolist())
         self.unread = self.unread[end:]
-
-    def learn_text(self, token_ids: Sequence[int]) -> None:
-        """Teach what is unread of the prompt, and the tokens that follow, as if they alone had been
-        likely."""
-        read = np.concatenate([self._last, self.unread, np.array(token_ids, np.int32)])
-        fed, following = read[:-1], read[1:, None]
-        self.read_prompt(max(0, len(self.unread) - 1))
-        chain, self._last = np.arange(len(fed)), read[-1:]
-        logit_ngrams.learn(
-            [self.text],
-            np.array([0, len(fed)]),
-            fed,
-            (chain - 1).astype(np.int32),
-            np.array([len(fed) - 1]),
-            chain,
-            following,
-            np.zeros(following.shape, np.float32),
-        )
 
 
 def _learn(sessions: Sequence[NgramSession], feedbacks: Sequence[Feedback]) -> None:

@@ -5,8 +5,8 @@ He, Zhong, Cai, Lee, He: "REST: Retrieval-Based Speculative Decoding", 2023, sec
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,9 @@ from ..structures.draft_tree import path_products
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
+from ..types.passages import Source
 from ..types.token_tree import Float32Array, TokenTree
-from .automaton import MatchSession
-from .base import Drafter, Target
+from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 # Nodes are told apart by tokens of context before them, their share of the occurrences of that
 # context, and how many those are. Typical values of buckets stand for them in the priors.
@@ -78,7 +78,7 @@ class RestDrafter(Drafter):
         require_at_least(1, max_match=self.max_match, max_nodes=self.max_nodes)
         require_at_least(1, continuation=self.continuation, sources=self.sources)
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> RestSession:
         """A session for a prompt; ValueError when the datastore has another vocabulary.
 
         A token of the text takes O(max_match log(tokens)).
@@ -87,15 +87,33 @@ class RestDrafter(Drafter):
         matcher = SuffixMatcher(self.datastore.index, self.max_match, self.max_nodes)
         # No token before these can be part of a match.
         matcher.extend(prompt_ids[-self.max_match :].tolist())
-        draft = partial(self._tree, matcher)
-        source = {"corpus": self.datastore}
-        return MatchSession(lambda: matcher.match_length, matcher.extend, draft, source)
+        return RestSession(matcher, self.datastore)
 
-    def _tree(self, matcher: SuffixMatcher, budget: int) -> TokenTree:
+    def propose(
+        self, sessions: Sequence[RestSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        pairs = zip(sessions, budgets, strict=True)
+        return [self._tree(session.matcher, min(most, self.max_nodes)) for session, most in pairs]
+
+    def _tree(self, matcher: SuffixMatcher, most: int) -> TokenTree:
         """The most frequent continuations."""
-        most = min(budget, self.max_nodes)
         found = matcher.select(most, self.continuation, self.sources)
         token_ids, parents, counts, parent_counts, contexts = found
         classes = _EVIDENCE.of(contexts, counts / parent_counts, parent_counts)
         probs = path_products(parents, _EVIDENCE.priors[classes])
         return TokenTree(token_ids, parents, probs, classes)
+
+    def commit(self, sessions: Sequence[RestSession], tokens: Tokens, feedbacks: Feedbacks) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.matcher.extend(np.array(token_ids, np.int32))
+
+
+@dataclass(eq=False)
+class RestSession(DraftSession):
+    """A text, and where the datastore holds the longest of its ends."""
+
+    matcher: SuffixMatcher
+    datastore: Datastore
+
+    def sources(self) -> Mapping[str, Source]:
+        return {"corpus": self.datastore}

@@ -33,7 +33,7 @@ from ..types.token_tree import (
     TokenTree,
     checked_documents,
 )
-from .base import BatchSession, Drafter, Feedback, Target
+from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SuffixDrafter(Drafter):
         target.require_ids("corpus", self._largest_id)
         return SuffixSession(self, prompt_ids, target)
 
-    def propose_rows(
+    def propose(
         self, sessions: Sequence[SuffixSession], budgets: Sequence[int]
     ) -> Sequence[TokenTree]:
         with self.memory.lock, self._mixing:
@@ -133,11 +133,8 @@ class SuffixDrafter(Drafter):
             )
         return Forest(*draft)
 
-    def commit_rows(
-        self,
-        sessions: Sequence[SuffixSession],
-        tokens: Sequence[Sequence[int]],
-        feedbacks: Sequence[Feedback | None],
+    def commit(
+        self, sessions: Sequence[SuffixSession], tokens: Tokens, feedbacks: Feedbacks
     ) -> None:
         ids, offsets = draft_tree.flattened(tokens)
         with self.memory.lock, self._mixing:
@@ -176,7 +173,7 @@ class _Corpus(Documents):
         return (NamedIds(name, self._tree.tokens(i)) for i, name in self._names.items())
 
 
-class SuffixSession(BatchSession):
+class SuffixSession(DraftSession):
     """A text and its suffix tree.
 
     Attributes:

@@ -1,319 +1,266 @@
-"""A SQLite database of finished outputs that several processes share.
+"""Finished outputs that several processes share, and an SQLite database that keeps them.
 
-Two tables: `outputs`, whose names are microseconds since 1970 and only grow, and `forgotten`, with
-the names of forgettings among them, and what each was of. SQLite keeps its rollback journal beside
-the file during a transaction; between transactions the one file is all, so that it may be deleted,
-replaced or copied under running processes.
+The database has a row per output and a mark, a random number that every forgetting replaces: who
+finds another mark than before reads everything anew. SQLite guards a transaction by a rollback
+journal, not by a write-ahead log, in whose file outputs would stay after they were forgotten.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sqlite3
-import time
-import warnings
-import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, OutputQueue, SharedOutputs
+HANDED_OVER = 1 << 16  # bytes of ids that one `read` returns, about: learnt in a few milliseconds
 
 _SCHEMA = [
-    "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
-    " ids BLOB, crc INTEGER)",
-    "CREATE TABLE forgotten (name INTEGER, prefix TEXT)",
+    "CREATE TABLE forgotten (mark INTEGER)",
+    # No id comes twice, also after the last row was deleted.
+    "CREATE TABLE outputs (id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, ids BLOB)",
 ]
-_APPLICATION = 0x48465241  # the header's, and the version
-_VERSION = 3
 _SETTINGS = (
     "trusted_schema = OFF",
     "cell_size_check = ON",
-    "temp_store = MEMORY",
-    "secure_delete = ON",  # what makes room for newer outputs is overwritten
+    "secure_delete = ON",  # what is forgotten, or makes room, is overwritten
     "synchronous = OFF",  # the journal undoes what a killed process has begun, unless power is lost
-    "journal_mode = DELETE",
 )
-_FAR = 10 * 365 * 86_400 * 10**6  # names as far in the future are none that time has given
-_LARGEST = 1 << 24  # bytes of an output that is read
-_ROW_BYTES = 48  # an output's besides its fingerprint and ids
-_PATIENCE = 2.0  # seconds to wait for other processes, once; then not until they have let go
-_FORGETTING = 10.0  # seconds to wait before everything is forgotten
+_LARGEST = 1 << 24  # bytes of a row
+_PATIENCE = 2.0  # seconds to wait for other processes
+_FORGETTING = 10.0  # and before outputs are forgotten
 _OWNER_ONLY = 0o600
-# What SQLite says where a file cannot be locked; of some systems without locks, that it is busy.
+# What SQLite says where a file cannot be used now, though it may be a good one; and where it cannot
+# be locked: of some file systems without locks, that it is busy.
+_UNUSABLE = re.compile("SQLITE_(BUSY|CANTOPEN|FULL|IOERR|PERM|READONLY)")
 _UNLOCKED = re.compile("SQLITE_(BUSY|PERM|IOERR_.*LOCK)")
-_REMEDY = "where its file system has no locks, choose a local path, or share outputs by url="
+_REMEDY = "; where its file system has no locks, choose a local path, or share outputs by url="
+
+
+class Output(NamedTuple):
+    """A finished output: the fingerprint of its model, and token ids, int32 [n], not negative."""
+
+    fingerprint: str
+    token_ids: NDArray[np.int32]
+
+    @classmethod
+    def parse(cls, fingerprint: Any, ids: Any) -> Output:
+        """What was stored, its ids as little-endian int32; ValueError for what is no output."""
+        if isinstance(fingerprint, str) and isinstance(ids, bytes) and not len(ids) % 4:
+            token_ids = np.frombuffer(ids, "<i4").astype(np.int32)
+            if not (token_ids < 0).any():
+                return cls(fingerprint, token_ids)
+        raise ValueError("something that is no output")
+
+    def stored_ids(self) -> bytes:
+        """See `parse`."""
+        return self.token_ids.astype("<i4").tobytes()
+
+
+class News(NamedTuple):
+    """What a process has not read yet.
+
+    Attributes:
+        anew: whether something was forgotten: nothing is to be kept of what was learnt before, and
+            what is still there is read again, own outputs among it.
+        outputs: finished ones of other processes; none if there are no more.
+    """
+
+    anew: bool
+    outputs: list[Output]
+
+
+class SharedOutputs(ABC):
+    """A process's view of finished outputs that other processes read and write too.
+
+    Attributes:
+        place: what an `OutputMemory` shows.
+        waiting_bytes: at most, of outputs that wait in this process to be written or read.
+    """
+
+    place: str
+    waiting_bytes: int = 0
+
+    @abstractmethod
+    def read(self, wait: bool = True) -> News:
+        """Others' outputs that were not read before, about `HANDED_OVER` bytes; without `wait`
+        nothing is new while others write."""
+
+    @abstractmethod
+    def append(self, output: Output, wait: bool = True) -> bool:
+        """Write an output, which fails without `wait` while others write; False, and it is not
+        written, if others have forgotten something since the last `read`."""
+
+    @abstractmethod
+    def forget(self, prefix: str) -> int:
+        """Drop the outputs whose fingerprints have this prefix, all for the empty one, for every
+        process; how many those were, where that is told.
+
+        Raises:
+            OSError: the others could not be told.
+            ValueError: what there is holds no outputs; not for the empty prefix.
+        """
+
+    def sync(self, timeout: float) -> bool:
+        """Wait until what was written is with the others and what they wrote can be read; whether
+        that was so within `timeout` seconds."""
+        return True
 
 
 class OutputLog(SharedOutputs):
-    """A process's view of the database at `path`, which is made where it is missing.
+    """The database at `path`, which is made where it is missing.
 
     Its owner alone may read it (mode 0600); a file that others could read is closed to them. When
     `append` returns, the output is with the operating system: it survives the death of every
-    process, though not a loss of power. One thread at a time.
+    process, though not a loss of power. Every transaction has a connection of its own, so that
+    forks share none. One thread at a time.
 
     Args:
         path: the file; symbolic links are followed now.
-        keep_bytes: when more than twice this size is in use, only the newest outputs, up to this
-            size, are kept.
+        keep_bytes: when more than twice this size is in use, the older half of the outputs goes.
 
     Raises:
-        ValueError: from any method but `forget` of everything, if the file is not such a log, of a
-            later version, or damaged.
+        ValueError: from any method, if the file is not such a log, of another version, or damaged.
         OSError: from any method, if the file cannot be used, or is used by others for too long; it
             names the file.
     """
 
     place = "on disk"
-    beginning = 0
 
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
-        super().__init__(keep_bytes)
         self.path = Path(path).resolve()
-        self._database: sqlite3.Connection | None = None
-        self._opened: tuple[int, ...] = ()  # process, device and inode of the open database
-        self._patience = _PATIENCE
+        self.keep_bytes = keep_bytes
+        self._mark: Any = None  # nothing was read
+        self._last = 0  # the row that was read last
+        self._own: set[int] = set()  # rows behind it that this process has written
 
-    def read(self) -> tuple[list[str], list[Output]]:
-        with self._transaction() as database:
-            outputs = self._news(database)
-        return self._take_forgotten(), outputs
-
-    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
-        """See `SharedOutputs`. An output that cannot be written now is written with a later one."""
-        output = self._own(fingerprint, token_ids)
+    def read(self, wait: bool = True) -> News:
         try:
-            while True:
-                with self._transaction() as database:
-                    forgotten = fingerprint.startswith(tuple(self._forgotten))
-                    new = [] if forgotten else [output]
-                    for waiting in [*self._pending, *new]:
-                        self._insert(database, waiting)
-                    self._make_room(database)
-                if self._opened == self._found():  # and not deleted or replaced meanwhile
+            with self._transaction("DEFERRED", _PATIENCE if wait else 0.0) as database:
+                return self._read(database)
+        except BlockingIOError:
+            if wait:
+                raise
+            return News(False, [])
+
+    def _read(self, database: sqlite3.Connection) -> News:
+        if (mark := _mark(database)) != self._mark:
+            anew = self._mark is not None
+            self._mark, self._last = mark, 0
+            self._own.clear()
+            if anew:
+                return News(True, [])
+        outputs: list[Output] = []
+        size = 0
+        query = "SELECT id, model, ids FROM outputs WHERE id > ? ORDER BY id"
+        with closing(database.execute(query, [self._last])) as rows:
+            for row, model, ids in rows:
+                if row <= self._last:
+                    raise ValueError("rows that are not in order")
+                if row not in self._own:
+                    outputs.append(Output.parse(model, ids))
+                    size += len(ids)
+                self._last = row
+                if size > HANDED_OVER:
                     break
-        except (OSError, ValueError):
-            self._pending.append(output)
-            raise
-        self._pending = OutputQueue(self.keep_bytes)
-        return not forgotten
+        self._own = {row for row in self._own if row > self._last}
+        return News(False, outputs)
 
-    def forget(self, prefix: str) -> int:
-        """See `SharedOutputs`. To forget everything the file is emptied in place, whatever it
-        holds, so that other links to it do not keep the outputs."""
-        self._patience = _FORGETTING
-        self._drop([prefix])
-        if prefix:
-            with self._transaction() as database:
-                return self._forget(database, self._next_name(database), prefix)
-        name, count = max(_now(), self._newest + 1), 0
-        try:
-            with self._transaction() as database:
-                name = self._next_name(database)
-                count = _number(database, "SELECT count(*) FROM outputs")
-                database.execute("ROLLBACK")
-                database.execute("BEGIN EXCLUSIVE")
-                self._clear()
-        except ValueError:  # nobody can use it
-            self._clear()
-        self._database = None  # it remembers the tables
-        self._known, self._heard = {name: ""}, True
-        with self._transaction() as database:
-            # Processes that have not heard of it may have been quicker with the new file.
-            self._forget(database, self._next_name(database), "")
-        self._forgotten = []
-        return count
-
-    def sync(self, timeout: float) -> bool:
-        """True: whoever reads the file sees it as it is."""
+    def append(self, output: Output, wait: bool = True) -> bool:
+        with self._transaction("IMMEDIATE", _PATIENCE if wait else 0.0) as database:
+            if _mark(database) != self._mark:
+                return False
+            insert = "INSERT INTO outputs (model, ids) VALUES (?, ?)"
+            row = database.execute(insert, [output.fingerprint, output.stored_ids()]).lastrowid
+            counted = ("page_size", "page_count", "freelist_count")
+            size, pages, free = (_first(database, f"PRAGMA {name}") for name in counted)
+            if size * (pages - free) > 2 * self.keep_bytes:
+                middle = "SELECT (min(id) + max(id) + 1) / 2 FROM outputs"
+                database.execute(f"DELETE FROM outputs WHERE id < ({middle})")
+        assert row is not None
+        self._own.add(row)
         return True
 
+    def forget(self, prefix: str) -> int:
+        """See `SharedOutputs`. To forget everything a damaged file is emptied."""
+        try:
+            with self._transaction("IMMEDIATE", _FORGETTING) as database:
+                known = _mark(database) == self._mark
+                delete = "DELETE FROM outputs WHERE ?2 = '' OR substr(model, 1, ?1) = ?2"
+                gone = database.execute(delete, [len(prefix), prefix])
+                database.execute("UPDATE forgotten SET mark = random()")
+                mark = _mark(database)
+        except ValueError:
+            if prefix:
+                raise
+            for path in (self.path, Path(f"{self.path}-journal")):
+                with suppress(FileNotFoundError):
+                    os.truncate(path, 0)
+            return self.forget("")
+        if known:  # otherwise the next `read` tells what others have forgotten
+            self._mark = mark
+        return gone.rowcount
+
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything that the block does, or nothing; what was forgotten is told in between."""
+    def _transaction(self, kind: str, seconds: float) -> Iterator[sqlite3.Connection]:
+        """Everything that the block does, or nothing; others are waited for so many seconds."""
         try:
-            database = self._connected()
-            database.execute(f"PRAGMA busy_timeout = {int(1000 * self._patience)}")
-            self._patience = 0.0
-            database.execute("PRAGMA shrink_memory")  # the pages may be those of another file now
-            database.execute("BEGIN IMMEDIATE")
-            self._patience = _PATIENCE
-            with database:
-                self._prepare(database)
-                self._hear_from(database)
-                yield database
-        # Messages that quote a damaged file are not always UTF-8.
-        except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-            # A file that may be written to is not read-only, whatever its damaged header says.
-            damaged = "readonly" in str(error) and os.access(self.path, os.W_OK)
-            damaged |= "unsupported file format" in str(error)
-            if isinstance(error, sqlite3.OperationalError) and not damaged:
-                said = f"{self.path}: {error}"
-                if _UNLOCKED.match(getattr(error, "sqlite_errorname", "")):
-                    said += f"; {_REMEDY}"
-                raise OSError(said) from error
-            self._database = None  # it remembers what the header said
-            raise ValueError(f"{self.path}: expected a log of outputs, got {error}") from error
+            with closing(self._connection(seconds)) as database:
+                for setting in _SETTINGS:
+                    database.execute(f"PRAGMA {setting}")
+                if not self.path.stat().st_size:
+                    _make_tables(database)
+                database.execute(f"BEGIN {kind}")
+                with database:
+                    if _tables(database) != _SCHEMA:
+                        raise ValueError("a database with other tables")
+                    yield database
+        # Messages that quote a damaged file are not always UTF-8, which is a ValueError.
+        except (sqlite3.Error, ValueError) as error:
+            name = getattr(error, "sqlite_errorname", "")
+            if not _UNUSABLE.match(name):
+                expected = "expected a log of outputs, written by this version of the package"
+                raise ValueError(f"{self.path}: {expected}, got {error}") from error
+            said = f"{self.path}: {error}{_REMEDY if _UNLOCKED.match(name) else ''}"
+            raise (BlockingIOError if "BUSY" in name else OSError)(said) from error
 
-    def _connected(self) -> sqlite3.Connection:
-        """The database that is now at the path, opened by this process."""
-        if self._database is None or self._opened != self._found():
-            self._database = None
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY))
-            self._opened = self._found()
-            how: dict[str, Any] = {"uri": True, "isolation_level": None, "check_same_thread": False}
-            uri = f"{self.path.as_uri()}?mode=rw"
-            database = sqlite3.connect(uri, timeout=self._patience, **how)
-            database.text_factory = partial(bytes.decode, errors="replace")
-            for setting in _SETTINGS:
-                database.execute(f"PRAGMA {setting}")
-            self._database = database
-        return self._database
-
-    def _found(self) -> tuple[int, ...]:
-        """Process, device and inode of what is at the path; closed to other users from now on."""
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return ()
-        if os.name != "nt" and found.st_mode & 0o077:
+    def _connection(self, seconds: float) -> sqlite3.Connection:
+        """The database that is now at the path; closed to other users."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY))
+        if os.name != "nt" and self.path.stat().st_mode & 0o077:
             self.path.chmod(_OWNER_ONLY)
-        return os.getpid(), found.st_dev, found.st_ino
+        uri = f"{self.path.as_uri()}?mode=rw"
+        database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=seconds)
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
+        return database
 
-    def _prepare(self, database: sqlite3.Connection) -> None:
-        """Make the tables in an empty file; ValueError for other tables."""
-        header = [_number(database, f"PRAGMA {n}") for n in ("application_id", "user_version")]
-        tables = [sql for (sql,) in database.execute("SELECT sql FROM sqlite_master LIMIT 3")]
-        if not tables and header == [0, 0]:
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    database.execute("BEGIN IMMEDIATE")
+    with database:
+        if not _tables(database):  # otherwise another process was quicker
             for command in _SCHEMA:
                 database.execute(command)
-            database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            database.execute(f"PRAGMA user_version = {_VERSION}")
-        elif tables != _SCHEMA or header[0] != _APPLICATION:
-            raise ValueError(f"{self.path}: expected a log of outputs, got another database")
-        elif header[1] != _VERSION:
-            raise ValueError(f"{self.path}: expected version {_VERSION}, got {header[1]}")
-
-    def _hear_from(self, database: sqlite3.Connection) -> None:
-        """Hear what others have forgotten, and forget anew what an older copy brought back."""
-        queries = ("SELECT count(*) FROM forgotten", "SELECT max(name) FROM forgotten")
-        if [_number(database, query) for query in queries] != [len(self._known), self._newest]:
-            stored: Forgettings = dict(database.execute("SELECT name, prefix FROM forgotten"))
-            if not all(isinstance(prefix, str) for prefix in stored.values()):
-                raise sqlite3.DatabaseError("something else in place of what was forgotten")
-            # What was forgotten before this process first looked is no news to it.
-            for name, prefix in self._hear(stored, math.inf).items():
-                self._forget(database, name, prefix)
-        self._heard = True
-
-    def _forget(self, database: sqlite3.Connection, name: int, prefix: str) -> int:
-        """Drop the outputs with a prefix that are older than a name, and say so to others; how many
-        those were."""
-        where = "name < ? AND substr(model, 1, ?) = ?" if prefix else "name < ?"
-        arguments = [name, len(prefix), prefix] if prefix else [name]
-        count = database.execute(f"DELETE FROM outputs WHERE {where}", arguments).rowcount
-        database.execute("INSERT INTO forgotten VALUES (?, ?)", [name, prefix])
-        self._known[name] = prefix
-        if len(self._known) > 2 * MOST_FORGETTINGS:
-            oldest = sorted(self._known)[-MOST_FORGETTINGS]
-            self._known = {n: p for n, p in self._known.items() if n > oldest} | {oldest: ""}
-            database.execute("DELETE FROM forgotten WHERE name <= ?", [oldest])
-            database.execute("INSERT INTO forgotten VALUES (?, '')", [oldest])
-        return count
-
-    def _next_name(self, database: sqlite3.Connection) -> int:
-        last = _number(database, "SELECT max(name) FROM outputs WHERE name < ?", _now() + _FAR)
-        return max(_now(), last + 1, self._newest + 1)
-
-    @property
-    def _newest(self) -> int:
-        return max(self._known, default=0)
-
-    def _insert(self, database: sqlite3.Connection, output: Output) -> None:
-        fields = output.fields()
-        row = (self._next_name(database), *fields, _checksum(*fields))
-        database.execute("INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
-
-    def _make_room(self, database: sqlite3.Connection) -> None:
-        """Keep the newest outputs up to `keep_bytes`, the last one in any case."""
-        counted = ("page_size", "page_count", "freelist_count")
-        size, pages, free = (_number(database, f"PRAGMA {name}") for name in counted)
-        if size * (pages - free) <= 2 * self.keep_bytes:
-            return
-        beyond = _now() + _FAR
-        # What each output but the newest takes, and what those after it take.
-        sums = (
-            f"SELECT name, sum(length(ids) + length(model) + {_ROW_BYTES}) OVER (ORDER BY name DESC"
-            " ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS kept FROM outputs"
-            " WHERE name < (SELECT max(name) FROM outputs WHERE name < :beyond)"
-        )
-        where = f"name <= (SELECT max(name) FROM ({sums}) WHERE kept > :keep) OR name >= :beyond"
-        arguments = {"keep": self.keep_bytes, "beyond": beyond}
-        database.execute(f"DELETE FROM outputs WHERE {where}", arguments)
-
-    def _news(self, database: sqlite3.Connection) -> list[Output]:
-        if not _number(database, "SELECT count(*) FROM outputs WHERE name = ?", self._last_read):
-            # It has made room, or the file is another one. Writers tell what was read before.
-            self._last_read = self.beginning
-        columns = "name, writer, place, model, ids, crc"
-        rows = database.execute(
-            f"SELECT {columns} FROM outputs WHERE name > ? AND name < ?"
-            f" AND length(ids) <= {_LARGEST} AND length(model) <= {_LARGEST} ORDER BY name",
-            [self._last_read, _now() + _FAR],
-        )
-        outputs: list[Output] = []
-        size = damaged = 0
-        for name, *fields, checksum in rows:
-            if name <= self._last_read:
-                raise sqlite3.DatabaseError("rows that are not in order")
-            self._last_read = name
-            output = _output(fields, checksum)
-            damaged += output is None
-            if output is not None and self._is_new(output):
-                outputs.append(output)
-                size += output.nbytes
-            if size > HANDED_OVER:
-                break
-        rows.close()
-        if damaged:
-            warnings.warn(f"{self.path}: skipped {damaged} damaged outputs", stacklevel=5)
-        return outputs
-
-    def _clear(self) -> None:
-        for path in (self.path, Path(f"{self.path}-journal")):
-            with suppress(FileNotFoundError):
-                os.truncate(path, 0)
+            database.execute("INSERT INTO forgotten VALUES (random())")
 
 
-def _now() -> int:
-    return time.time_ns() // 1000
+def _tables(database: sqlite3.Connection) -> list[Any]:
+    query = "SELECT sql FROM sqlite_master WHERE name != 'sqlite_sequence' LIMIT 3"
+    return [sql for (sql,) in database.execute(query)]
 
 
-def _number(database: sqlite3.Connection, query: str, *arguments: int) -> int:
-    """The one number that a query finds, 0 where there is none."""
-    row = database.execute(query, arguments).fetchone()
-    number = 0 if row is None or row[0] is None else row[0]
-    if not isinstance(number, int) or not 0 <= number < _now() + _FAR:
-        raise sqlite3.DatabaseError(f"{number!r} in place of a number")
-    return number
+def _first(database: sqlite3.Connection, query: str) -> Any:
+    """The first row's only value; None where there is no row."""
+    return next(database.execute(query), (None,))[0]
 
 
-def _checksum(writer: bytes, place: int, model: str, ids: bytes) -> int:
-    return zlib.crc32(b"%s %d %s %s" % (writer, place, model.encode(), ids))
-
-
-def _output(fields: list[Any], checksum: Any) -> Output | None:
-    """An output as it was inserted, otherwise None."""
-    with suppress(AttributeError, OverflowError, TypeError, ValueError):
-        if _checksum(*fields) == checksum:
-            return Output.from_fields(*fields)
-    return None
+def _mark(database: sqlite3.Connection) -> Any:
+    return _first(database, "SELECT mark FROM forgotten")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
 from ..types.passages import Documents, Source
 from ..types.token_tree import Int32Array, NamedIds
-from .outputs import SharedOutputs
+from .log import Output, SharedOutputs
 from .running_output import GROUP_MARK, OutputTree, RunningOutput
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
@@ -48,20 +47,21 @@ class OutputMemory:
 
     With `path`, finished outputs are also kept in a log, an SQLite database, so that they survive a
     restart. An output is in the log when `add`, or `RunningOutput.close`, returns, and then
-    outlives even a killed process (not a loss of power); outputs still running are lost with it.
-    Several processes of one machine may share one path: each reads what the others have finished
-    whenever it starts an output. The log holds outputs in plain form, readable by their owner alone
-    (mode 0600). Prompts are not learnt, unless they are handed to `add`.
+    outlives even a killed process (not a loss of power); outputs still running are lost with it,
+    and those that had to make room before their end are not written. Several processes of one
+    machine may share one path: each reads what the others have finished whenever it starts an
+    output. The log holds outputs in plain form, readable by their owner alone (mode 0600). Prompts
+    are not learnt, unless they are handed to `add`.
 
     Where the log cannot be read or written later on, a full disk say, or another process that holds
-    it for seconds, one warning tells so and outputs are kept in memory; the newest, up to a twelfth
-    of `max_bytes`, follow once the log works again. Nobody who drafts waits for the log.
+    it for seconds, one warning tells so and outputs are kept in memory alone until it works again.
+    Nobody who starts a text waits for the log.
 
     With `url`, processes on any number of machines share finished outputs through a Redis or Valkey
     server. Nothing but `sync` and `forget` waits for the network: outputs are exchanged in the
     background, and a process goes on alone while the server is away and delivers its outputs later.
-    What waits on either side takes up to a sixth of `max_bytes` besides the trees. Whoever may read
-    the server's keys may read the outputs.
+    A sixth of `max_bytes` is for what waits on either side. Whoever may read the server's keys may
+    read the outputs.
 
     Where the model itself changes, as a policy in training, older outputs resemble its present ones
     less and less. With a `half_life`, every output that is finished makes each older one of its
@@ -122,11 +122,12 @@ class OutputMemory:
         self._kinds: dict[str, OutputTree] = {}  # keys: fingerprints
         self._tables: OrderedDict[str, Any] = OrderedDict()  # the last one used is last
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # those in trees, by age
-        self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
-        self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
-        self._tree_bytes = self._kept_bytes = 0
+        self._tree_bytes = 0
         self._output_bytes = 0  # outputs in the trees, besides their tokens
+        self._forgettings = 0  # so many have been
         self._log = _shared_outputs(path, url, self.max_bytes // _LOG_SHARE)
+        # Bytes for trees and tables.
+        self._room = self.max_bytes - (self._log.waiting_bytes if self._log else 0)
         self._alone = False  # the log could not be read or written lately
         while self._learn_news():
             pass
@@ -135,7 +136,7 @@ class OutputMemory:
     def nbytes(self) -> int:
         """Bytes in use."""
         with self.lock:
-            return self._tree_bytes + self._output_bytes + self._kept_bytes + self._table_bytes
+            return self._tree_bytes + self._output_bytes + self._table_bytes
 
     @property
     def _table_bytes(self) -> int:
@@ -216,9 +217,8 @@ class OutputMemory:
             most = self.max_bytes // _TABLES_SHARE
             while self._table_bytes > most or len(self._tables) > _MOST_TABLES:
                 self._tables.popitem(last=False)
-            while self.nbytes > self.max_bytes:
-                if not self._evict():
-                    self._drop_buffer(next(iter(self._kept)))
+            while self.nbytes > self._room and self._evict():
+                pass
 
     def tree(self, fingerprint: str = "") -> SuffixTree | None:
         """The suffix tree of a model's outputs, to be used while holding `lock`.
@@ -260,11 +260,8 @@ class OutputMemory:
     def start(self, fingerprint: str = "") -> RunningOutput:
         """An output that is learnt while it grows. Reads what other processes have finished."""
         with self._tolerated():
-            self._learn_news()
-        with self.lock:
-            output = RunningOutput(self, self._prefix + fingerprint, kept=self._log is not None)
-            self._running.add(output)
-            return output
+            self._learn_news(wait=False)
+        return RunningOutput(self, self._prefix + fingerprint, self._forgettings)
 
     def extend(
         self,
@@ -281,15 +278,10 @@ class OutputMemory:
         """
         with self.lock:
             learnt = self._learn_together(outputs, token_ids, offsets)
-            if learnt == len(token_ids) and self._log is None:
-                return
-            bounds = pairwise(offsets.tolist())
-            for output, (first, end) in zip(outputs, bounds, strict=True):
-                if output is not None and not output.forgotten:
-                    if not output.full and end > learnt:
-                        self._learn(output, token_ids[max(first, learnt) : end])
-                    if output.kept is not None:
-                        self._buffer(output, token_ids[first:end])
+            bounds = pairwise(offsets.tolist()) if learnt < len(token_ids) else ()
+            for output, (first, end) in zip(outputs, bounds, strict=False):
+                if output is not None and not output.full and end > learnt:
+                    self._learn(output, token_ids[max(first, learnt) : end])
 
     def refresh(self) -> None:
         """Learn all that other processes have written to the log, or that has come from the server.
@@ -297,21 +289,23 @@ class OutputMemory:
         Starting an output learns a part of it, small enough not to delay the output.
         """
         with self._tolerated():
-            while self._learn_news():
+            while self._learn_news(wait=not self._alone):
                 pass
 
-    def _learn_news(self) -> bool:
+    def _learn_news(self, wait: bool = True) -> bool:
         """Learn some of what other processes have finished; whether there was any."""
-        if self._log is None:
+        if self._log is None or not self._log_lock.acquire(blocking=wait):
             return False
-        with self._log_lock:
-            forgotten, outputs = self._log.read()
+        try:
+            news = self._log.read(wait)
             with self.lock:
-                for prefix in forgotten:
-                    self._forget(prefix)
-                for output in outputs:
-                    self._learn_finished(output.fingerprint, output.token_ids)
-        return bool(outputs)
+                if news.anew:
+                    self._forget("")
+                for fingerprint, token_ids in news.outputs:
+                    self._learn_finished(fingerprint, token_ids)
+        finally:
+            self._log_lock.release()
+        return news.anew or bool(news.outputs)
 
     def sync(self, timeout: float = 10.0) -> bool:
         """Wait until others can read all outputs finished here, and learn all of theirs.
@@ -332,7 +326,8 @@ class OutputMemory:
         """Forget every output, running ones and those in the log or on the server included: of a
         namespace the tenant's alone, of the memory that tenants share everybody's.
 
-        Other processes forget them when they next start or finish an output.
+        Other processes forget them when they next start or finish an output; they then forget
+        everything and learn anew what is still in the log or on the server.
 
         Returns:
             How many outputs those were: in this memory, or in the log where that has more.
@@ -347,37 +342,26 @@ class OutputMemory:
             return count if self._log is None else max(count, self._log.forget(self._prefix))
 
     def _forget(self, prefix: str) -> int:
-        count = 0
+        self._forgettings += 1
         for key in [key for key in self._tables if key.startswith(prefix)]:
             del self._tables[key]
-        for output in [*self._outputs, *self._running]:
-            if output.fingerprint.startswith(prefix) and not output.forgotten:
-                count += 1
-                output.forgotten = True
-                self._drop_buffer(output)
-                if output.sequence is not None:
-                    self._drop(output)
-        return count
+        forgotten = [one for one in self._outputs if one.fingerprint.startswith(prefix)]
+        for output in forgotten:
+            self._drop(output)
+        return len(forgotten)
 
-    def _adopt(self, model: str) -> None:
+    def _adopt(self, fingerprint: str) -> None:
         """Make the finished outputs of no named model those of this one."""
-        nobody, fingerprint = self._prefix, self._prefix + model
-        unnamed = self._kinds[nobody]
-        finished = [output for output in unnamed.outputs if output.finished]
-        if fingerprint not in self._kinds and len(finished) == len(unnamed.outputs):
-            # The whole tree, which a second one beside it would not leave room for.
-            self._kinds[fingerprint] = self._kinds.pop(nobody)
-            for output in finished:
-                output.fingerprint = fingerprint
-            return
-        for output in finished:
-            if output.sequence is not None:  # it has not made room for one before it
-                token_ids = unnamed.tree.tokens(output.sequence)
-                self._drop(output)
-                self._learn_finished(fingerprint, token_ids)
+        unnamed = self._kinds[self._prefix]
+        texts = []
+        for output in [output for output in unnamed.outputs if output.finished]:
+            texts.append(unnamed.tree.tokens(output.sequence))
+            self._drop(output)
+        for token_ids in texts:
+            self._learn_finished(self._prefix + fingerprint, token_ids)
 
     def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32]) -> None:
-        output = RunningOutput(self, fingerprint, kept=False)
+        output = RunningOutput(self, fingerprint, self._forgettings)
         output.finished = True
         self._learn(output, token_ids)
         self._fade(output)
@@ -390,18 +374,18 @@ class OutputMemory:
 
     def finish(self, output: RunningOutput) -> None:
         """Write an output to the log that grows no more; see `RunningOutput.close`."""
-        with self.lock:
-            self._running.discard(output)
-            self._fade(output)
-            token_ids = np.array(output.kept or (), np.int32)
-            output.finished = True
-            self._drop_buffer(output)
-        if self._log is None or not len(token_ids):
-            return
-        with self._log_lock, self._tolerated():
-            if not self._log.append(output.fingerprint, token_ids):
-                self._learn_news()
-            self._alone = False
+        with self._log_lock:
+            with self.lock:
+                output.finished = True
+                self._fade(output)
+                if self._log is None or output.live_sequence is None:
+                    return
+                token_ids = self._kinds[output.fingerprint].tree.tokens(output.sequence)
+            with self._tolerated():
+                finished = Output(output.fingerprint, token_ids)
+                if not self._log.append(finished, wait=not self._alone):
+                    self._learn_news()
+                self._alone = False
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
@@ -412,26 +396,6 @@ class OutputMemory:
             if not self._alone:
                 warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
             self._alone = True
-
-    def _buffer(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
-        """Buffer tokens of a running output for the log, older outputs making room."""
-        assert output.kept is not None
-        output.kept.frombytes(token_ids.tobytes())
-        self._kept[output] = None
-        self._kept_bytes += token_ids.nbytes
-        while self.nbytes > self.max_bytes:
-            if not self._evict(output):
-                # Drafts matter less than the log, the oldest output less than later ones.
-                if output.sequence is not None:
-                    self._drop(output)
-                else:
-                    self._drop_buffer(next(iter(self._kept)))
-
-    def _drop_buffer(self, output: RunningOutput) -> None:
-        """Buffer no tokens for the log, also later."""
-        self._kept.pop(output, None)
-        self._kept_bytes -= 4 * len(output.kept or ())
-        output.kept = None
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
@@ -453,25 +417,26 @@ class OutputMemory:
         Returns how many of the tokens found room.
         """
         for output in filter(None, outputs):
-            if output.sequence is None and not output.full and not output.forgotten:
+            if output.sequence is None and not output.full:
                 self._open(output)
         live = [o for o in outputs if o is not None and o.live_sequence is not None]
         if len({output.fingerprint for output in live}) != 1 or len(live) < len(outputs):
             return 0
         tree = self._kinds[live[0].fingerprint].tree
         before = tree.nbytes
-        tree.max_bytes = self.max_bytes - (self.nbytes - before)
+        tree.max_bytes = self._room - (self.nbytes - before)
         learnt = tree.extend_all([output.sequence for output in live], token_ids, offsets)
         self._tree_bytes += tree.nbytes - before
         return learnt
 
     def _open(self, output: RunningOutput) -> None:
         """Give an output a sequence in its model's tree, if there is room for one."""
+        output.full = output.forgettings < self._forgettings
         while not output.full:
             known = self._kinds.get(output.fingerprint)
             kind, counted = known or OutputTree(self.max_depth), known.tree.nbytes if known else 0
             tree = kind.tree
-            tree.max_bytes = self.max_bytes - (self.nbytes - counted) - output.cost
+            tree.max_bytes = self._room - (self.nbytes - counted) - output.cost
             if tree.nbytes <= tree.max_bytes:
                 output.sequence = tree.add_sequence()
             if known or output.sequence is not None:

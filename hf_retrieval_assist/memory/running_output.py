@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,30 +33,29 @@ class RunningOutput:
     Args:
         memory: the `OutputMemory` that learns it.
         fingerprint: of the model that writes it.
-        kept: whether its tokens are kept for a log.
+        forgettings: of that memory, before it began.
 
     Attributes:
         fingerprint: of the model that writes it.
+        forgettings: as above.
         cost: bytes that it takes in the memory besides its tokens.
-        sequence: its id in the memory's tree; None before its first token and after its eviction.
-        kept: its tokens, for a log, since the tree has none after an eviction; None: not kept.
+        sequence: its id in the memory's tree; None before its first token, and once it is dropped.
         finished: whether it grows no more.
-        forgotten: whether it was forgotten, so that nothing of it is learnt or logged any more.
-        full: whether the memory takes in no more of it.
+        full: whether the memory takes in no more of it, for want of room or since it was forgotten.
         lasts: the number of the later output of its kind that it does not outlive.
     """
 
     __slots__ = (
-        *("__weakref__", "_memory", "cost", "fingerprint", "finished", "forgotten", "full"),
-        *("kept", "lasts", "sequence"),
+        *("_memory", "cost", "fingerprint", "finished", "forgettings", "full", "lasts"),
+        "sequence",
     )
 
-    def __init__(self, memory: Any, fingerprint: str, kept: bool) -> None:
+    def __init__(self, memory: Any, fingerprint: str, forgettings: int) -> None:
         self.fingerprint = fingerprint
+        self.forgettings = forgettings
         self.cost = _OUTPUT_BYTES + sys.getsizeof(fingerprint)
         self.sequence: int | None = None
-        self.kept: array[int] | None = array("i") if kept else None
-        self.finished = self.forgotten = self.full = False
+        self.finished = self.full = False
         self.lasts = math.inf
         self._memory = memory
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 from ..draft_models.fallbacks import Fallback, fallback_drafters
 from ..drafters.base import Drafter
 from ..memory.output_memory import OutputMemory
-from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy
+from ..policy.step import DraftedStep
 from ..types.token_tree import Forest
 from .token_recycling import TokenRecycling
 

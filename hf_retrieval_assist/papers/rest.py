@@ -10,8 +10,8 @@ from ..assistants import Assistant
 from ..corpus.datastore import Datastore
 from ..drafters.base import Drafter
 from ..drafters.rest import RestDrafter
-from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
+from ..policy.step import DraftedStep
 from ..presets import require
 from ..types.token_tree import Forest
 from .paper import PaperPolicy

@@ -10,8 +10,8 @@ from ..corpus.datastore import Datastore
 from ..corpus.readers import Corpus, tokenised
 from ..drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from ..drafters.base import Drafter
-from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
+from ..policy.step import DraftedStep
 from ..system.arguments import require_at_least
 from ..types.token_tree import Forest
 from .paper import MOST_NODES, PaperPolicy, PapersFallback, papers_fallback

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from ..assistants import Assistant
 from ..draft_models.draft_model import DraftModelDrafter
 from ..drafters.base import Drafter
-from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
+from ..policy.step import DraftedStep
 from ..presets import require
 from ..types.token_tree import Forest
 from .paper import PaperPolicy

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..assistants import Assistant
-from ..drafters.base import Drafter, DraftSession, Feedback, Target
+from ..drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 from ..memory.output_memory import OutputMemory
-from ..policy.account import DraftedStep
 from ..policy.policy import DraftingPolicy, Options
+from ..policy.step import DraftedStep
 from ..presets import require
 from ..structures.suffix_tree import SuffixTree
 from ..types.passages import OwnText, Source
@@ -36,7 +36,31 @@ class ScoredSuffixDrafter(Drafter):
         self.memory, self.alpha = memory, alpha
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> ScoredSession:
-        return ScoredSession(self, prompt_ids, target)
+        return ScoredSession(self.memory, prompt_ids, target)
+
+    def propose(
+        self, sessions: Sequence[ScoredSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        return [self._draft(*pair) for pair in zip(sessions, budgets, strict=True)]
+
+    def _draft(self, session: ScoredSession, budget: int) -> TokenTree:
+        memory, tree, options = self.memory, session.tree, {"alpha": self.alpha}
+        with memory.lock:
+            outputs = memory.tree(session.target.fingerprint)
+            last = tree.last_tokens(session.sequence, memory.max_depth)
+            found = [] if outputs is None else [outputs.speculate(last, budget, **options)]
+        found.append(tree.speculate(None, budget, sequence=session.sequence, **options))
+        best = max(found, key=lambda draft: draft.score)  # the first one among equals
+        session.score = best.score
+        drafted = TokenTree.build(best.token_ids, best.parents, best.probs)
+        return drafted.without(best.token_ids >= session.target.vocab_size)
+
+    def commit(
+        self, sessions: Sequence[ScoredSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.tree.extend(session.sequence, np.array(token_ids, np.int32))
+            session.written += token_ids
 
 
 class ScoredSession(DraftSession):
@@ -44,40 +68,24 @@ class ScoredSession(DraftSession):
 
     Attributes:
         score: SCORE of the last draft, the matched node's D(N_p) = 1 among it; 0 without a match.
+        tree, sequence: S_r, and the text's number in it.
+        written: the output.
     """
 
-    def __init__(
-        self, drafter: ScoredSuffixDrafter, prompt_ids: NDArray[np.int32], target: Target
-    ) -> None:
+    def __init__(self, memory: OutputMemory, prompt_ids: NDArray[np.int32], target: Target) -> None:
         self.score = 0.0
-        self._drafter, self._target, self._prompt_length = drafter, target, len(prompt_ids)
-        self._tree = SuffixTree(drafter.memory.max_depth)
+        self.target, self._memory, self._prompt_length = target, memory, len(prompt_ids)
+        self.tree = SuffixTree(memory.max_depth)
         for text in target.expected:
-            self._tree.extend(self._tree.add_sequence(), text)
-        self._sequence = self._tree.add_sequence()
-        self._tree.extend(self._sequence, np.ascontiguousarray(prompt_ids, np.int32))
-        self._written: list[int] = []
-        drafter.memory.refresh()
-        self._output = drafter.memory.start(target.fingerprint) if target.learn else None
-
-    def propose(self, budget: int) -> TokenTree:
-        memory, tree, options = self._drafter.memory, self._tree, {"alpha": self._drafter.alpha}
-        with memory.lock:
-            outputs = memory.tree(self._target.fingerprint)
-            last = tree.last_tokens(self._sequence, memory.max_depth)
-            found = [] if outputs is None else [outputs.speculate(last, budget, **options)]
-        found.append(tree.speculate(None, budget, sequence=self._sequence, **options))
-        best = max(found, key=lambda draft: draft.score)  # the first one among equals
-        self.score = best.score
-        drafted = TokenTree.build(best.token_ids, best.parents, best.probs)
-        return drafted.without(best.token_ids >= self._target.vocab_size)
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._tree.extend(self._sequence, np.array(token_ids, np.int32))
-        self._written += token_ids
+            self.tree.extend(self.tree.add_sequence(), text)
+        self.sequence = self.tree.add_sequence()
+        self.tree.extend(self.sequence, np.ascontiguousarray(prompt_ids, np.int32))
+        self.written: list[int] = []
+        memory.refresh()
+        self._output = memory.start(target.fingerprint) if target.learn else None
 
     def sources(self) -> Mapping[str, Source]:
-        memory, target = self._drafter.memory, self._target
+        memory, target = self._memory, self.target
         return {
             "text": OwnText(target.expected, self._prompt_length),
             "memory": memory.source(target.fingerprint, self._output),
@@ -85,7 +93,7 @@ class ScoredSession(DraftSession):
 
     def close(self) -> None:
         if self._output is not None:
-            self._output.extend(self._written)
+            self._output.extend(self.written)
             self._output.close()
 
 

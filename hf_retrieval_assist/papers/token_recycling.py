@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from ..drafters.base import Drafter, DraftSession, FeedbackNeeds, Feedbacks, Target, Tokens
 from ..memory.output_memory import OutputMemory
 from ..structures import draft_tree
 from ..system.locks import Lock
@@ -64,9 +65,28 @@ class TokenRecycling(Drafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> _Session:
         size = target.vocab_size
         table = self._memory.table(f"{self.name} {size}", target.fingerprint, lambda _: Table(size))
-        if target.expected or target.forms or not target.learn:
-            table = table.copy()  # what is told in confidence teaches nobody else
-        return _Session(table, self._memory)
+        return _Session(table.copy() if target.is_confidential else table)
+
+    def propose(self, sessions: Sequence[_Session], budgets: Sequence[int]) -> Sequence[TokenTree]:
+        pairs = zip(sessions, budgets, strict=True)
+        return [session.table.draft(session.last).prune(budget) for session, budget in pairs]
+
+    def commit(self, sessions: Sequence[_Session], tokens: Tokens, feedbacks: Feedbacks) -> None:
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            session.last = token_ids[-1]
+            if feedback is not None and feedback.top is not None:
+                before = session.table.nbytes
+                session.table.learn(feedback.token_ids, feedback.accepted, feedback.top)
+                if session.table.nbytes > before:
+                    self._memory.make_room()
+
+
+@dataclass(eq=False)
+class _Session(DraftSession):
+    """The last token of a text, and the table that it reads and teaches."""
+
+    table: Table
+    last: int = UNKNOWN
 
 
 class Table:
@@ -110,21 +130,3 @@ class Table:
         parents = PARENTS - np.int32(1)
         probs = draft_tree.path_products(parents, TokenRecycling.evidence.priors[RANKS])
         return TokenTree.build(ids[1:], parents, probs, RANKS).without(ids[1:] == UNKNOWN)
-
-
-class _Session(DraftSession):
-    """The last token of a text, and the table that it reads and teaches."""
-
-    def __init__(self, table: Table, memory: OutputMemory) -> None:
-        self._table, self._memory, self._last = table, memory, UNKNOWN
-
-    def propose(self, budget: int) -> TokenTree:
-        return self._table.draft(self._last).prune(budget)
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._last = token_ids[-1]
-        if feedback is not None and feedback.top is not None:
-            before = self._table.nbytes
-            self._table.learn(feedback.token_ids, feedback.accepted, feedback.top)
-            if self._table.nbytes > before:
-                self._memory.make_room()

@@ -8,9 +8,6 @@ verification has to be spent on exploring.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,35 +21,6 @@ Float64Array = NDArray[np.float64]
 
 _PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the counts
 _MEMORY = 2000.0  # trials of a class, after which half of its counts are forgotten
-_ALONE = 0.15  # a prior's share where earlier drafters have not drafted the same
-_BINS = 10
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """Predicted against observed hits of the tried nodes, by predicted rate in tenths.
-
-    Attributes:
-        trials: float64 [10], nodes tried.
-        predicted: float64 [10], sum of their predicted rates: the hits expected.
-        observed: float64 [10], the hits.
-    """
-
-    trials: Float64Array
-    predicted: Float64Array
-    observed: Float64Array
-
-    @classmethod
-    def total(cls, parts: Iterable[Reliability]) -> Reliability:
-        """The sum of several."""
-        found = [np.stack([part.trials, part.predicted, part.observed]) for part in parts]
-        return cls(*sum(found, np.zeros((3, _BINS))))
-
-    @property
-    def ratio(self) -> float:
-        """Expected hits over observed hits; 1 is calibrated, NaN before the first hit."""
-        hits = self.observed.sum()
-        return float(self.predicted.sum() / hits) if hits else float("nan")
 
 
 class Calibrator:
@@ -64,25 +32,17 @@ class Calibrator:
 
     Args:
         classes: of the drafter.
-        conditional: the drafter adds to what others have drafted. What those have drafted as well
-            they judge better: their probability stands. What they have not is worth less than its
-            evidence says, and counted apart. Nothing to a drafter without classes, whose
-            probabilities are its own.
 
     Attributes:
         n_classes: evidence classes that a draft may name.
     """
 
-    def __init__(self, classes: EvidenceClasses, conditional: bool = False):
-        self.n_classes, priors = len(classes), classes.priors
-        self.conditional = conditional and self.n_classes > 0
-        if self.conditional:
-            priors = np.concatenate([priors, _ALONE * priors])
-        self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
-        self._prior_counts[:, 1] *= priors
+    def __init__(self, classes: EvidenceClasses):
+        self.n_classes = len(classes)
+        self._prior_counts: Float64Array = np.full((self.n_classes, 2), _PRIOR_TRIALS)
+        self._prior_counts[:, 1] *= classes.priors
         # float64 [classes, 2]: trials and hits, the prior's included.
         self._counts = self._prior_counts.copy()
-        self._bins = np.zeros((_BINS, 3))
         self._lock = Lock()
 
     def rates(self, classes: Int32Array) -> Float32Array:
@@ -90,9 +50,7 @@ class Calibrator:
         counts = self._counts[classes]
         return (counts[..., 1] / counts[..., 0]).astype(np.float32)
 
-    def calibrate(
-        self, texts: list[OpenDrafts], drafts: Forest, earlier: Forest | None = None
-    ) -> Forest:
+    def calibrate(self, texts: list[OpenDrafts], drafts: Forest) -> Forest:
         """Proposals with probabilities from the counts, remembered until their texts have judged
         them.
 
@@ -101,16 +59,11 @@ class Calibrator:
         Args:
             texts: one for each tree.
             drafts: the proposals.
-            earlier: what others have drafted, calibrated, for a drafter that is `conditional`;
-                None: nothing.
         """
         if not len(drafts.token_ids):
             return drafts
-        known = None
-        if self.conditional:
-            known = (earlier or Forest.empty(len(drafts))).known_probs(drafts)
         arrays = drafts.token_ids, drafts.parents, drafts.probs, drafts.classes, drafts.offsets
-        probs = evidence.calibrated(texts, *arrays, known, self._counts)
+        probs = evidence.calibrated(texts, *arrays, self._counts)
         return Forest(drafts.token_ids, drafts.parents, probs, drafts.classes, drafts.offsets)
 
     def judge(self, texts: list[OpenDrafts], token_ids: Int32Array, offsets: Int64Array) -> None:
@@ -123,9 +76,4 @@ class Calibrator:
         """
         with self._lock:
             counts = self._counts, self._prior_counts
-            evidence.judge(texts, token_ids, offsets, self._bins, *counts, _MEMORY)
-
-    def reliability(self) -> Reliability:
-        """How the rates that sessions predicted have held so far."""
-        with self._lock:
-            return Reliability(*self._bins.T.copy())
+            evidence.judge(texts, token_ids, offsets, *counts, _MEMORY)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ..structures import draft_tree
-from ..system.locks import Lock
 from ..types.token_tree import Forest, Int32Array, Limits, TokenTree
 from .cost_model import CostModel, Float64Array
 
-_HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
-_FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
 _LEAST_SHARE = 16  # nodes that each of many rows is asked for
 _UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
-_TRIAL_PERIOD = 4  # drafts from one consideration of a trial to the next
-
-_PROMISE_MEMORY = 64.0  # promised tokens, after which half is forgotten
 
 Budget = Literal["auto"] | int
 
 _ANY = Limits()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Planner:
     """Keeps of each draft the nodes that pay for their verification.
 
@@ -34,22 +28,13 @@ class Planner:
     probable than its parent, so the best tree of m nodes is the m most probable ones; of these
     sizes the one with the highest expected tokens per second is kept, which may be none.
 
-    Drafts are believed as far as what lately was verified has kept what it promised.
-
-    Sizes whose t(n) is uncertain and might be better are tried now and then. The time that a trial
-    may lose is saved up beforehand as a share of the time spent, so trials never cost more.
-
     Attributes:
         budget: "auto" does the above; a number keeps that many nodes.
         max_nodes: the most nodes that a drafter may propose under "auto".
-        exploration: share of the time that trials may lose, in [0, 1).
-        lock: held while what was learnt changes.
     """
 
     budget: Budget = "auto"
     max_nodes: int = 255
-    exploration: float = 0.005
-    lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.budget != "auto" and not _is_count(self.budget):
@@ -59,25 +44,6 @@ class Planner:
             )
         if self.max_nodes < 1:
             raise ValueError(f"max_nodes: expected at least 1, got {self.max_nodes}")
-        if not 0 <= self.exploration < 1:
-            raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
-        self._saved = 0.0  # seconds that a trial may lose
-        self._steps = self._drafts = 0
-        self._promised = self._accepted = 0.0  # tokens
-
-    @property
-    def belief(self) -> float:
-        """Share of the promised tokens that are expected to come, at most 1."""
-        return min(1.0, self._accepted / self._promised) if self._promised else 1.0
-
-    def learn(self, promised: float, accepted: float) -> None:
-        """Count tokens that verified nodes were expected to bring, and those that they brought."""
-        with self.lock:
-            self._promised += promised
-            self._accepted += accepted
-            if self._promised > _PROMISE_MEMORY:
-                self._promised *= 0.5
-                self._accepted *= 0.5
 
     def most_nodes(self, few: bool) -> int:
         """The most nodes per row that a forward may verify.
@@ -107,7 +73,11 @@ class Planner:
         return int(((cost.shared_width + np.arange(1, most + 2)) / seconds).argmax())
 
     def plan(
-        self, drafts: Sequence[TokenTree], cost: CostModel | None, limits: Limits = _ANY
+        self,
+        drafts: Sequence[TokenTree],
+        cost: CostModel | None,
+        limits: Limits = _ANY,
+        belief: float = 1.0,
     ) -> Forest:
         """The part of each row's draft to verify: of what can be verified, what pays.
 
@@ -122,22 +92,25 @@ class Planner:
                 row's tokens beside one of each other row. None: unknown; all is kept that was
                 asked for.
             limits: of the forward.
+            belief: share of the promised tokens that are expected to come.
 
         Returns:
             Trees that are closed under parents, maybe empty.
         """
         forest = limits.within(drafts)
         if not limits.lockstep:
-            return self._kept(forest, cost, limits)
+            return self._kept(forest, cost, limits, belief)
         depth = min(forest.sizes)
         together = np.prod([chain.probs[:depth] for chain in forest], axis=0)
         common = Forest.of([TokenTree.chain(range(depth), together)])
-        return forest.prune(self._kept(common, cost, limits).sizes * len(forest))
+        return forest.prune(self._kept(common, cost, limits, belief).sizes * len(forest))
 
-    def _kept(self, forest: Forest, cost: CostModel | None, limits: Limits) -> Forest:
+    def _kept(
+        self, forest: Forest, cost: CostModel | None, limits: Limits, belief: float
+    ) -> Forest:
         """Each tree's most probable nodes, as many as pay or as were asked for."""
         if cost is not None and self.budget == "auto":
-            return forest.prune(self._sizes(forest, cost, limits))
+            return forest.prune(_sizes(forest, cost, limits, belief))
         if not len(forest.token_ids):
             return forest
         forest = forest.prune(self.request())
@@ -146,43 +119,22 @@ class Planner:
         rows = draft_tree.rank(forest.probs, forest.offsets)[0][: limits.total]
         return forest.prune(_shares(forest, rows))
 
-    def _sizes(self, forest: Forest, cost: CostModel, limits: Limits) -> list[int]:
-        """How many nodes of each tree pay."""
-        if not limits.packed:
-            tokens = draft_tree.by_width(forest.probs, forest.offsets)
-            return [self._best_width(tokens, cost, limits.backlog)] * len(forest)
-        rows, tokens = draft_tree.rank(forest.probs, forest.offsets)
-        most = len(rows) if limits.total is None else limits.total
-        return _shares(forest, rows[: self._best_width(tokens[: most + 1], cost, 0)])
 
-    def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
-        """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
-        widest = len(tokens) - 1
-        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:]
-        tokens = tokens[0] + self.belief * (tokens - tokens[0])
-        rates = tokens / seconds
-        best = int(rates.argmax())
-        if not self.exploration or not cost.observations:
-            return best
-        with self.lock:
-            steps = 1 if self._steps else _FIRST_SAVINGS
-            self._saved += steps * self.exploration * float(seconds[best])
-            self._steps += 1
-            if not widest:
-                return best
-            self._drafts += 1
-            if self._drafts % _TRIAL_PERIOD != 1:
-                return best
-        spread = cost.spread(1 + extra_tokens + widest, 1 + extra_tokens + best)[extra_tokens:]
-        return self._try(rates * np.exp(_HOPE * spread), seconds - tokens / rates[best])
+def _sizes(forest: Forest, cost: CostModel, limits: Limits, belief: float) -> list[int]:
+    """How many nodes of each tree pay."""
+    if not limits.packed:
+        tokens = draft_tree.by_width(forest.probs, forest.offsets)
+        return [_best_width(tokens, cost, limits.backlog, belief)] * len(forest)
+    rows, tokens = draft_tree.rank(forest.probs, forest.offsets)
+    most = len(rows) if limits.total is None else limits.total
+    return _shares(forest, rows[: _best_width(tokens[: most + 1], cost, 0, belief)])
 
-    def _try(self, hopes: Float64Array, loss: Float64Array) -> int:
-        """The width, among those whose expected loss of time is saved up, that would have the
-        highest rate if it were as cheap as it may well be."""
-        with self.lock:
-            chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
-            self._saved -= float(loss[chosen])
-        return chosen
+
+def _best_width(tokens: Float64Array, cost: CostModel, extra_tokens: int, belief: float) -> int:
+    """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
+    seconds = cost.curve(extra_tokens + len(tokens))[extra_tokens:]
+    tokens = tokens[0] + belief * (tokens - tokens[0])
+    return int((tokens / seconds).argmax())
 
 
 def _shares(forest: Forest, rows: Int32Array) -> list[int]:

@@ -7,24 +7,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..drafters.base import (
-    ChildDraw,
-    Drafter,
-    DraftSession,
-    Feedback,
-    FeedbackNeeds,
-    Graphs,
-    Target,
-    close_all,
-)
-from ..drafters.expected import Expected, ExpectedTexts
-from ..drafters.feedback import RowFeedback, prompt_feedback, shares
+from ..draft_models.residual import ChildDraw
+from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from ..drafters.expected import Expected
+from ..drafters.feedback import RowFeedback, of_layers, prompt_feedback
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
@@ -32,11 +24,15 @@ from ..types.passages import Source
 from ..types.token_tree import Forest, Int32Array, Int64Array, Limits, TokenTree
 from . import cost_store
 from .acceptance import Calibrator
-from .account import Account, DraftedStep
+from .account import Account
 from .cost_model import CostModel
 from .cost_store import CostKey, CostModels
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
+from .step import DraftedStep
+
+Graphs = bool | Literal["fused"]
+"""Whether forwards may be repeated from recordings; see :class:`~..assistants.Assistant`."""
 
 
 class Options(TypedDict, total=False):
@@ -135,7 +131,7 @@ class DraftingPolicy:
         self._accounts: dict[CostKey, Account] = {}
         self._calibrators: dict[str, tuple[Calibrator, ...]] = {}
         names = _distinct([drafter.name for drafter in self.drafters])
-        self.stats = Stats(names, self._calibrators)
+        self.stats = Stats(names)
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
         self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
         self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
@@ -156,12 +152,8 @@ class DraftingPolicy:
         """How often each drafter's drafts for one model were accepted."""
         with self._lock:
             if fingerprint not in self._calibrators:
-                # The judgement of costly drafters is better and stays; papers compare drafts.
                 self._calibrators[fingerprint] = tuple(
-                    Calibrator(
-                        drafter.evidence, conditional=self.joins and number > 0 and drafter.defers
-                    )
-                    for number, drafter in enumerate(self.drafters)
+                    Calibrator(drafter.evidence) for drafter in self.drafters
                 )
             return self._calibrators[fingerprint]
 
@@ -174,27 +166,16 @@ class DraftingPolicy:
             return None
         with self._lock:
             if key not in self._accounts:
-                planner = Planner("auto", self.planner.max_nodes, self.planner.exploration)
-                costly = [drafter.costly for drafter in self.drafters]
-                self._accounts[key] = Account(planner, costly)
+                self._accounts[key] = Account([drafter.costly for drafter in self.drafters])
             return self._accounts[key]
-
-    def may_rest(self) -> bool:
-        """Whether calls may be decoded plainly.
-
-        Drafters that read hidden states could not learn from such calls, texts that are expected
-        are worth a try, and plain forwards have another width than a fixed one.
-        """
-        return not self.hidden_layers and not self.expected and self.fixed_width is None
 
     def start(
         self, prompt_ids: NDArray[np.int32], target: Target, row: int = 0, batch_size: int = 1
     ) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding), a row of a batch."""
         expected = self.expected.of_row(row, batch_size)
-        told = replace(
-            target, expected=expected, forms=self.expected.forms, learn=self.teaches, row=row
-        )
+        forms = self.expected.forms
+        told = replace(target, expected=expected, forms=forms, learn=self.teaches)
         return AssistantSession(self, prompt_ids, told)
 
     def draft(self, ask: Ask) -> DraftedStep:
@@ -203,13 +184,12 @@ class DraftingPolicy:
         Raises:
             ValueError: a draft breaks the contract of a token tree; names the drafter.
         """
-        planner = self.planner if ask.account is None else ask.account.planner
-        step = DraftedStep(ask.price, planner, ask.account, ask.sessions)
+        step = DraftedStep(ask.price, ask.account, ask.sessions)
         budget = self.planner.request(ask.price) if ask.budget is None else ask.budget
         drafts = self.propose(step, budget)
-        step.is_plain = ask.account is not None and not step.uses
         limits = ask.limits() if ask.agree or len(drafts.token_ids) else Limits()
-        step.trees = planner.plan(drafts, ask.price, limits)
+        belief = 1.0 if ask.account is None else ask.account.belief
+        step.trees = self.planner.plan(drafts, ask.price, limits, belief)
         if ask.agree is not None:
             step.trees = ask.agree(step.trees, len(ask.sessions))
         return step
@@ -223,7 +203,7 @@ class DraftingPolicy:
             drafts = nothing
             able = budget and self.can_draft(number, sessions)
             if able and step.asks(number, _missed(trees) if drafter.costly else 1.0):
-                drafts = self.ask_drafter(number, step, sessions, budget, trees)
+                drafts = self.ask_drafter(number, step, sessions, budget)
                 trees = trees.merge(drafts)
                 if step.account is not None:
                     promised = trees.expected_tokens
@@ -248,25 +228,22 @@ class DraftingPolicy:
         step: DraftedStep,
         sessions: Sequence[AssistantSession],
         budget: int,
-        earlier: Forest | None = None,
     ) -> Forest:
-        """A drafter's proposals for some texts of a step, checked, and calibrated beside those of
-        the drafters before it."""
+        """A drafter's proposals for some texts of a step, checked and calibrated."""
         drafter, use = self.drafters[number], step.uses[number]
         own = [session.sessions[number] for session in sessions]
         asked = time.perf_counter()
-        drafter.prepare_rows(own)
+        if drafter.costly:
+            counts = step.price if self.planner.budget == "auto" else None
+            drafter.prepare(own, None if counts is None else counts.curve)
         started = time.perf_counter()
         use.uncharged += started - asked
         if any(session.deferred[number] for session in sessions):
             self._catch_up(number, sessions)
         caught_up = time.perf_counter()
-        if drafter.costly and step.price is not None and self.planner.budget == "auto":
-            for one in own:
-                one.see_cost(step.price.curve)
-        drafts = self._checked(number, sessions, drafter.propose_rows(own, [budget] * len(own)))
+        drafts = self._checked(number, sessions, drafter.propose(own, [budget] * len(own)))
         texts = [session.calibrations[number] for session in sessions]
-        drafts = sessions[0].calibrators[number].calibrate(texts, drafts, earlier)
+        drafts = sessions[0].calibrators[number].calibrate(texts, drafts)
         ended = prepared = time.perf_counter()
         # The first draft of a text reads its prompt.
         if not any(number in session.unasked for session in sessions):
@@ -313,9 +290,6 @@ class DraftingPolicy:
         """
         grown = [outcome for outcome in outcomes if outcome.tokens]
         sessions, tokens = [one.session for one in grown], [one.tokens for one in grown]
-        for session, token_ids in zip(sessions, tokens, strict=True):
-            if session.expected.any:
-                session.expected.follow(token_ids)
         flat = draft_tree.flattened(tokens)
         feedbacks = [outcome.feedback for outcome in grown]
         judged = step is not None and step.account is not None
@@ -330,7 +304,7 @@ class DraftingPolicy:
             started = time.perf_counter()
             if any(session.deferred[number] for session in sessions):
                 self._catch_up(number, sessions)
-            shown = shares(feedbacks, drafter.needs) if self.needs_feedback else feedbacks
+            shown = of_layers(feedbacks, drafter.needs.hidden_layers)
             self._learn(number, sessions, tokens, flat, shown)
             if use is not None:
                 use.seconds += time.perf_counter() - started
@@ -349,7 +323,7 @@ class DraftingPolicy:
         texts = [session.calibrations[number] for session in sessions]
         sessions[0].calibrators[number].judge(texts, *flat)
         rows = [session.sessions[number] for session in sessions]
-        self.drafters[number].commit_rows(rows, tokens, feedbacks)
+        self.drafters[number].commit(rows, tokens, feedbacks)
 
     def _catch_up(self, number: int, sessions: Sequence[AssistantSession]) -> None:
         """Pass a drafter the tokens it skipped."""
@@ -370,14 +344,13 @@ class DraftingPolicy:
                 continue
             place, known = places[session], 0
             if step.account is not None:
-                step.planner.learn(*step.promise(place, tree, tokens))
+                step.account.count_promise(*step.promise(place, tree, tokens))
             for number, reached in enumerate(step.reached(place, tokens[:-1])):
                 accepted[number] += reached
                 brought[number] += max(0, reached - known) / len(drafted)
                 known = max(known, reached)
         self.stats.count_sources(accepted)
-        if step.account is not None:
-            step.end(width, brought)
+        step.end(width, brought)
 
     def count(self, call: CallStats) -> None:
         """Add a finished call to the statistics."""
@@ -397,6 +370,13 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
 
 
+def _close_all(sessions: Sequence[DraftSession]) -> None:
+    """Close each session in turn, the others too where one raises."""
+    with ExitStack() as stack:
+        for session in reversed(sessions):
+            stack.callback(session.close)
+
+
 class AssistantSession:
     """The draft sessions of one text, with probabilities calibrated on it."""
 
@@ -406,7 +386,7 @@ class AssistantSession:
         self.vocab_size = target.vocab_size
         self.sessions: list[DraftSession] = []
         with ExitStack() as started:
-            started.callback(close_all, self.sessions)
+            started.callback(_close_all, self.sessions)
             for drafter in policy.drafters:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
@@ -421,7 +401,7 @@ class AssistantSession:
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         self.calibrators = policy.calibrators(target.fingerprint)
         self.calibrations = [OpenDrafts() for _ in self.calibrators]
-        self.expected = ExpectedTexts(target.expected)
+        self.expected = target.expected
 
     def begin(
         self,
@@ -430,10 +410,9 @@ class AssistantSession:
         hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
-        self.expected.follow(token_ids)
         for session, drafter in zip(self.sessions, self.policy.drafters, strict=True):
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
-            session.commit(token_ids, feedback)
+            drafter.commit([session], [token_ids], [feedback])
 
     def restrict(self, tree: TokenTree) -> TokenTree:
         """The nodes that every drafter thinks can still be chosen."""
@@ -450,12 +429,6 @@ class AssistantSession:
         found = (session.draw_at(path) for session in self.sessions)
         return next((drawn for drawn in found if drawn is not None), None)
 
-    def learn_plain(self, token_ids: Sequence[int]) -> None:
-        """Append a text that was decoded without drafts."""
-        self.expected.follow(token_ids)
-        for waiting in self.deferred:
-            waiting += token_ids
-
     def close(self) -> None:
         """Close the drafters' sessions, the others too where one raises."""
         try:
@@ -463,4 +436,4 @@ class AssistantSession:
                 if waiting:
                     self.policy._catch_up(number, [self])
         finally:
-            close_all(self.sessions)
+            _close_all(self.sessions)

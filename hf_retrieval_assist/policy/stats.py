@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from ..system.locks import Lock
-from .acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
-FEWEST_STEPS = 4  # plain decoding's, in calls that tell how much faster they are
+FEWEST_STEPS = 4  # steps without drafts, in calls that tell how much faster they are
 _SAID_ONCE = 0.05, 0.1  # share of the time, and seconds, that what is done once is spoken of from
 
 
@@ -19,8 +17,7 @@ class CallStats:
     """Figures of one call to `generate`, or the sum over several.
 
     Attributes:
-        tier: how drafts were verified: tree, chain, replay or plain; "at rest" where a call was
-            decoded plainly because drafts had made calls like it slower.
+        tier: how drafts were verified: tree, chain, replay or plain.
         reason: why the call was decoded plainly, or drafts ended before it did.
         attention: what computed attention in the forwards that verified: an implementation of
             transformers', or "triton".
@@ -37,22 +34,18 @@ class CallStats:
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
-        rests: calls that were decoded plainly because drafts had made calls like them slower.
-        saved_seconds: what the forwards of plain `generate` would have taken, at the time of one
-            that was measured behind a call's prompt, less what the steps took; negative where they
-            were slower, 0 where none was timed.
-        saved_by_drafts: the same beside steps of this package without drafts, whose kernels and
-            recordings plain `generate` does not have.
+        saved_seconds: what steps without drafts would have taken, at the time of those that calls
+            like this one have taken, less what the steps took; negative where they were slower, 0
+            where none was timed.
         compared_seconds: of `total`, all but `test` and `pack`, in calls that have `saved_seconds`.
         keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Residual
             sampling draws otherwise, as do rows of a batch that get on at their own pace where
             random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
-            the model is served, times a forward of plain `generate`, and takes time in its first
-            calls, and `prefill`; between them `pack` (rounding weights to eight bits, once for each
-            model). `total` is the whole call, or a request's share of the steps of continuous
-            batching.
+            the model is served and takes time in its first calls, and `prefill`; between them
+            `pack` (rounding weights to eight bits, once for each model). `total` is the whole call,
+            or a request's share of the steps of continuous batching.
     """
 
     tier: str = ""
@@ -69,9 +62,7 @@ class CallStats:
     accepted: int = 0
     expected_accepted: int = 0
     expected_rejected: int = 0
-    rests: int = 0
     saved_seconds: float = 0.0
-    saved_by_drafts: float = 0.0
     compared_seconds: float = 0.0
     keeps_seed: bool = True
     seconds: dict[str, float] = field(
@@ -90,9 +81,9 @@ class CallStats:
         return self.tokens / made if made else 0.0
 
     @property
-    def plain_seconds(self) -> float:
-        """What plain `generate` would have taken for the calls in `compared_seconds`, with all that
-        is no step as it was: an estimate."""
+    def undrafted_seconds(self) -> float:
+        """What the calls in `compared_seconds` would have taken without drafts, with all that is no
+        step as it was: an estimate."""
         return self.compared_seconds + self.saved_seconds
 
     @property
@@ -159,36 +150,15 @@ class CallStats:
         per_row = " a row" if self._from_prefill > self.calls else ""
         made += f" ({self.tokens_per_forward:.2f}{per_row} a forward"
         made += f", {self.saved_forwards:,} forwards saved)" if self.saved_forwards else ")"
-        rests = f"; {self.rests} of {self.calls} calls rested" if self.rests else ""
-        own = total - self.once_seconds
-        if self.once_seconds > max(_SAID_ONCE[0] * total, _SAID_ONCE[1]):
-            rests += f"; {self.once_seconds:.2f} s went to what is done once for a model"
-        drafts = 1 + self.saved_by_drafts / own if own > 0 and self.saved_by_drafts else 0.0
+        said = f"{made}{rate}"
         if self.compared_seconds:
-            ratio = self.plain_seconds / self.compared_seconds
-            speed = (
-                f"{_times(ratio)} plain generate{f' ({drafts:.2f} by drafts)' if drafts else ''}"
-            )
-            rate += f", {self.compared_seconds:.2f} s where plain generate takes about "
-            rate += f"{self.plain_seconds:.2f} s"
-        elif drafts:
-            speed = f"{_times(drafts)} steps without drafts"
-        else:
-            return f"{made}{rate}{rests}"
-        return f"{speed}: {made}{rate}{rests}"
-
-    def cells(self) -> tuple[str, ...]:
-        """The figures under the columns of `Stats`."""
-        total, forward = self.seconds["total"], self.seconds["forward"] + self.seconds["prefill"]
-        return (
-            self.tier,
-            f"{self.tokens:,}",
-            f"{self.forwards + self.calls:,}",
-            f"{self.tokens_per_forward:.2f}",
-            f"{self.accepted:,} of {self.drafted:,}",
-            f"{total:.2f}",
-            f"{forward / total:.0%}" if total else "",
-        )
+            ratio = self.undrafted_seconds / self.compared_seconds
+            times = f"{'about' if ratio >= 1 else 'only'} {ratio:.2f} times as fast as"
+            said = f"{times} without drafts: {said}, {self.compared_seconds:.2f} s where steps "
+            said += f"without drafts take about {self.undrafted_seconds:.2f} s"
+        if self.once_seconds > max(_SAID_ONCE[0] * total, _SAID_ONCE[1]):
+            said += f"; {self.once_seconds:.2f} s went to what is done once for a model"
+        return said
 
     def __str__(self) -> str:
         if not self.calls:
@@ -205,42 +175,26 @@ class CallStats:
         return f"{self.summary}{came}{tier}{spent}"
 
 
-def _times(ratio: float) -> str:
-    return f"{'about' if ratio >= 1 else 'only'} {ratio:.2f} times as fast as"
-
-
 class Stats:
-    """`assistant.stats`: the last call, the total, and how predictions held.
+    """`assistant.stats`: the last call and the total.
 
     Args:
         names: of the drafters.
-        calibrators: by model, one of each drafter.
 
     Attributes:
         sources: accepted tokens by the drafter that drafted them; one may count for several.
     """
 
-    def __init__(self, names: Sequence[str], calibrators: Mapping[str, Sequence[Calibrator]]):
+    def __init__(self, names: Sequence[str]):
         self.last = CallStats()
         self.total = CallStats()
         self.sources = dict.fromkeys(names, 0)
         self._lock = Lock()
-        self._names = names
-        self._calibrators = calibrators
-
-    @property
-    def reliability(self) -> dict[str, Reliability]:
-        """Drafter -> predicted against observed acceptance of its nodes, for all models."""
-        models = list(self._calibrators.values())
-        return {
-            name: Reliability.total(model[number].reliability() for model in models)
-            for number, name in enumerate(self._names)
-        }
 
     def count_sources(self, accepted: Sequence[int]) -> None:
         """Count accepted tokens by the drafters that proposed them."""
         with self._lock:
-            for name, tokens in zip(self._names, accepted, strict=True):
+            for name, tokens in zip(self.sources, accepted, strict=True):
                 self.sources[name] += tokens
 
     def add(self, call: CallStats) -> None:
@@ -248,42 +202,9 @@ class Stats:
         self.total.add(call)
 
     def __repr__(self) -> str:
-        calls = self._calls()
         if not self.total.calls:
             return "no call yet"
-        lines = [f"{title}: {call.summary}." for title, call in calls]
-        rows = [("", *_COLUMNS), *((title, *call.cells()) for title, call in calls)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        for name, found in self.reliability.items():
-            if found.trials.sum():
-                lines.append(
-                    f"{name}: {found.trials.sum():.0f} nodes judged, "
-                    f"{found.predicted.sum():.0f} hits predicted, {found.observed.sum():.0f} hits"
-                )
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """The same for notebooks."""
-        calls = self._calls()
-        said = "".join(f"<div>{title}: {html.escape(call.summary)}.</div>" for title, call in calls)
-        return said + html_table(("", *_COLUMNS), [(title, *call.cells()) for title, call in calls])
-
-    def _calls(self) -> list[tuple[str, CallStats]]:
-        calls = [("last call", self.last)]
-        return calls + [(f"all {self.total.calls} calls", self.total)] * (self.total.calls > 1)
-
-
-_COLUMNS = (
-    *("tier", "tokens", "forwards", "tokens/forward", "nodes accepted of verified", "seconds"),
-    "in forwards",
-)
-
-
-def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts."""
-    lines = [("th", heading), *(("td", row) for row in rows)]
-    shown = (
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines
-    )
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
+        said = f"last call: {self.last.summary}."
+        if self.total.calls > 1:
+            said += f"\nall {self.total.calls} calls: {self.total.summary}."
+        return said

@@ -13,7 +13,6 @@ import torch
 from tqdm.auto import tqdm
 
 from ..assistants import Assistant
-from ..extensions.record.html import table
 from ..extensions.record.record import Record
 from ..extensions.record.steps import MODEL
 from ..memory.output_memory import OutputMemory
@@ -22,8 +21,6 @@ from ..presets import SamAssistant
 from ..system.arguments import kind_of, require_at_least, require_several
 from ..verification.engine import engine_of
 
-_WORTHWHILE = 1.05  # times as fast as plain decoding
-_APART = 1.1  # times as fast as another one: less is noise wherever anything else runs
 _LOOKUP_TOKENS = 10  # prompt lookup's drafts, as in transformers' examples
 _SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
@@ -109,68 +106,27 @@ _COLUMNS = (
 
 @dataclass(repr=False)
 class Suggestion:
-    """What :func:`suggest` measured; a table when printed or shown in a notebook.
+    """What :func:`suggest` measured; a table when printed.
 
     Attributes:
         baselines: without drafts: plain `generate` first, then, on a CPU, plain by the kernels of
             `reroute` and an assisted call that drafts nothing, and transformers' prompt lookup
             where the model can.
-        trials: of assistants. Those that the repeats do not tell from the fastest come first, in
-            the order in which they were given; then the others, the faster first.
+        trials: of assistants, the fastest first.
     """
 
     baselines: list[Trial]
     trials: list[Trial]
 
-    def __post_init__(self) -> None:
-        fastest = max(self.trials, key=lambda trial: trial.ratio)
-        self.tied = [
-            trial
-            for trial in self.trials
-            if max(trial.ratios) >= min(fastest.ratios) or trial.ratio * _APART >= fastest.ratio
-        ]
-        others = [trial for trial in self.trials if trial not in self.tied]
-        self.trials = [*self.tied, *sorted(others, key=lambda trial: -trial.ratio)]
-
     @property
     def best(self) -> Trial:
-        """The first of the assistants that are fastest, even where plain decoding is faster."""
+        """The fastest assistant, even where plain decoding is faster."""
         return self.trials[0]
-
-    @property
-    def advice(self) -> str:
-        """What to use, what it brings, and which assistants would do as well, in words."""
-        best = self.best
-        spread = f"{best.ratio:.2f} ({min(best.ratios):.2f} to {max(best.ratios):.2f})"
-        if best.ratio < _WORTHWHILE:
-            return f"Nothing tried here pays: {best.name} is {spread} times as fast as plain."
-        said = f"Use {best.name}: {spread} times as fast as plain generate on these prompts"
-        known = {trial.name: trial.ratio for trial in self.baselines}
-        if KERNELS in known:
-            said += (
-                f", {known[KERNELS]:.2f} of it by kernels, {known[COPIES] / known[KERNELS]:.2f} "
-            )
-            said += "by copies of weights and repeated forwards and "
-            said += f"{best.ratio / known[COPIES]:.2f} by drafts"
-        said += f"; at worst {best.worst_ratio:.2f}."
-        if min(best.ratios) < 1:
-            said += (
-                " In some repeats it was slower: on a busy machine, more of them (`repeats`) tell."
-            )
-        if len(self.tied) > 1:
-            names = ", ".join(trial.name for trial in self.tied[1:])
-            said += f" These repeats do not tell it from {names}."
-        return said
 
     def __repr__(self) -> str:
         rows = [_COLUMNS, *(trial.cells() for trial in (*self.baselines, *self.trials))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self.advice])
-
-    def _repr_html_(self) -> str:
-        rows = [trial.cells() for trial in (*self.baselines, *self.trials)]
-        return table(_COLUMNS, rows, self.advice)
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def default_candidates() -> dict[str, Callable[[], Assistant]]:
@@ -198,16 +154,15 @@ def suggest(
 
     In every repeat each way of decoding sees the prompts in order, beginning from an assistant that
     has learnt nothing; whose turn is first changes from prompt to prompt and from repeat to repeat.
-    A first pass, which is not timed, warms up and records where tokens come from. Assistants are
-    ranked only as far as the repeats tell them apart.
+    A first pass, which is not timed, warms up and records where tokens come from. The spread of the
+    repeats says how far assistants are told apart.
 
     Args:
         model: a transformers model.
         prompts: texts, or int64 [1, length]; ten or more that resemble each other as those in use
             do say most.
         tokenizer: for texts.
-        candidates: name -> what makes an assistant; None for those of `default_candidates`. The
-            one that you would rather use stands first.
+        candidates: name -> what makes an assistant; None for those of `default_candidates`.
         max_new_tokens: of each call.
         repeats: of every call; more of them on a busy machine.
         progress: show a progress bar.
@@ -248,7 +203,7 @@ def suggest(
             _turn(generate, inputs, every, turn, bar)
     for trial in every:
         del trial.rounds[0]  # it warmed up
-    return Suggestion(baselines, trials)
+    return Suggestion(baselines, sorted(trials, key=lambda trial: -trial.ratio))
 
 
 def _turn(

@@ -118,7 +118,7 @@ class Path:
         start: tokens that the row had generated before it.
         tokens: generated, in order, without the padding behind a row that has ended.
         accepted: indices of the fed tokens that the cache must keep: the root's 0 first, then
-            1 + i for each node i on the way; none for a row at rest.
+            1 + i for each node i on the way; none for a row that waits.
     """
 
     start: int = 0

@@ -18,6 +18,7 @@ from ..system.lazy import cached_property
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
 Ids = Sequence[int] | NDArray[np.integer]
 
 
@@ -228,10 +229,6 @@ class TokenTree(_Nodes):
         """The union of both trees; a node in both keeps the higher probability and its class."""
         return Forest.of([self]).merge(Forest.of([other]))[0]
 
-    def known_probs(self, other: TokenTree) -> Float32Array:
-        """float32 [nodes of `other`]: what this tree gives the same paths, −1 where it has none."""
-        return Forest.of([self]).known_probs(Forest.of([other]))
-
     def fault(self, vocab_size: int, n_classes: int) -> str | None:
         """What breaks the contract above, in words; None: nothing does.
 
@@ -334,13 +331,6 @@ class Forest(_Nodes, Sequence[TokenTree]):
         if not len(self.token_ids):
             return other
         return Forest(*draft_tree.merge(*self._arrays, self.offsets, *other._arrays, other.offsets))
-
-    def known_probs(self, other: Forest) -> Float32Array:
-        """float32 [nodes of `other`]: see `TokenTree.known_probs`."""
-        return draft_tree.known_probs(
-            *(self.token_ids, self.parents, self.probs, self.offsets),
-            *(other.token_ids, other.parents, other.offsets),
-        )
 
     def cut_depths(self, max_depths: Sequence[int | None]) -> Forest:
         """Each tree's nodes at most so deep; None: all of them."""

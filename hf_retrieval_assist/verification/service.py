@@ -152,7 +152,7 @@ class _Verdicts:
     def _key(self, trial: _Trial) -> Any:
         """All that a verdict depends on beside the width."""
         demand = trial.demand
-        wanted = trial.rows, trial.packs, demand.states, demand.static_buffers, demand.trusts
+        wanted = trial.rows, trial.packs, demand.static_buffers, demand.trusts
         return structure_of(trial.model, self._moving), trial.model.dtype, id(trial.engine), wanted
 
     def _get(self, key: Any, width: int) -> Service | None:

@@ -11,14 +11,11 @@ from transformers import LlamaForCausalLM
 from benchmarks import (
     accelerator,
     acceptance,
-    datastore,
     first_contact,
     inputs,
     machine,
     replay,
     spec_bench,
-    structures,
-    texts,
     traces,
 )
 from benchmarks.__main__ import BENCHMARKS, main, parse
@@ -27,7 +24,6 @@ from tests.support.benchmarks import phrases, quick, rows, silent
 from tests.support.byte_model import small_model
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
-from tests.support.parts import since
 from tests.support.rounding import near
 
 pytestmark = pytest.mark.slow
@@ -39,33 +35,6 @@ def trace_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     traces.write_npz(folder / "phrases.npz", phrases("phrases", requests=4))
     return folder
-
-
-def test_structures(tmp_path):
-    report = structures.run(quick("structures", "--max-tokens", 1000), silent)
-    found = rows(report, "Structures")
-    names = {row["structure"] for row in found}
-    assert {"suffix automaton", "suffix tree", "suffix array", "prompt lookup"} <= names
-    assert {row["text"] for row in found} == {"natural", "recorded", *texts.HARD}
-    passed = rows(report, "Outputs through a memory of at most 0.25 MiB")
-    assert [row["tokens"] for row in passed] == list(range(100, 1001, 100))
-    assert all(0 < row["largest"] <= 0.25 and row["speed"] > 0 for row in passed)
-    content = json.loads(report.save(tmp_path).read_text())
-    assert torch.__version__.startswith(content["environment"]["versions"]["torch"])
-    assert content["settings"]["seed"] == 0
-    assert len(content["tables"][0]["rows"]) == len(found)
-
-
-def test_datastore(trace_folder):
-    options = quick("datastore", "--corpora", trace_folder, "--tokens", 500)
-    report = datastore.run(options, silent)
-    (store,) = rows(report, "Datastore")
-    assert (store["tokens"], store["shards"]) == (500, 1)
-    asked = rows(report, "A step")
-    assert len(asked) == 2 * len(datastore.SEARCHES)
-    assert all(row["p99"] >= row["p50"] > 0 for row in asked)
-    by_search = {row["search"]: row["nodes"] for row in asked if row["caches"] == "warm"}
-    assert by_search["incremental"] == by_search["from scratch"] > 0
 
 
 def test_acceptance(trace_folder, tmp_path, capsys):
@@ -243,29 +212,19 @@ def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
         arguments.dtype = "float64"
         return Report("x", {})
 
-    for name in ("step", "model"):
+    for name in ("kernel", "model"):
         monkeypatch.setattr(BENCHMARKS[name], "run", fill_in)
-    main(["step", "model", "--output", str(tmp_path)])
+    main(["kernel", "model", "--output", str(tmp_path)])
 
 
 COMMANDS = {
-    "batches": [],
     "forwards": ["--context", 9],
     "kernel": ["--kernel-parts", "flips"],
-    "overhead": [],
-    "propose": ["--propose-rows", 1, 3],
-    "requests": [],
-    "step": ["--step-nodes", 0],
     "structured": ["--structured-tokens", 4],
 }
 
 
-NEEDS = {"requests": since("5.20", "continuous batching")}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in COMMANDS]
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypatch):
     """Its figures are none below 0, and its texts plain decoding's."""
     benchmark = BENCHMARKS[name]
@@ -278,11 +237,6 @@ def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypat
         assert all(figure >= 0 for figure in row.values() if isinstance(figure, int | float))
         same = row.get("same", "1 of 1").split(" of ")
         assert same[0] == same[1]
-    if name == "batches":
-        assert found[0]["plain_forwards"] == 71 > found[1]["forwards"]
-    if name == "propose":  # texts side by side are drafted alike whether caches are warm or not
-        drafts = {(row["rows"], row["caches"]): row["drafts"] for row in found}
-        assert all(drafts[rows, "warm"] == drafts[rows, "cold"] for rows in (1, 3))
 
 
 def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM
 
-from benchmarks import kernel, overhead, step
+from benchmarks import kernel
 from benchmarks.report import Report
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from tests.support.benchmarks import quick, silent
@@ -29,9 +29,8 @@ def report():
 @pytest.fixture
 def options(monkeypatch):
     monkeypatch.setattr(kernel, "ROWS", (1, 3))
-    options = quick("--step-contexts", 20, "--step-nodes", 0, 4)
-    options.kernel_repeats = options.step_repeats = 1
-    options.step_tokens = 8
+    options = quick()
+    options.kernel_repeats = 1
     return options
 
 
@@ -103,23 +102,3 @@ def test_logits_belong_to_their_positions(model, monkeypatch):
     for rows, scope in ((1, nullcontext), (5, reroute)):
         found = kernel.logits_of(model, piece, rows, scope)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_step_is_split_without_gaps(model, options):
-    (table,) = step.measure(model, text(20), options, silent).tables
-    assert [(row["kernels"], row["context"]) for row in table.rows] == [("off", 20), ("on", 20)] * 2
-    assert table.rows[0]["rows"] == 1 < table.rows[2]["rows"]
-    for row in table.rows:
-        parts = step.COLUMNS.keys() - {"context", "rows", "kernels", "total"}
-        assert all(row[part] >= 0 for part in parts)
-        assert row["total"] == near(sum(row[part] for part in parts))
-
-
-def test_host_time_is_what_a_step_takes_outside_the_model():
-    (table,) = overhead.run(quick("--overhead-host"), silent).tables
-    assert [row["rows"] for row in table.rows] == [n for n in overhead.HOST_ROWS for _ in range(3)]
-    plain = {row["rows"]: row["outside"] for row in table.rows if row["method"] == "plain"}
-    for row in table.rows:
-        assert row["inside"] > 0
-        if row["beyond"] is not None:
-            assert row["outside"] == near(plain[row["rows"]] + row["rows"] * row["beyond"])

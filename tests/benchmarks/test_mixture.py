@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import mixture
-from hf_retrieval_assist.simulation import simulate
+from benchmarks.simulation import simulate
 
 from ..support.benchmarks import phrases
 

@@ -123,8 +123,8 @@ def test_committed_pages_show_the_committed_figures(path):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_what_runs_unless_benchmarks_are_named(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    left_out = {"structured", "long-inputs"}
+    left_out = {"structured"}
     if not gpu:
         left_out |= {"accelerator", "first-contact"}
     assert set(chosen([])) == BENCHMARKS.keys() - left_out
-    assert chosen(["step"]) == ["step"]
+    assert chosen(["kernel"]) == ["kernel"]

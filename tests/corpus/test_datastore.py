@@ -1,6 +1,8 @@
 """Datastores on disk: round trips, atomic builds, models and the hub."""
 
+import multiprocessing
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,6 +26,15 @@ def test_round_trip_in_vocabularies_of_all_sizes(tmp_path, vocab_size):
     datastore = build(documents, tmp_path / "store", vocab_size=vocab_size)
     assert_holds(datastore, documents)
     assert datastore.count([0, vocab_size - 1]) == brute_count(documents, [0, vocab_size - 1])
+
+
+def test_shards_are_sorted_where_an_executor_runs(tmp_path):
+    documents = make_documents()
+    build(documents, tmp_path / "near", memory=2 * SMALL, workers=2)
+    processes = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork"))
+    build(documents, tmp_path / "far", memory=2 * SMALL, workers=2, executor=processes)
+    assert len(contents(tmp_path / "near")) > 2  # more than one shard
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
 
 
 @pytest.mark.parametrize("memory", [1 << 32, SMALL * 4, SMALL])

@@ -65,7 +65,6 @@ WAYS = {
     "CPU": {"cache_implementation": "static", "compile_config": CompileConfig()},
     "dynamic": static(cache_implementation=None),
     "disabled": static(disable_compile=True),
-    "states": static(return_dict_in_generate=True, output_hidden_states=True),
 }
 
 

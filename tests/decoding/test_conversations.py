@@ -1,7 +1,7 @@
 """Whole conversations, assisted and plain side by side: every turn leaves what plain decoding does.
 
 A machine makes up conversations on tiny models, some of which cross lengths at which their forwards
-change: turns with and without the assistant, at rest and plain, of ids and of embeddings, rows that
+change: turns with and without the assistant, drafted and plain, of ids and of embeddings, rows that
 end early, callables that tell rows apart, returned and callers' caches, caches cut back, calls
 interrupted in the middle of a forward, sampling, hooks and adapters that come and go, other models
 in between, private turns, and memories that forget.
@@ -27,7 +27,6 @@ from hypothesis.stateful import (
 from hf_retrieval_assist import Assistant, OutputMemory, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.policy.account import Account
 from tests.support.lossless import build, rope_model
 from tests.support.memories import remembering
 from tests.support.oracle_drafter import oracle_assistant
@@ -91,7 +90,7 @@ MODELS = {
 BY_PIECES = ("dynamic rope", "longrope", "cache dropped")
 
 # Who drafts, if anybody.
-KINDS = ("oracle", 0, "self", 1, "by time", "rest", "plain", "none")
+KINDS = ("oracle", 0, "self", 1, "by time", "plain", "none")
 
 model_of = functools.cache(lambda name: MODELS[name]())
 
@@ -194,12 +193,9 @@ class Conversation(RuleBasedStateMachine):
             self.frequencies = frequencies_of(self.model)
         else:
             set_frequencies(self.frequencies)
-        with pytest.MonkeyPatch.context() as patched:
-            # Calls rest from drafting if they may, or never do.
-            patched.setattr(Account, "rests", lambda account: kind == "rest")
-            return self.model.generate(
-                **(inputs | options), return_dict_in_generate=True, output_logits=True
-            )
+        return self.model.generate(
+            **(inputs | options), return_dict_in_generate=True, output_logits=True
+        )
 
     def extend(self, new):
         self.ids = torch.cat([self.ids, new], dim=1)
@@ -223,7 +219,7 @@ class Conversation(RuleBasedStateMachine):
             return oracle_assistant(plain.sequences, self.mask, seed=self.ids.shape[1])
         if kind == "self" and self.name in ("trees", "windows"):
             return self.drafts_itself
-        if kind in ("rest", "by time"):
+        if kind == "by time":
             return self.by_time
         return None if kind == "none" else self.assistants[kind == 1]
 

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.decoding.call import Call
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.policy.account import Account
 from tests.support.interruptions import INTERRUPTIONS, code_that_interrupts
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
@@ -28,7 +28,7 @@ CACHES = {
     "static": lambda config: StaticCache(config, 64),
     "both": lambda config: EncoderDecoderCache(dynamic(config), dynamic(config)),
 }
-# The model, the cache that the caller gives, and whether its text stays there where the call rests.
+# The model, the cache that the caller gives, and whether its text stays there of plain calls.
 KINDS = [
     ("LlamaForCausalLM", "dynamic", True),
     ("LlamaForCausalLM", "of unknown layers", True),
@@ -42,8 +42,8 @@ KINDS = [
 # Where calls are interrupted, and whether the cache held a text before.
 PROMPT, STEP = ("a prompt's forward", True), ("a step's forward", False)
 CASES = [
-    *((*KINDS[0], "at rest", place, False) for place in INTERRUPTIONS if place != "a drafter"),
-    *((*kind, "at rest", *where) for kind in KINDS for where in (PROMPT, STEP)),
+    *((*KINDS[0], "plainly", place, False) for place in INTERRUPTIONS if place != "a drafter"),
+    *((*kind, "plainly", *where) for kind in KINDS for where in (PROMPT, STEP)),
     *((*KINDS[0], "drafted", place, True) for place in INTERRUPTIONS),
     *((*kind, "drafted", PROMPT[0], True) for kind in (KINDS[3], KINDS[5], KINDS[7])),
     *((*kind, "drafted", STEP[0], True) for kind in (KINDS[3], KINDS[5], KINDS[7])),
@@ -54,7 +54,7 @@ CASES = [
 
 # Each loop, and a cache that is replayed.
 QUICK = [
-    (*KINDS[0], "at rest", *STEP),
+    (*KINDS[0], "plainly", *STEP),
     (*KINDS[5], "drafted", PROMPT[0], True),
     (*KINDS[0], "in place", "a drafter", False),
 ]
@@ -69,8 +69,8 @@ def test_another_call_goes_on_from_what_is_left(
 ):
     if loop == "in place":
         serve_in_place(monkeypatch)
-    elif loop == "at rest":
-        monkeypatch.setattr(Account, "rests", lambda account: True)
+    elif loop == "plainly":
+        monkeypatch.setattr(Call, "service", lambda call, *_: call._plain("a test says so"))
     model = build(model_class)
     model.generation_config.forced_eos_token_id = None
     encodes = model.config.is_encoder_decoder
@@ -84,7 +84,7 @@ def test_another_call_goes_on_from_what_is_left(
         return model.generate(**inputs, attention_mask=mask, **options)
 
     plain = text(PROMPTS, **{name: None})
-    options = {} if loop == "at rest" else {"budget": 2, "graphs": loop == "in place"}
+    options = {} if loop == "plainly" else {"budget": 2, "graphs": loop == "in place"}
     assistant = SamAssistant(plain.tolist(), **options)
     # The model's test, which takes forwards too, is over then.
     assert torch.equal(text(PROMPTS, **{name: None}, assistant=assistant), plain)
@@ -94,7 +94,7 @@ def test_another_call_goes_on_from_what_is_left(
     code = code_that_interrupts(place, known.shape[1] + 2)
     with pytest.raises(Interrupt), INTERRUPTIONS[place](model, assistant):
         text(known, assistant=assistant, **code)
-    if loop != "at rest":
+    if loop != "plainly":
         # A state may have gone half a step, and cannot go back.
         stays = model_class[:5] in ("Llama", "Gemma") or place != "a prompt's forward"
         assert cache.layers[: len(layers)] == layers

@@ -93,7 +93,7 @@ def test_texts_come_and_go(name):
 def test_each_text_has_a_budget_of_its_own(name):
     batch = batch_of(name)
     budgets = [0, 1, 12, 5, 2, 0, 7, 3]
-    trees = batch.drafter.propose_rows([*batch.sessions.values()], budgets)
+    trees = batch.drafter.propose([one.session for one in batch.sessions.values()], budgets)
     for tree, budget in zip(trees, budgets, strict=True):
         assert len(tree) <= budget
         assert len(tree) or not budget

@@ -6,33 +6,44 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.drafters.expected import Expected, ExpectedTexts
+from hf_retrieval_assist.drafters.expected import Expected, came_out
 from hf_retrieval_assist.papers import SamDecoding, SuffixDecoding
-from hf_retrieval_assist.simulation import simulate
 from tests.support.memories import remembering
 
 FILE = np.random.default_rng(0).integers(1, 900, 300).tolist()
 EDITED = [*FILE[:100], 901, 902, *FILE[104:200], *FILE[230:]]
 
 
-def followed(texts, output):
-    found = ExpectedTexts([np.array(text, np.int32) for text in texts])
-    for token in output:
-        found.follow([token])
-    return found.accepted, found.rejected
+def counted(texts, output):
+    return came_out([np.array(text, np.int32) for text in texts], output)
 
 
 def test_what_came_out_is_counted_across_changes():
     kept = len(EDITED) - 2
-    assert followed([FILE], EDITED) == (kept, len(FILE) - kept)
-    assert followed([FILE, [950, 951, 952]], EDITED) == (kept, len(FILE) - kept + 3)
-    assert followed([FILE], [950] * 20) == (0, len(FILE))
-    assert followed([], EDITED) == (0, 0)
+    assert counted([FILE], EDITED) == (kept, len(FILE) - kept)
+    assert counted([FILE, [950, 951, 952]], EDITED) == (kept, len(FILE) - kept + 3)
+    assert counted([FILE], [950] * 20) == (0, len(FILE))
+    assert counted([], EDITED) == (0, 0)
 
 
 def test_no_run_crosses_from_one_text_to_the_next():
-    assert followed([[1, 2, 3], [4, 5, 6]], [1, 2, 3, 4, 5]) == (3, 3)
+    assert counted([[1, 2, 3], [4, 5, 6]], [1, 2, 3, 4, 5]) == (3, 3)
+
+
+def test_what_an_output_repeats_less_often_has_come_so_often():
+    line = [1, 2, 3, 4]
+    assert counted([line * 3], line) == (4, 8)
+    assert counted([line * 3], [*line, 9, *line]) == (8, 4)
+    assert counted([line], line * 3) == (4, 0)
+    assert counted([line, line], line) == (4, 4)
+
+
+@pytest.mark.parametrize("output", [[], [1], [1, 2]])
+def test_fewer_than_three_tokens_are_within_nothing(output):
+    assert counted([[1, 2], [1, 2, 3]], output) == (0, 5)
+    assert counted([[1, 2], [1]], [1, 2, 3]) == (0, 3)
 
 
 DRAFTING = [partial(preset, budget=32) for preset in (SamAssistant, remembering)]

@@ -9,7 +9,8 @@ from transformers import LogitsProcessorList
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.decoding.selection import RowPreview, TokenSelector
 from hf_retrieval_assist.drafters import logit_ngrams
-from hf_retrieval_assist.drafters.base import Feedback, Law, Target
+from hf_retrieval_assist.drafters.base import Feedback, Target
+from hf_retrieval_assist.drafters.call_view import CallView, Law
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
 from hf_retrieval_assist.memory import output_memory
 from hf_retrieval_assist.structures.logit_ngrams import BLIND, CLASS_SHAPE, GREEDY, RACED
@@ -17,6 +18,7 @@ from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run
 from tests.support.memories import rollouts
+from tests.support.one_text import OneText
 from tests.support.quick import cases, crossed
 from tests.support.trees import paths
 
@@ -56,7 +58,7 @@ def first(session):
 
 def test_rejected_nodes_and_prompts_are_learnt_on_their_own_paths():
     drafter = LogitNgramDrafter()
-    session = drafter.start(ids(1, 2, 3, 4), target())
+    session = OneText(drafter, [1, 2, 3, 4], target())
     assert first(session) is None
     feed(session, (3, 4), (30, 31), [5])  # the last rows of the prompt
     feed(session, (5, 6, 7, 8), (32, 33, 34, 35), [6, 9], parents=(-1, 0, 1, 0), accepted=(0, 1))
@@ -68,33 +70,11 @@ def test_rejected_nodes_and_prompts_are_learnt_on_their_own_paths():
         ((3, 4, 5, 8), (35, 4)),
         ((9, 8), (35, 1)),
     ):
-        other = drafter.start(ids(*text), target())
+        other = OneText(drafter, [*text], target())
         other.read_prompt(0)
         assert first(other) == expected
     session.commit([6, 7], None)  # without logits nothing is known of the last one's place
     assert first(session) == (34, 2)
-
-
-@pytest.mark.parametrize("prompt", [(1, 2, 3), (3,), ()])
-def test_without_logits_the_tokens_that_came_are_learnt(prompt):
-    """Until some are shown for any text: what came says less than they do."""
-    drafter = LogitNgramDrafter()
-    session = drafter.start(ids(*prompt), target())
-    session.commit([4, 5], None)
-    session.commit([6], None)
-    session.commit([4, 9], None)
-    for text, token in (((3, 4), 5), ((3, 4, 5), 6), ((4, 5, 6), 4), ((6, 4), 9), ((5,), 6)):
-        other = drafter.start(ids(*text), target())
-        other.read_prompt(0)
-        known = text if prompt else text[text[0] == 3 :]
-        assert first(other) == (token if len(known) > 1 or text != (4,) else 9, len(known))
-    feed(session, (9,), (30,), [4])
-    for later in (session, drafter.start(ids(1, 8), target())):  # as one that was decoded plainly
-        later.commit([8], None)
-        later.commit([8], None)
-    other = drafter.start(ids(8), target())
-    other.read_prompt(0)
-    assert first(other) is None
 
 
 def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
@@ -108,7 +88,7 @@ def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
     for together in (True, False):
         drafter = LogitNgramDrafter()
         sessions = [
-            drafter.start(ids(row, int(fed[part[0]])), target()) for row, part in enumerate(parts)
+            OneText(drafter, [row, fed[part[0]]], target()) for row, part in enumerate(parts)
         ]
         for session in sessions:
             session.read_prompt(0)
@@ -119,11 +99,11 @@ def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
         ]
         tokens = [[7]] * 3
         if together:
-            drafter.commit_rows(sessions, tokens, feedbacks)
+            drafter.commit([one.session for one in sessions], tokens, feedbacks)
         else:
             for session, given, feedback in zip(sessions, tokens, feedbacks, strict=True):
                 session.commit(given, feedback)
-        texts = [drafter.start(ids(token), target()) for token in range(VOCAB)]
+        texts = [OneText(drafter, [token], target()) for token in range(VOCAB)]
         for text in texts:
             text.read_prompt(0)
         known.append([paths(text.propose(20)) for text in (*texts, *sessions)])
@@ -137,13 +117,13 @@ def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
 )
 def test_a_text_in_confidence_teaches_itself_alone(changes):
     drafter = LogitNgramDrafter()
-    feed(drafter.start(ids(1), target()), (1,), (8,), [1])
-    private = drafter.start(ids(2), target(**changes))
+    feed(OneText(drafter, [1], target()), (1,), (8,), [1])
+    private = OneText(drafter, [2], target(**changes))
     feed(private, (2,), (9,), [1])
     assert first(private) == (8, 1)
     private.commit([2], None)
     assert first(private) == (9, 1)
-    other = drafter.start(ids(2), target())
+    other = OneText(drafter, [2], target())
     other.read_prompt(0)
     assert first(other) is None
 
@@ -153,12 +133,12 @@ def test_tables_are_a_models_and_a_tenants_and_go_with_the_memory():
     tenants = [memory, memory.namespace("a"), memory.namespace("b")]
 
     def known(place, fingerprint="m", drafter=None):
-        session = (drafter or LogitNgramDrafter(place)).start(ids(1), target(fingerprint))
+        session = OneText(drafter or LogitNgramDrafter(place), [1], target(fingerprint))
         session.read_prompt(0)
         return first(session)
 
     for token, place in enumerate(tenants):
-        feed(LogitNgramDrafter(place).start(ids(1), target("m")), (1,), (20 + token,), [5])
+        feed(OneText(LogitNgramDrafter(place), [1], target("m")), (1,), (20 + token,), [5])
     assert [known(place) for place in tenants] == [(20, 1), (21, 1), (22, 1)]
     assert known(memory, "other model") is None
     tenants[1].forget()
@@ -167,13 +147,13 @@ def test_tables_are_a_models_and_a_tenants_and_go_with_the_memory():
     assert [known(place) for place in tenants] == [None] * 3
     for number in range(output_memory._MOST_TABLES):  # the one in use stays
         other = memory.namespace(f"tenant {number}")
-        feed(LogitNgramDrafter(other).start(ids(1), target("m")), (1,), (30,), [5])
-        LogitNgramDrafter(tenants[2]).start(ids(1), target("m"))
+        feed(OneText(LogitNgramDrafter(other), [1], target("m")), (1,), (30,), [5])
+        OneText(LogitNgramDrafter(tenants[2]), [1], target("m"))
     assert len(memory._tables) == output_memory._MOST_TABLES
     assert known(memory.namespace("tenant 0")) is None
     assert known(memory.namespace("tenant 9")) == (30, 1)
     own = LogitNgramDrafter()
-    feed(own.start(ids(1), target("m")), (1,), (20,), [5])
+    feed(OneText(own, [1], target("m")), (1,), (20,), [5])
     assert known(None, "m", own) == (20, 1)
     own.memory.forget()
     assert known(None, "m", own) is None
@@ -198,7 +178,7 @@ def test_drafts_know_the_draws_that_they_will_be_judged_by(count, vocab_size, do
     previews = [RowPreview(select, row) for row in rows]
     drafter = LogitNgramDrafter()
     sessions = [
-        drafter.start(ids(1), target(vocab_size=vocab_size, preview=preview))
+        OneText(drafter, [1], target(vocab_size=vocab_size, call=CallView(preview)))
         for preview in previews
     ]
     logits = torch.full((VOCAB, vocab_size), -100.0)
@@ -218,7 +198,7 @@ def test_drafts_know_the_draws_that_they_will_be_judged_by(count, vocab_size, do
     assert select.draws.anchors <= 1
     modes, hits, tried = set(), 0, 0
     for step in range(12):
-        trees = drafter.propose_rows(sessions, [6] * count)
+        trees = drafter.propose([one.session for one in sessions], [6] * count)
         for tree, row, session in zip(trees, rows, sessions, strict=True):
             modes |= {int(kind) for kind in np.unravel_index(tree.classes, CLASS_SHAPE)[0]}
             if row.index and step % 3 == 0:
@@ -237,7 +217,7 @@ def test_draws_that_nobody_knows_leave_what_is_likeliest(monkeypatch):
     row = RowText(0, torch.tensor([1]), 20)
     preview = RowPreview(TokenSelector(LogitsProcessorList(WARPERS), True, [row]), row)
     monkeypatch.setattr(type(preview.select.draws), "works", lambda self, size: False)
-    session = LogitNgramDrafter().start(ids(1), target(preview=preview))
+    session = OneText(LogitNgramDrafter(), [1], target(call=CallView(preview)))
     feed(session, (1,), (8,), [1])
     tree = session.propose(2)
     assert tree.token_ids[0] == 8

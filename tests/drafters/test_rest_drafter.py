@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
+from tests.support.one_text import OneText
 from tests.support.trees import check_draft, paths
 
 VOCAB = 50
@@ -39,15 +40,15 @@ def tiny(tmp_path):
 
 
 def test_continuations_of_the_longest_match_then_of_shorter_ones(tiny):
-    session = RestDrafter(tiny).start(prompt(8, 1), TARGET)
+    session = OneText(RestDrafter(tiny), [8, 1], TARGET)
     session.commit([2], None)
-    assert session.match_length == 2
+    assert session.matcher.match_length == 2
     tree = session.propose(64)
     assert paths(tree) == [(3,), (3, 4), (3, 5), (3, 4, 6), (7,)]
     assert paths(session.propose(3)) == [(3,), (3, 4), (3, 5)]
-    capped = RestDrafter(tiny, max_match=2).start(prompt(1, 2, 3), TARGET)
-    assert capped.match_length == 2
-    published = RestDrafter(tiny, sources=1, continuation=2).start(prompt(1, 2), TARGET)
+    capped = OneText(RestDrafter(tiny, max_match=2), [1, 2, 3], TARGET)
+    assert capped.matcher.match_length == 2
+    published = OneText(RestDrafter(tiny, sources=1, continuation=2), [1, 2], TARGET)
     assert paths(published.propose(64)) == [(3,), (3, 4), (3, 5)]
 
 
@@ -56,7 +57,7 @@ def test_continuations_of_the_longest_match_then_of_shorter_ones(tiny):
 def test_drafts_keep_the_contract(datastore, seed, budget, sources):
     drafter = RestDrafter(datastore, max_match=6, max_nodes=32, continuation=5, sources=sources)
     text = sample_text(np.random.default_rng(seed), 12)
-    session = drafter.start(text[:6].astype(np.int32), TARGET)
+    session = OneText(drafter, text[:6], TARGET)
     for token in text[6:].tolist():
         session.commit([token], None)
         tree = session.propose(budget)

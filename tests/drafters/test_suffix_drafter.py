@@ -8,6 +8,7 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from tests.support.memories import check_memory
+from tests.support.one_text import OneText
 from tests.support.rounding import near
 from tests.support.trees import paths
 
@@ -15,7 +16,7 @@ TARGET = Target(vocab_size=1000, fingerprint="m")
 
 
 def session(drafter, prompt, output=(), target=TARGET):
-    started = drafter.start(np.array(prompt, dtype=np.int32), target)
+    started = OneText(drafter, prompt, target)
     for token in output:
         started.commit([token], None)
     return started

@@ -10,4 +10,4 @@ except ModuleNotFoundError:  # a tree without it
 def brisk(monkeypatch):
     if stream is not None:
         monkeypatch.setattr(stream, "_PERIOD", 0.01)
-        monkeypatch.setattr(stream, "_LONGEST_PAUSE", 0.05)
+        monkeypatch.setattr(stream, "_AWAY", 0.05)

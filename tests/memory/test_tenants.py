@@ -4,16 +4,17 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
-from hf_retrieval_assist.extensions.redis import redis_server
-from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.papers import SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.simulation import simulate
+from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.memories import check_memory, count, remembering
+from tests.support.one_text import OneText
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync
 
@@ -76,6 +77,14 @@ def test_no_step_tells_of_another_tenant(make, half_life):
     assert steps_of_b("b") != alone
 
 
+def show(session, tokens):
+    """The text goes on with these tokens, each of which was likely where it came."""
+    logits = torch.nn.functional.one_hot(torch.tensor(tokens), 3000).float()
+    chain = np.arange(len(tokens), dtype=np.int32)
+    fed = np.array([TEXT[0], *tokens[:-1]], np.int32)
+    session.commit(tokens, Feedback(fed, chain, chain - 1, top=TopLogits(logits)))
+
+
 @pytest.mark.parametrize("make", [SamAssistant, SuffixDecoding])
 def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs(make):
     memory, target = OutputMemory(), Target(70, fingerprint="m")
@@ -84,24 +93,25 @@ def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs
         drafters = make(memory=memory.namespace(name), fallback="logit_ngrams").drafters
         tables[name] = [one for one in drafters if isinstance(one, LogitNgramDrafter)]
 
-    def read(name, count):
-        """Nodes that each table drafts behind so many tokens of the text."""
+    def known(name):
+        """Nodes that each table drafts behind the text's first tokens."""
         nodes = []
         for drafter in tables[name]:
-            session = drafter.start(np.array(TEXT[:1], np.int32), target)
-            session.commit(TEXT[1:count], None)
+            session = OneText(drafter, TEXT[:1], target)
+            session.commit(TEXT[1:2], None)
             nodes.append(len(session.propose(8)))
         return nodes
 
     empty = memory.nbytes
-    assert read("a", 2) == read("b", 2) == [0] * len(tables["a"])
+    assert known("a") == known("b") == [0] * len(tables["a"])
     for name in "ab":
-        read(name, len(TEXT))
-        assert all(read(name, 2))
+        for drafter in tables[name]:
+            show(OneText(drafter, TEXT[:1], target), TEXT[1:])
+        assert all(known(name))
     assert memory.nbytes > empty
     memory.namespace("a").forget()
-    assert read("a", 2) == [0] * len(tables["a"])
-    assert all(read("b", 2))
+    assert known("a") == [0] * len(tables["a"])
+    assert all(known("b"))
     memory.forget()
     assert memory.nbytes == empty
     check_memory(memory)
@@ -117,11 +127,11 @@ def test_tables_and_outputs_are_together_within_the_bound(max_bytes):
         output = tenant.start("m")
         drafters = [LogitNgramDrafter(memory=tenant)]
         for _ in range(25):  # calls
-            sessions = [one.start(np.array([1], np.int32), target) for one in drafters]
+            sessions = [OneText(one, [1], target) for one in drafters]
             tokens = rng.integers(0, 3000, 100).astype(np.int32)
             output.extend(tokens)
             for session in sessions:
-                session.commit(tokens.tolist(), None)
+                show(session, tokens.tolist())
                 assert memory.nbytes <= max_bytes
         check_memory(memory)
         kept |= {*memory._tables}
@@ -138,11 +148,6 @@ def store(request, tmp_path):
     made = request.param(tmp_path)
     yield made
     made.close()
-
-
-shared_alone = pytest.mark.parametrize(
-    "store", [OnDisk, pytest.param(OnServer, marks=needs_redis)], indirect=True
-)
 
 
 def found(memory):
@@ -166,8 +171,10 @@ def test_one_tenant_is_forgotten_everywhere(store):
     a = first.namespace("a")
     silent, speaking = a.start("m"), second.namespace("a").start("m")
     speaking.extend(SECRET)
-    kept = second.namespace("b").start("m")
+    kept = first.namespace("b").start("m")  # the second process would forget it, too
     kept.extend(OTHER)
+    for memory in {first, second}:
+        memory.namespace("a").table("learnt", "m", lambda size: np.zeros(10))
     a.forget()
     assert found(first)[0] == len(a) == len(a.namespace("user")) == 0
     sync(first, second)
@@ -177,6 +184,7 @@ def test_one_tenant_is_forgotten_everywhere(store):
     kept.close()
     sync(first, second, third := store.view())
     for memory in (first, second, third):
+        assert not memory._tables
         assert found(memory) == [0, 2, 1]
         assert count(memory.namespace("a").namespace("user"), SECRET, "m") == 0
         check_memory(memory)
@@ -206,56 +214,6 @@ def test_the_whole_memory_is_forgotten_only_if_it_is_told_to(store):
         assert found(memory) == [0, 0, 0]
         assert count(memory, OTHER, "m") == 1
         check_memory(memory)
-
-
-@shared_alone
-@pytest.mark.parametrize("stranger", ["quiet", "forgets another"])
-@pytest.mark.parametrize("forgotten", ["a tenant", "everything"])
-def test_an_older_copy_does_not_bring_back_what_was_forgotten(store, stranger, forgotten):
-    memory, left = filled(store.view()), [0, 1, 1] if forgotten == "a tenant" else [0, 0, 0]
-    sync(memory)
-    bring_back = store.older_copy()
-    (memory.namespace("a") if forgotten == "a tenant" else memory).forget()
-    store.asleep(memory, True)
-    bring_back()
-    other = store.view()  # knows nothing of the forgetting
-    sync(other)
-    if stranger == "forgets another":
-        other.namespace("c").forget()
-    other.add([1, 2], "m")
-    # What is not yet with the others when a forgetting is heard may be older, and is forgotten too.
-    sync(other)
-    store.asleep(memory, False)
-    sync(memory, other)
-    memory.add([3, 4], "m")
-    sync(memory, other)
-    assert not store.holds(IDS)
-    for view in (memory, other, store.view()):
-        sync(view)
-        assert found(view) == left
-        assert count(view, [1, 2], "m") == count(view, [3, 4], "m") == 1
-
-
-@shared_alone
-def test_of_many_forgettings_the_oldest_become_one(store, monkeypatch):
-    """Who has heard of all of them keeps what it has; who has not forgets everything."""
-    for module in (log, redis_server):
-        monkeypatch.setattr(module, "MOST_FORGETTINGS", 2)
-    first, sleeper = filled(store.view()), store.view()
-    sync(first, sleeper)
-    store.asleep(sleeper, True)
-    sleeper._learn_finished("m", np.array([1, 2], np.int32))  # nobody else has it
-    for number in range(9):
-        first.namespace(f"tenant {number}").forget()
-        sync(first)
-    first.namespace("b").add(OTHER, "m")
-    sync(first)
-    store.asleep(sleeper, False)
-    sync(sleeper, late := store.view())
-    # What there still is comes back from the file or the server.
-    assert found(first) == found(sleeper) == found(late) == [1, 2, 1]
-    assert count(sleeper, [1, 2], "m") == 0
-    assert len(late._log._known) <= 4
 
 
 @pytest.mark.filterwarnings("error")
@@ -298,4 +256,3 @@ def test_tenants_that_come_once_leave_nothing(half_life):
         memory.namespace(f"tenant {number}").add([1, 2, 3, number], "m")
     check_memory(memory)
     assert len(memory._kinds) == len(memory) < 200
-    assert not any((memory._running, memory._kept))

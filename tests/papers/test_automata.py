@@ -1,12 +1,12 @@
 """SAM-Decoding's two automata through the drafter protocol."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.base import Target
+from tests.support.one_text import OneText
 from tests.support.trees import check_draft
 
 TARGET = Target(vocab_size=262_144)
@@ -14,7 +14,7 @@ tokens = st.lists(st.integers(0, 3), max_size=20)
 
 
 def start(drafter, prompt, target=TARGET):
-    return drafter.start(np.array(prompt, dtype=np.int32), target)
+    return OneText(drafter, prompt, target)
 
 
 @given(tokens, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6))

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.papers import SamDecoding
 from hf_retrieval_assist.policy.policy import Ask
-from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.scripted import Scripted
 
@@ -72,9 +72,9 @@ class Seven(Scripted):
         super().__init__(lambda budget: TokenTree.chain([7], [0.5]))
         self.asked = []
 
-    def propose_rows(self, sessions, budgets):
+    def propose(self, sessions, budgets):
         self.asked.append(len(sessions))
-        return super().propose_rows(sessions, budgets)
+        return super().propose(sessions, budgets)
 
 
 def draft_rows(prompts, **options):

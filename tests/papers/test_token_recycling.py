@@ -11,6 +11,7 @@ from hf_retrieval_assist.papers.token_recycling import CHILD_COUNTS, PARENTS, RA
 from hf_retrieval_assist.structures import draft_tree
 from hf_retrieval_assist.types.token_tree import TokenTree
 from hf_retrieval_assist.verification.verified import TopLogits
+from tests.support.one_text import OneText
 from tests.support.trees import check_draft, paths
 
 
@@ -50,7 +51,7 @@ def test_the_tree_has_the_published_shape():
 def test_the_tree_is_laid_over_the_table():
     """By the definition: a node's token is its rank among the successors of its parent's token."""
     drafter, table = TokenRecycling(), {}
-    session = drafter.start(ids(0), target())
+    session = OneText(drafter, [0], target())
     rng = np.random.default_rng(0)
     for token in range(40):
         table[token] = rng.permutation(60)[:8].tolist()  # those from 40 on are not known
@@ -67,7 +68,7 @@ def test_the_tree_is_laid_over_the_table():
 
 
 def test_every_fed_token_writes_its_row_and_the_next_time_another():
-    session = TokenRecycling().start(ids(1), target())
+    session = OneText(TokenRecycling(), [1], target())
     eight = [range(10 * n, 10 * n + 8) for n in range(4)]
     feed(session, [1, 2, 3], [0], eight[:3])  # 2 and 3 were rejected
     assert [children(session, token) for token in (1, 2, 3)] == [[*one][:7] for one in eight[:3]]
@@ -78,7 +79,7 @@ def test_every_fed_token_writes_its_row_and_the_next_time_another():
 
 @pytest.mark.parametrize(("accepted", "decides"), [([0, 1], 1), ([0], 2)])
 def test_of_several_nodes_an_accepted_one_decides_and_else_the_last(accepted, decides):
-    session = TokenRecycling().start(ids(1), target())
+    session = OneText(TokenRecycling(), [1], target())
     eight = [range(10 * n, 10 * n + 8) for n in range(3)]
     feed(session, [1, 5, 5], accepted, eight)
     assert children(session, 5) == [*eight[decides]][:7]
@@ -88,10 +89,10 @@ def test_tables_are_shared_but_not_what_is_told_in_confidence():
     memory = OutputMemory()
     drafter = TokenRecycling(memory)
     for options in ({"learn": False}, {"expected": (ids(1),)}):
-        feed(drafter.start(ids(1), target(**options)), [4], [0], [range(8)])
-        assert children(drafter.start(ids(1), target()), 4) == []
-    feed(drafter.start(ids(1), target()), [4], [0], [range(8)])
-    assert children(drafter.start(ids(1), target()), 4) == [*range(7)]
+        feed(OneText(drafter, [1], target(**options)), [4], [0], [range(8)])
+        assert children(OneText(drafter, [1], target()), 4) == []
+    feed(OneText(drafter, [1], target()), [4], [0], [range(8)])
+    assert children(OneText(drafter, [1], target()), 4) == [*range(7)]
     assert memory.nbytes >= 101 * 8 * 4
     memory.forget()
-    assert children(drafter.start(ids(1), target()), 4) == []
+    assert children(OneText(drafter, [1], target()), 4) == []

@@ -15,9 +15,8 @@ class Session:
     def __init__(self, calibrator):
         self.calibrator, self.open = calibrator, [evidence.OpenDrafts()]
 
-    def calibrate(self, tree, earlier=None):
-        known = None if earlier is None else Forest.of([earlier])
-        return self.calibrator.calibrate(self.open, Forest.of([tree]), known)[0]
+    def calibrate(self, tree):
+        return self.calibrator.calibrate(self.open, Forest.of([tree]))[0]
 
     def commit(self, token_ids):
         self.calibrator.judge(self.open, *draft_tree.flattened([token_ids]))
@@ -41,13 +40,13 @@ def tried_by_definition(tree, tokens):
 
 
 def judged(tree, pieces, counts, priors, memory):
-    """The bins after a text in pieces has judged a tree, and whether it is still inside."""
-    text, bins = evidence.OpenDrafts(), np.zeros((10, 3))
-    evidence.calibrated([text], *arrays_of(tree), None, counts)
+    """Whether a text in pieces, which has judged a tree, is still inside."""
+    text = evidence.OpenDrafts()
+    evidence.calibrated([text], *arrays_of(tree), counts)
     for piece in pieces:
         tokens, offsets = np.array(piece, np.int32), np.array([0, len(piece)])
-        evidence.judge([text], tokens, offsets, bins, counts, priors, memory)
-    return bins, len(text) > 0
+        evidence.judge([text], tokens, offsets, counts, priors, memory)
+    return len(text) > 0
 
 
 def arrays_of(tree):
@@ -59,14 +58,13 @@ def arrays_of(tree):
 def test_tried_nodes_are_those_below_the_texts_path(tree, pieces):
     assert tree.fault(1 << 30, 1 << 30) is None
     tokens = [token for piece in pieces for token in piece]
-    # A class for each node tells which were tried and hit; its rate is its number.
-    counts = np.stack([np.full(12, 64.0), np.arange(12.0)], axis=1)
+    # A class for each node tells which were tried and hit.
+    counts = np.ones((12, 2))
     before = counts.copy()
-    bins, inside = judged(tree, pieces, counts, np.ones((12, 2)), 100.0)
+    inside = judged(tree, pieces, counts, np.ones((12, 2)), 100.0)
     nodes, on_path = tried_by_definition(tree, tokens)
     assert np.flatnonzero(counts[:, 0] - before[:, 0]).tolist() == nodes
     assert (counts - before)[nodes, 1].tolist() == on_path
-    assert bins.sum(0) == near([len(nodes), sum(nodes) / 64, sum(on_path)])
     assert inside == (len(tree) > 0 and len(tree.follow(tokens)) == len(tokens))
 
 
@@ -79,11 +77,11 @@ def test_counts_beyond_the_memory_are_halved_down_to_the_prior():
 def test_texts_side_by_side_judge_their_own_proposals():
     texts = [evidence.OpenDrafts() for _ in range(3)]
     forest = Forest.of([TokenTree.chain([1], [0.5], [kind]) for kind in range(3)])
-    counts, bins = np.ones((3, 2)), np.zeros((10, 3))
+    counts = np.ones((3, 2))
     arrays = forest.token_ids, forest.parents, forest.probs, forest.classes, forest.offsets
-    evidence.calibrated(texts, *arrays, None, counts)
+    evidence.calibrated(texts, *arrays, counts)
     tokens, offsets = np.array([1, 2, 1], np.int32), np.array([0, 1, 3, 3])
-    evidence.judge(texts, tokens, offsets, bins, counts, np.ones((3, 2)), 9.0)
+    evidence.judge(texts, tokens, offsets, counts, np.ones((3, 2)), 9.0)
     assert counts.tolist() == [[2, 2], [2, 1], [1, 1]]
     assert [len(text) for text in texts] == [1, 0, 1]
 
@@ -91,14 +89,14 @@ def test_texts_side_by_side_judge_their_own_proposals():
 def test_what_does_not_fit_is_refused_and_opens_nothing():
     text, tree = evidence.OpenDrafts(), TokenTree.chain([1], [0.5], [3])
     with pytest.raises(ValueError, match="expected evidence classes below 2, got 3"):
-        evidence.calibrated([text], *arrays_of(tree), None, np.ones((2, 2)))
+        evidence.calibrated([text], *arrays_of(tree), np.ones((2, 2)))
     assert len(text) == 0
-    evidence.calibrated([text], *arrays_of(tree), None, np.ones((4, 2)))
+    evidence.calibrated([text], *arrays_of(tree), np.ones((4, 2)))
     with pytest.raises(ValueError, match="offsets: expected"):
-        evidence.calibrated([text], *arrays_of(tree)[:4], np.array([0, 2]), None, np.ones((4, 2)))
+        evidence.calibrated([text], *arrays_of(tree)[:4], np.array([0, 2]), np.ones((4, 2)))
     with pytest.raises(ValueError, match="counts: expected 4 classes, got 2"):
         evidence.judge(
-            *([text], np.array([1], np.int32), np.array([0, 1]), np.zeros((10, 3))),
+            *([text], np.array([1], np.int32), np.array([0, 1])),
             *(np.ones((2, 2)), np.ones((2, 2)), 9.0),
         )
 
@@ -106,7 +104,7 @@ def test_what_does_not_fit_is_refused_and_opens_nothing():
 def test_the_oldest_of_many_open_proposals_gives_way():
     text, tree = evidence.OpenDrafts(), TokenTree.chain([1] * 9, [1.0] * 9, [0] * 9)
     for _ in range(6):
-        evidence.calibrated([text], *arrays_of(tree), None, np.ones((1, 2)))
+        evidence.calibrated([text], *arrays_of(tree), np.ones((1, 2)))
     assert len(text) == 4
 
 
@@ -143,48 +141,19 @@ def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
 
 def test_nodes_without_a_class_keep_their_rate():
     calibrator = Calibrator(EvidenceClasses([0.5]))
-    assert np.isnan(calibrator.reliability().ratio)
     tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
     session = Session(calibrator)
     assert session.calibrate(tree).probs == near([0.8, 0.2, 0.1])
     session.commit([7, 8, 9])
     assert calibrator._counts[0].tolist() == [5, 3]
-    found = calibrator.reliability()
-    assert (found.trials.sum(), found.ratio) == (3, near(1.55 / 3))
 
 
-EARLIER = TokenTree.build([7, 8], [-1, 0], [0.3, 0.2])
-
-
-def test_what_others_have_drafted_they_judge():
-    session = Session(Calibrator(EvidenceClasses([0.5, 0.9]), conditional=True))
-    tree = TokenTree.build([9, 7, 8, 6], [-1, -1, 1, 2], [0.9, 0.8, 0.7, 0.6], [1, 0, 1, 0])
-    calibrated = session.calibrate(tree, EARLIER)
-    assert calibrated.fault(1 << 30, 1 << 30) is None
-    # 9 and 6 below 7, 8 are this drafter's alone.
-    assert calibrated.probs == near([0.15 * 0.9, 0.3, 0.2, 0.2 * 0.15 * 0.5])
-    assert calibrated.classes.tolist() == tree.classes.tolist()
-
-
-def test_what_a_drafter_has_alone_is_counted_apart():
-    calibrator = Calibrator(EvidenceClasses([0.5]), conditional=True)
-    for _ in range(400):
-        session = Session(calibrator)
-        session.calibrate(TokenTree.build([7, 9], [-1, -1], [0.5, 0.5], [0, 0]), EARLIER)
-        session.commit([7])
-    shared, alone = calibrator.rates(np.array([0, 1], np.int32))
-    assert shared > 0.98
-    assert alone < 0.01
-    assert calibrator.n_classes == 1
-    with pytest.raises(ValueError, match="classes below 1, got 1"):
-        session.calibrate(TokenTree.chain([7], [0.5], [1]), EARLIER)
-
-
-def test_drafters_without_classes_judge_for_themselves_beside_others():
-    session = Session(Calibrator(EvidenceClasses(), conditional=True))
+def test_drafters_without_classes_judge_for_themselves():
+    session = Session(Calibrator(EvidenceClasses()))
     session.commit([1, 2, 3])  # nothing was proposed for these
     tree = TokenTree.chain([7, 8], [0.9, 0.8])
-    assert session.calibrate(tree, EARLIER).probs == near([0.9, 0.8])
+    assert session.calibrate(tree).probs == near([0.9, 0.8])
+    session.commit([7, 8])
     assert len(session.calibrate(TokenTree.empty())) == 0
 
 

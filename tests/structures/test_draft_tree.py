@@ -57,14 +57,6 @@ def test_merge_is_the_union_of_paths_with_the_higher_probability(first, second):
     assert probs_of(merged) == {k: max(a.get(k, 0.0), b.get(k, 0.0)) for k in a | b}
 
 
-@given(trees(), trees())
-def test_known_probabilities_are_those_of_the_same_paths(first, second):
-    known = probs_of(first)
-    found = first.known_probs(second)
-    assert found.dtype == np.float32
-    assert found.tolist() == [known.get(path, -1.0) for path in paths(second)]
-
-
 @given(trees(), st.lists(st.integers(0, 3), max_size=8))
 def test_follow_walks_as_far_as_the_tree_goes(tree, tokens):
     known = paths(tree)
@@ -111,9 +103,6 @@ def test_a_forest_holds_trees_as_they_are(several, others):
     merged = forest.merge(Forest.of(others))
     pairs = list(zip(several, others, strict=True))
     assert all(same(m, a.merge(b)) for m, (a, b) in zip(merged, pairs, strict=True))
-    known = forest.known_probs(Forest.of(others))
-    expected = [a.known_probs(b) for a, b in pairs]
-    assert known.tolist() == [prob for probs in expected for prob in probs.tolist()]
     depths = [number % 3 or None for number in range(len(several))]
     cut = forest.cut_depths(depths)
     for tree, depth, whole in zip(cut, depths, several, strict=True):

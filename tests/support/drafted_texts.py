@@ -1,6 +1,5 @@
 """Texts that one drafter drafts for, told by hand, together or one by one."""
 
-import numpy as np
 import torch
 
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
@@ -8,6 +7,7 @@ from hf_retrieval_assist.drafters.base import Target
 
 from .feature_following import assert_same, features_of, seen
 from .lossless import build
+from .one_text import OneText
 from .tiny_models import VOCAB
 
 # Known of each text when it starts.
@@ -44,7 +44,7 @@ class Texts:
         """A session that is told a text's tokens so far at once."""
         *prompt, last = self.tokens[row]
         target = Target(VOCAB, model=self.target)
-        session = self.drafter.start(np.array(prompt, np.int32), target)
+        session = OneText(self.drafter, prompt, target)
         session.commit([last], self._seen(row, 0, len(prompt)))
         return session
 
@@ -74,8 +74,8 @@ class Texts:
         self.sessions.pop(row).close()
 
     def propose(self, rows):
-        sessions = [self.sessions[row] for row in rows]
-        return self.drafter.propose_rows(sessions, [self.budget] * len(rows))
+        sessions = [self.sessions[row].session for row in rows]
+        return self.drafter.propose(sessions, [self.budget] * len(rows))
 
     def conversation(self, rows, turns=6):
         """What is drafted for texts that go on, some of which join late, wait, or leave."""

@@ -36,7 +36,7 @@ def assert_same(tree, other):
 def chains_of(monkeypatch, generator, drafter=FeatureDrafter):
     """What one of transformers' candidate generators drafts behind each text, and what ours do."""
     theirs, ours = {}, {}
-    get_candidates, propose_rows = generator.get_candidates, drafter.propose_rows
+    get_candidates, propose = generator.get_candidates, drafter.propose
 
     def record_theirs(self, input_ids, *args, **kwargs):
         result = get_candidates(self, input_ids, *args, **kwargs)
@@ -45,12 +45,12 @@ def chains_of(monkeypatch, generator, drafter=FeatureDrafter):
         return result
 
     def record_ours(self, sessions, budgets):
-        trees = propose_rows(self, sessions, budgets)
+        trees = propose(self, sessions, budgets)
         for session, tree in zip(sessions, trees, strict=True):
             text = session.tokens if drafter is FeatureDrafter else session.text
             ours[tuple(text)] = tree.token_ids.tolist()
         return trees
 
     monkeypatch.setattr(generator, "get_candidates", record_theirs)
-    monkeypatch.setattr(drafter, "propose_rows", record_ours)
+    monkeypatch.setattr(drafter, "propose", record_ours)
     return theirs, ours

@@ -22,24 +22,28 @@ class Learner(Drafter):
         self.texts, self.depth, self.shown = [list(text) for text in texts], depth, []
 
     def start(self, prompt_ids, target):
-        return _Session(self, prompt_ids.tolist())
+        return _Session(prompt_ids.tolist())
+
+    def propose(self, sessions, budgets):
+        return [self._draft(*pair) for pair in zip(sessions, budgets, strict=True)]
+
+    def _draft(self, session, budget):
+        end = len(session.text)
+        known = next((x for x in self.texts if x[:end] == session.text), session.text)
+        tokens = [*known[end : end + self.depth - 1], 3][:budget]
+        return TokenTree.chain(tokens, [0.9**i for i in range(1, 1 + len(tokens))])
+
+    def commit(self, sessions, tokens, feedbacks):
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            if len(session.text) > session.begun and feedback is not None:
+                fed = [*session.text[:-1], *feedback.token_ids.tolist()]
+                self.shown.append((torch.tensor([fed]), feedback))
+            session.text += token_ids
 
 
 class _Session(DraftSession):
-    def __init__(self, drafter, prompt):
-        self.drafter, self.text, self.begun = drafter, prompt, len(prompt)
-
-    def propose(self, budget):
-        end = len(self.text)
-        known = next((x for x in self.drafter.texts if x[:end] == self.text), self.text)
-        tokens = [*known[end : end + self.drafter.depth - 1], 3][:budget]
-        return TokenTree.chain(tokens, [0.9**i for i in range(1, 1 + len(tokens))])
-
-    def commit(self, token_ids, feedback):
-        if len(self.text) > self.begun and feedback is not None:
-            fed = [*self.text[:-1], *feedback.token_ids.tolist()]
-            self.drafter.shown.append((torch.tensor([fed]), feedback))
-        self.text += token_ids
+    def __init__(self, prompt):
+        self.text, self.begun = prompt, len(prompt)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def occurrences(tree, tokens):
 
 def logged(path):
     log, found = OutputLog(path, 1 << 30), []
-    while outputs := log.read()[1]:
+    while outputs := log.read().outputs:
         found += [output.token_ids.tolist() for output in outputs]
     return found
 
@@ -40,7 +40,6 @@ def check_memory(memory):
         assert sum(table.nbytes for table in memory._tables.values()) <= memory.max_bytes // 4
         assert memory._tree_bytes == sum(kind.tree.nbytes for kind in kinds.values())
         assert memory._output_bytes == sum(output.cost for output in memory._outputs)
-        assert memory._kept_bytes == sum(4 * len(output.kept) for output in memory._kept)
         assert set(memory._outputs) == {o for kind in kinds.values() for o in kind.outputs}
         for name, kind in kinds.items():
             assert kind.outputs

@@ -34,7 +34,15 @@ class OracleDrafter(Drafter):
         text = self.texts[self._started % len(self.texts)]
         self._started += 1
         self.vocab_size = target.vocab_size
-        return _OracleSession(self, text, len(prompt_ids))
+        return _OracleSession(text, len(prompt_ids))
+
+    def propose(self, sessions, budgets):
+        pairs = zip(sessions, budgets, strict=True)
+        return [self.draft(one.text[one.length :], budget) for one, budget in pairs]
+
+    def commit(self, sessions, tokens, feedbacks):
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.length += len(token_ids)
 
     def draft(self, coming, budget):
         """The tree for a text that goes on by these tokens."""
@@ -66,14 +74,8 @@ class OracleDrafter(Drafter):
 
 
 class _OracleSession(DraftSession):
-    def __init__(self, drafter, text, length):
-        self.drafter, self.text, self.length = drafter, text, length
-
-    def commit(self, token_ids, feedback):
-        self.length += len(token_ids)
-
-    def propose(self, budget):
-        return self.drafter.draft(self.text[self.length :], budget)
+    def __init__(self, text, length):
+        self.text, self.length = text, length
 
 
 def oracle_assistant(

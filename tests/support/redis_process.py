@@ -52,9 +52,9 @@ class RedisProcess:
 
     def entries(self):
         """What the stream of outputs holds; the server's count of its bytes must be right."""
-        found = [fields for _, fields in self.client.xrange("{hf-retrieval-assist}:2:outputs")]
-        size = sum(len(part) for fields in found for pair in fields.items() for part in pair)
-        assert size == int(self.client.hget("{hf-retrieval-assist}:2:state", "bytes") or 0)
+        found = [fields for _, fields in self.client.xrange("{hf-retrieval-assist}:3:outputs")]
+        size = sum(len(fields[b"ids"]) for fields in found)
+        assert size == int(self.client.hget("{hf-retrieval-assist}:3:state", "bytes") or 0)
         return found
 
     def start(self):

@@ -3,7 +3,7 @@
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 
 
-class Scripted(Drafter, DraftSession):
+class Scripted(Drafter):
     """Drafts what a function of the budget says, for every text; `commit` is told the tokens that
     came and the feedback."""
 
@@ -12,10 +12,11 @@ class Scripted(Drafter, DraftSession):
         vars(self).update(attributes)
 
     def start(self, prompt_ids, target):
-        return self
+        return DraftSession()
 
-    def propose(self, budget):
-        return self.functions[0](budget)
+    def propose(self, sessions, budgets):
+        return [self.functions[0](budget) for budget in budgets]
 
-    def commit(self, token_ids, feedback):
-        self.functions[1](token_ids, feedback)
+    def commit(self, sessions, tokens, feedbacks):
+        for token_ids, feedback in zip(tokens, feedbacks, strict=True):
+            self.functions[1](token_ids, feedback)

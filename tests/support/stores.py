@@ -1,6 +1,5 @@
 """Places where several memories keep one set of outputs, and a process that writes to one."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +22,6 @@ class Alone:
     def holds(self, ids):
         return False
 
-    def asleep(self, memory, asleep):
-        """Whether a view hears nothing; one of a file does not unless it is asked to."""
-
     def close(self):
         pass
 
@@ -44,11 +40,6 @@ class OnDisk(Alone):
     def holds(self, ids):
         return any(ids in file.read_bytes() for file in self.path.parent.iterdir())
 
-    def older_copy(self):
-        copy = self.path.with_name("copy")
-        shutil.copy(self.path, copy)
-        return lambda: copy.replace(self.path)
-
 
 class OnServer(Alone):
     def __init__(self, folder, appendonly="no"):
@@ -63,21 +54,6 @@ class OnServer(Alone):
 
     def holds(self, ids):
         return any(ids == fields[b"ids"] for fields in self.process.entries())
-
-    def asleep(self, memory, asleep):
-        if asleep:
-            memory._log._exchange = lambda: 0.01
-        else:
-            del memory._log._exchange
-
-    def older_copy(self):
-        self.process.client.save()
-
-        def bring_back():
-            self.process.kill()
-            self.process.start()
-
-        return bring_back
 
     def close(self):
         self.process.close()

@@ -95,7 +95,7 @@ def test_a_log_whose_directory_is_closed_later(model, plain, folder):
     assert len(memory) == 3
     assert logged(folder / "below" / "log") == []
     run(model, assistant=assistant)
-    assert len(OutputMemory(path=folder / "below" / "log")) == 4
+    assert len(OutputMemory(path=folder / "below" / "log")) == 1
 
 
 def test_a_datastore(model, plain, folder):

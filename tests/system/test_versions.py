@@ -11,8 +11,7 @@ import pytest
 
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.corpus.readers import read_texts
-from hf_retrieval_assist.extensions.ray.cluster import RayExecutor
-from hf_retrieval_assist.extensions.redis.redis_server import RedisServer
+from hf_retrieval_assist.extensions.redis.stream import OutputStream
 from hf_retrieval_assist.system import versions
 
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
@@ -47,9 +46,8 @@ def test_the_package_asks_for_the_same_versions():
 
 
 EXTRAS = {
-    "ray": (lambda: RayExecutor("auto"), r"ray\[data\]"),
     "pydivsufsort": (lambda: Datastore.build([[1]], "store", vocab_size=300), "pydivsufsort"),
-    "redis": (lambda: RedisServer("redis://localhost"), "redis"),
+    "redis": (lambda: OutputStream("redis://localhost", 1), "redis"),
     "datasets": (lambda: [*read_texts(["a.parquet"])], "datasets"),
 }
 

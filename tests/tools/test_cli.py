@@ -222,27 +222,6 @@ def test_every_argument_is_explained_with_its_default(command, capsys):
             assert f"[default: {parameter.default}" in said
 
 
-def test_what_is_kept_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli.cache, "user_cache_directory", lambda: tmp_path)
-    (tmp_path / "linear_tuning.json").write_text("{}")
-    (tmp_path / "cost").mkdir()  # of an earlier version
-    (tmp_path / "cost" / "model.json").write_text("x" * (1 << 20))
-    for name in ("gemma-3", "smollm2-135m", "unpacking-abc"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text("x" * (1 << 20))
-    assert main(["cache", "show"]) == 0
-    shown = capsys.readouterr().out
-    assert "1.00 MiB" in shown
-    assert "3.00 MiB" in shown
-    assert shown.count("MiB") == 2
-    assert main(["cache", "clear"]) == 0
-    assert len(list(tmp_path.iterdir())) == 3
-    assert main(["cache", "clear", "model"]) == 0
-    assert not list(tmp_path.iterdir())
-    assert main(["cache", "clear", "everything"]) == 1
-    assert "expected some of kernels" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -1,7 +1,5 @@
 """`hf-retrieval-assist doctor`: what a bug report needs, and nothing that it must not have."""
 
-import json
-import os
 import platform
 import re
 import tomllib
@@ -36,8 +34,6 @@ def examine(capsys, *arguments):
 
 def test_a_report_has_each_part(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "user_cache_directory", lambda: tmp_path)
-    choices = {"choices": {"one": "kernel", "another": "kernel", "third": "pytorch"}}
-    (tmp_path / "linear_tuning.json").write_text(json.dumps(choices))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -53,9 +49,7 @@ def test_a_report_has_each_part(capsys, tmp_path, monkeypatch):
     assert parts["machine"]["threads"].startswith(f"{torch.get_num_threads()}, of")
     assert {"platform", "CPU", "kernels", "free memory"} <= {*parts["machine"]}
     assert ("CUDA" in parts["machine"]) != torch.cuda.is_available()
-    assert "draft_tree" in " ".join(parts["compiled modules"].values()).split()
     assert parts["paths"]["cache"] == str(tmp_path)
-    assert parts["paths"]["linear_tuning.json"] == "choices: 2 of kernel, 1 of pytorch"
     assert parts["private names of transformers"]["calls are served"] == "yes"
     assert "model" not in parts
 
@@ -91,19 +85,6 @@ def test_names_that_are_gone_are_shown(capsys, monkeypatch):
     monkeypatch.setitem(private_names.GROUPS, "Needed by tests", [gone])
     shown = examine(capsys)["private names of transformers"]["needed by tests"]
     assert shown == "GenerationMixin._nothing() is gone; used for a test"
-
-
-def test_modules_that_need_compiling_are_shown(capsys, tmp_path, monkeypatch):
-    """A source that is newer than its module, and one that was never compiled."""
-    for name in ("draft_tree", "unheard_of"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.pyx").touch()
-        os.utime(tmp_path / name / f"{name}.pyx", (1 << 33, 1 << 33))
-    monkeypatch.setattr(doctor, "_SOURCES", tmp_path)
-    shown = examine(capsys)["compiled modules"]
-    assert shown["older than source"] == "draft_tree"
-    assert shown["not compiled"] == "unheard_of"
-    assert "suffix_tree" in shown["imported"]
 
 
 def test_packages_of_extras_are_looked_for():

@@ -55,52 +55,18 @@ def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(m
     assert "measuring" not in capsys.readouterr().err
 
 
-def suggestion_of(kernels=None, **ratios):
-    """The suggestion from the ratios of each repeat to plain."""
-    plain = Trial(PLAIN, None, Record(), rounds=[[1.0, 3.0]] * 3)
-
-    def trial(name, ratios, make=SamAssistant):
-        rounds = [[1 / ratio, 3 / ratio] for ratio in ratios]
-        return Trial(name, make, Record(), plain, rounds)
-
-    baselines = [plain]
-    if kernels is not None:
-        copies = [1.2 * ratio for ratio in kernels]
-        baselines += [trial(KERNELS, kernels, None), trial(COPIES, copies)]
-    return Suggestion(baselines, [trial(name, found) for name, found in ratios.items()])
-
-
-def test_what_repeats_do_not_tell_apart_is_not_ranked():
-    # Five looks at the same two assistants on a machine with other work.
-    looks = [
-        ([2.0, 2.2, 1.8], [2.1, 2.3, 1.9]),
-        ([2.4, 2.0, 1.9], [2.3, 1.9, 2.0]),
-        ([1.7, 2.0, 2.1], [2.6, 1.9, 2.2]),
-        ([2.0, 2.0, 2.0], [1.9, 2.0, 2.0]),
-        ([1.9, 2.6, 2.1], [2.2, 2.1, 1.8]),
-    ]
-    for first, second in looks:
-        found = suggestion_of(first=first, second=second, slow=[1.1, 1.2, 1.3])
-        assert [trial.name for trial in found.trials] == ["first", "second", "slow"]
-        assert found.advice.startswith("Use first: ")
-        assert found.advice.endswith("These repeats do not tell it from second.")
-
-
-def test_advice_follows_the_figures():
-    good = suggestion_of(bad=[1.0, 1.0, 1.1], **{"good<b>": [2.0, 2.4, 2.2]}, kernels=[1.1] * 3)
-    assert [trial.name for trial in good.trials] == ["good<b>", "bad"]
-    assert good.best.ratio == near(2.4)
-    assert good.advice == (
-        "Use good<b>: 2.40 (2.00 to 2.40) times as fast as plain generate on these prompts, 1.10 "
-        "of it by kernels, 1.20 by copies of weights and repeated forwards and 1.82 by drafts; at "
-        "worst 2.40."
-    )
-    assert "good&lt;b&gt;" in good._repr_html_()
-    assert good.baselines[0].ratio == 1
-    nothing = suggestion_of(bad=[1.0, 0.9, 1.02])
-    assert nothing.advice.startswith("Nothing tried here pays: bad is 1.02 (0.90 to 1.02) times")
-    noisy = suggestion_of(noisy=[0.5, 1.5, 2.5])
-    assert "In some repeats it was slower" in noisy.advice
+def test_figures_are_those_of_each_prompts_quickest_call():
+    plain = Trial(PLAIN, None, Record(), rounds=[[1.0, 4.0], [2.0, 3.0]])
+    mine = Trial("mine", SamAssistant, Record(), plain, [[0.5, 4.0], [1.0, 1.0]], {1})
+    assert plain.ratio == 1
+    assert mine.ratio == near(4 / 1.5)
+    assert mine.ratios == [near(5 / 4.5), near(2.5)]
+    assert mine.worst_ratio == 2
+    assert mine.identical == 1
+    found = Suggestion([plain], [mine])
+    assert found.best is mine
+    figures = "mine 2.67 1.11 to 2.50 2.00 1 of 2"
+    assert " ".join(str(found).splitlines()[-1].split()) == figures
 
 
 def test_wrong_arguments():

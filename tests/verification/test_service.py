@@ -131,11 +131,9 @@ def test_wider_forwards_are_tested_when_they_are_wanted():
     assert choose_service(model, {}, demand=ServiceDemand(width=129)).width == 129
 
 
-@pytest.mark.parametrize("options", [{}, {"output_hidden_states": True}])
-def test_the_verifier_that_serves_is_the_one_that_was_tested(options, monkeypatch):
+def test_the_verifier_that_serves_is_the_one_that_was_tested(monkeypatch):
     made, model = results_of(monkeypatch, Engine, "verifier"), build()
-    returned = {"return_dict_in_generate": True} | options if options else {}
-    run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4), **returned)
+    run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4))
     assert len(set(map(type, made))) == 1
 
 

@@ -125,7 +125,7 @@ def random_rows(seed):
     batch = int(rng.integers(1, 4))
     lengths = rng.integers(4, 14, batch).tolist() if seed % 3 else [9] * batch
     padding = rng.integers(0, 4, batch).tolist() if seed % 2 else [0] * batch
-    # Deeper than every window, as long chains are; and rows at rest.
+    # Deeper than every window, as long chains are; and rows that wait.
     trees = [random_tree(rng, int(rng.integers(0, 12)), int(rng.integers(0, 9))) for _ in lengths]
     return lengths, padding, trees
 

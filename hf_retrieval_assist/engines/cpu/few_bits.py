@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...drafters.base import Among
+from ...drafters.call_view import Among
 from ...policy.acceptance import Calibrator
 from ...system.locks import Lock
 from ...system.log import get_logger

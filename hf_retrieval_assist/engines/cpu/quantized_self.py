@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,14 +17,15 @@ from torch import nn
 from ...draft_models.draft_model import tree_service
 from ...draft_models.rows import proposed
 from ...drafters.base import (
-    Among,
-    BatchSession,
+    Curve,
     Drafter,
-    Feedback,
+    DraftSession,
     FeedbackNeeds,
-    Float64Array,
+    Feedbacks,
     Target,
+    Tokens,
 )
+from ...drafters.call_view import Among
 from ...host.ranks import require_whole
 from ...host.transformers_private import input_device
 from ...policy.acceptance import Calibrator
@@ -181,14 +182,17 @@ class QuantizedSelf(Drafter):
             if not self.optional:
                 raise
             session.idle = True
-        useless = target.own is None or target.extra_memory == 0 or not target.counts_costs
+        call = target.call
+        useless = call.own is None or call.extra_memory == 0 or not call.counts_costs
         session.idle |= self.optional and useless
         return session
 
     @torch.no_grad()
-    def prepare_rows(self, sessions: Sequence[QuantizedSession]) -> None:
+    def prepare(self, sessions: Sequence[QuantizedSession], curve: Curve | None) -> None:
         """Pack the model's weights where they are not yet, and record its forward of one token."""
-        own = sessions[0].target.own
+        for session in sessions:
+            session.curve = curve
+        own = sessions[0].target.call.own
         if own is None or not own.ready or own in self._calls:
             return
         with self._lock:
@@ -209,7 +213,7 @@ class QuantizedSelf(Drafter):
         patience.asked += 1
         if self.optional and missing and patience.asked <= patience.needed:
             return None
-        if self.optional and not may_take(missing, target.extra_memory, held):
+        if self.optional and not may_take(missing, target.call.extra_memory, held):
             self._calls[own] = None
             return None
 
@@ -226,8 +230,8 @@ class QuantizedSelf(Drafter):
         return own.ready and (own not in self._calls or self._calls[own] is not None)
 
     @torch.no_grad()
-    def propose_rows(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
-        own = sessions[0].target.own
+    def propose(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
+        own = sessions[0].target.call.own
         if own is None:
             raise ValueError("QuantizedSelf: expected a call of generate to draft for, got none")
         drafts = [TokenTree.empty()] * len(sessions)
@@ -245,6 +249,19 @@ class QuantizedSelf(Drafter):
                         drafts[i] = chain.tree()
                     return self._calibrated(sessions, proposed(drafts, budgets), given)
         return Forest.of(drafts)
+
+    def commit(
+        self, sessions: Sequence[QuantizedSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            if session.calibrator is not None:
+                session.calibrator.judge([session.calibration], *flattened([token_ids]))
+            session.unread += token_ids
+            if feedback is not None and feedback.top is not None:
+                nodes = feedback.accepted.astype(np.int64)
+                vocab_size = session.target.vocab_size
+                likely, _ = feedback.top.of(nodes, min(CHOICES_SEEN, vocab_size), vocab_size)
+                session.unread += likely.ravel().tolist()
 
     def _calibrated(
         self, sessions: Sequence[QuantizedSession], drafts: Forest, given: _OfCall
@@ -293,7 +310,7 @@ class _OfCall:
 
 
 @dataclass(eq=False)
-class QuantizedSession(BatchSession):
+class QuantizedSession(DraftSession):
     """One text of a call.
 
     Attributes:
@@ -308,33 +325,22 @@ class QuantizedSession(BatchSession):
     target: Target
     unread: list[int]
     calibrator: Calibrator | None = None
-    curve: Callable[[int], Float64Array] | None = None
+    curve: Curve | None = None
     calibration: OpenDrafts = field(default_factory=OpenDrafts)
 
     @property
     def room(self) -> int:
         """Forwards that may be run for a draft."""
-        assert self.target.own is not None
-        deepest = self.target.own.deepest(self.target.row) if self.target.own.ready else 0
+        own, row = self.target.call.own, self.target.call.row
+        assert own is not None
+        deepest = own.deepest(row) if own.ready else 0
         most = self.drafter.max_levels
         return most if deepest is None else min(most, deepest)
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
-        return self.target.own is None or self.drafter.drafts_for(self.target.own)
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        if self.calibrator is not None:
-            self.calibrator.judge([self.calibration], *flattened([token_ids]))
-        self.unread += token_ids
-        if feedback is not None and feedback.top is not None:
-            nodes = feedback.accepted.astype(np.int64)
-            vocab_size = self.target.vocab_size
-            likely, _ = feedback.top.of(nodes, min(CHOICES_SEEN, vocab_size), vocab_size)
-            self.unread += likely.ravel().tolist()
-
-    def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
-        self.curve = curve
+        own = self.target.call.own
+        return own is None or self.drafter.drafts_for(own)
 
 
 class _Chain:
@@ -350,8 +356,9 @@ class _Chain:
     """
 
     def __init__(self, session: QuantizedSession, budget: int) -> None:
-        assert session.target.preview is not None
-        self.session, self.preview = session, session.target.preview
+        preview = session.target.call.preview
+        assert preview is not None
+        self.session, self.preview = session, preview
         self.room, self._budget = session.room, budget
         self.path: list[int] = []
         self.reached, self.ended = 1.0, False
@@ -405,7 +412,7 @@ class _Chains:
         self.certainties: list[float] = []
         self._own, self._given = own, given
         self._known = sessions[0].target.fingerprint, given.weights.bits, len(sessions)
-        self._rows: dict[int, _Chain] = {chain.session.target.row: chain for chain in self.chains}
+        self._rows: dict[int, _Chain] = {one.session.target.call.row: one for one in self.chains}
         self._levels, self._spent = 0, 0.0
         most = sum(CHOICES * chain.room for chain in self.chains)
         curve = sessions[0].curve

@@ -12,7 +12,7 @@ from transformers.generation import logits_process
 
 from ...decoding.quotients import quotient_tokens
 from ...decoding.selection import BLIND, TOUCHING, TokenSelector
-from ...drafters.base import Law
+from ...drafters.call_view import Law
 from ...types.row_text import RowText
 from ...verification.largest import largest
 from ...verification.verified import TopLogits, Verified

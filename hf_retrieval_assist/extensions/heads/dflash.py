@@ -62,7 +62,7 @@ class DFlashDrafter(FeatureDrafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         model = target.require_model("DFlashDrafter")
-        target.require_width("DFlash model", self.model.config.hidden_size)
+        self.require_width("DFlash model", self.model.config.hidden_size, model)
         rows = model.get_input_embeddings().weight.shape[0]
         if not 0 <= self.model.config.mask_token_id < rows:
             raise ValueError(

@@ -68,8 +68,8 @@ class EagleDrafter(FeatureDrafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         config = self.head.config
         target.require_ids("EAGLE head", config.vocab_size - 1)
-        target.require_width("EAGLE head", config.target_width)
-        follower = LayersFollower(self.head, self.limits, config.feature_width, target.graphs)
+        self.require_width("EAGLE head", config.target_width, target.model)
+        follower = LayersFollower(self.head, self.limits, config.feature_width, target.call.graphs)
         return FeatureSession(self, follower, prompt_ids, self.limits.total - 1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...draft_models.growth import EVIDENCE
 from ...draft_models.rows import DraftCache, Group, RowSession, groups, parts, proposed
-from ...drafters.base import Drafter, Feedback
+from ...drafters.base import Drafter, Feedback, Feedbacks, Tokens
 from ...system.lazy import cached_property
 from ...types.token_tree import Forest, Int32Array, TokenTree
 from ...verification.tree_attention import Int64Array
@@ -121,7 +121,7 @@ class Follower(ABC):
 class FeatureSession(RowSession):
     """A text and how far a model has followed it.
 
-    What `commit` brings waits until a draft is wanted, so that a drafter which is only asked now
+    What comes waits until a draft is wanted, so that a drafter which is only asked now
     and then catches up in one forward.
 
     Args:
@@ -153,13 +153,14 @@ class FeatureSession(RowSession):
         current = 0 < self.reached == len(self.tokens) - 1
         return min(budget, self._max_nodes) if current else 0
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        """The text went on with these tokens, of which a forward has shown this."""
         known = len(self.tokens)
         self.tokens.extend(map(int, token_ids))
         after_prefill, self._after_prefill = self._after_prefill, False
         if feedback is None or feedback.hidden_states is None:
             return
-        features = self._checked(feedback.hidden_states)
+        features = feedback.hidden_states
         # A prefill ends with the last token that was known; a step begins with it.
         first = known - len(features) if after_prefill else known - 1
         features = features[: len(self.tokens) - 1 - first]
@@ -188,14 +189,6 @@ class FeatureSession(RowSession):
         super().close()
         self._pending.clear()
 
-    def _checked(self, features: Tensor) -> Tensor:
-        width = self.follower.feature_width
-        if features.ndim != 2 or features.shape[1] != width:
-            raise ValueError(
-                f"feedback.hidden_states: expected [accepted, {width}], got {tuple(features.shape)}"
-            )
-        return features
-
 
 class FeatureDrafter(Drafter):
     """A drafter whose sessions are `FeatureSession`s."""
@@ -203,8 +196,20 @@ class FeatureDrafter(Drafter):
     costly = True
     evidence = EVIDENCE
 
+    @staticmethod
+    def require_width(what: str, hidden_size: int, target: Any) -> None:
+        """ValueError for what was made for another hidden size than the target model's."""
+        if target is None:
+            return
+        width = target.config.get_text_config(decoder=True).hidden_size
+        if width != hidden_size:
+            raise ValueError(
+                f"{what}: expected one for the target's hidden size of {width}, got one for "
+                f"{hidden_size}"
+            )
+
     @torch.no_grad()
-    def propose_rows(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
+    def propose(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
         """One draft for each text, those of a batch together."""
         keeps = [session.wanted(budget) for session, budget in zip(sessions, budgets, strict=True)]
         asked = [session for session, keep in zip(sessions, keeps, strict=True) if keep > 0]
@@ -213,3 +218,9 @@ class FeatureDrafter(Drafter):
             trees = asked[0].follower.draft(group, rows, max(keeps))
             drafts |= {row: trees[row.index] for row in rows}
         return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
+
+    def commit(
+        self, sessions: Sequence[FeatureSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            session.append(token_ids, feedback)

@@ -68,7 +68,7 @@ class MtpDrafter(FeatureDrafter):
         depth = len(layers) - 1 + _RECURSIONS if self.depth is None else self.depth
         width = self.limits.width if layers.takes_trees else 1
         limits = replace(self.limits, width=width, depth=depth)
-        follower = LayersFollower(layers, limits, layers.config.hidden_size, target.graphs)
+        follower = LayersFollower(layers, limits, layers.config.hidden_size, target.call.graphs)
         return FeatureSession(self, follower, prompt_ids, limits.total - 1)
 
 

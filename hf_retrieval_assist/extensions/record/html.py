@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ...policy.policy import DraftingPolicy
-from ...policy.stats import html_table
 from .palette import colours
 from .passages import Passage
 from .pieces import readable, text_pieces
@@ -26,11 +25,6 @@ from .steps import CallRecord, Step
 _MOST_NODES = 48  # a tree's that are shown, besides the accepted ones
 _MOST_STEPS = 300  # a row's that are shown one by one, besides the prefill
 _TOKENS = (1, 2, 4, 8, 16, 32, 64)  # forwards whose cost is shown
-
-_JUDGED = (
-    "A proposed node is judged when the text reaches its parent, whether it was verified or not; "
-    "it is a hit if the text goes on with its token. Nodes proposed anew count anew."
-)
 
 _STYLE = """
 .hfra{font:14px/1.5 system-ui,sans-serif;color:inherit;position:relative;max-width:72em}
@@ -98,16 +92,10 @@ def fragment(record: Any) -> str:
 
 
 def assistant_html(kind: str, policy: DraftingPolicy) -> str:
-    """An assistant's drafters, how their probabilities held, and what forwards cost."""
-    heading = ("drafter", "proposes from", "nodes judged", "hits predicted", "hits")
-    rows = []
-    reliability = policy.stats.reliability.items()
-    for drafter, (name, found) in zip(policy.drafters, reliability, strict=True):
-        figures = (found.trials.sum(), found.predicted.sum(), found.observed.sum())
-        rows.append((name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures)))
+    """What an assistant did, and what forwards cost."""
     title = f"<b>{kind}</b>, budget {policy.planner.budget}"
-    drafters, calls = html_table(heading, rows), policy.stats._repr_html_()
-    return _styled(f"{title}{drafters}<div>{_JUDGED}</div>{calls}{_costs(policy)}")
+    said = "".join(f"<div>{escape(line)}</div>" for line in repr(policy.stats).splitlines())
+    return _styled(f"{title}{said}{_costs(policy)}")
 
 
 def _costs(policy: DraftingPolicy) -> str:
@@ -120,6 +108,13 @@ def _costs(policy: DraftingPolicy) -> str:
         rows.append((kind, *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS)))
     heading = ("ms of a forward over n tokens", *map(str, _TOKENS))
     return html_table(heading, rows) if rows else ""
+
+
+def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts."""
+    lines = [("th", heading), *(("td", row) for row in rows)]
+    shown = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -123,9 +123,14 @@ class Step:
 
 def same_paths(tree: TokenTree, draft: TokenTree) -> list[int]:
     """The node of `draft` at the end of the same path as each node of `tree`, or −1."""
-    # Numbers in the place of probabilities, exact below 2 ** 24.
-    numbered = replace(draft, probs=np.arange(len(draft), dtype=np.float32))
-    return [int(node) for node in numbered.known_probs(tree)]
+    edges = zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
+    places = {edge: node for node, edge in enumerate(edges)}
+    found: list[int] = []
+    for parent, token in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True):
+        above = -1 if parent < 0 else found[parent]
+        lost = parent >= 0 and above < 0
+        found.append(-1 if lost else places.get((above, token), -1))
+    return found
 
 
 @dataclass(eq=False)

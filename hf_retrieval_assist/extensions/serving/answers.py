@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ...drafters.expected import came_out
 from .fields import ChatFields, CompletionFields, Fields, ResponseFields
 from .refusals import RefusedError
 from .written import Call, End, Likely, Piece, Text, Written
@@ -71,9 +72,8 @@ class _Choices(Answer):
         if self.fields.prediction is not None:
             came = left = 0
             for one in self.written:
-                if (expected := one.form.expected) is not None:
-                    expected.follow(one.token_ids)
-                    came, left = came + expected.accepted, left + expected.rejected
+                counts = came_out(one.form.expected, one.token_ids)
+                came, left = came + counts[0], left + counts[1]
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": came,
                 "rejected_prediction_tokens": left,

@@ -21,13 +21,14 @@ import torch
 
 from ...assistants import Assistant
 from ...drafters.base import Target
+from ...drafters.expected import came_out
 from ...drafters.feedback import RowFeedback
 from ...host import transformers_private
-from ...policy.account import DraftedStep
-from ...policy.cost_model import CostModel, CostView
+from ...policy.cost_model import CostView
 from ...policy.cost_store import CostKey, size_bucket
 from ...policy.policy import Ask, AssistantSession, Outcome
-from ...policy.stats import FEWEST_STEPS, CallStats
+from ...policy.stats import CallStats
+from ...policy.step import DraftedStep
 from ...system.log import get_logger
 from ...types.token_tree import Limits, TokenTree
 from ...verification.engine import engine_of
@@ -171,7 +172,6 @@ class RequestDrafts:
         for text in self._texts - kept:
             with self._at_the_cost_of():
                 text.close()
-                text.compare(self._policy.costs.get(self._key))
             self._policy.count(text.counts)
         self._texts &= kept
 
@@ -199,11 +199,7 @@ class RequestDrafts:
             return
         rows, self._uncounted = len(grown), defaultdict(float)
         for state in grown:
-            text = state.text
-            text.counts.count_seconds(**{phase: took / rows for phase, took in spent.items()})
-            if fed is not None:
-                text.plain_steps[rows] += state.kept / rows
-                text.compared_seconds += seconds / rows
+            state.text.counts.count_seconds(**{phase: took / rows for phase, took in spent.items()})
 
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
         """A step failed with drafts of these requests; with none, by the kernels."""
@@ -247,34 +243,26 @@ class _Text:
         chain: that was drafted for a step; None: nothing was to be.
         counts: of its steps. It counts every forward that it had a part in, and of what a step
             took as much as the other requests that got tokens by it.
-        plain_steps: by how many requests were fed together, its share of the steps without drafts
-            that its tokens would have taken.
-        compared_seconds: its share of the time of the steps that these stand against.
+        written: the tokens that it has got.
     """
 
     known: int
     session: AssistantSession | None = None
     chain: TokenTree | None = None
     counts: CallStats = field(default_factory=partial(CallStats, "continuous batching", calls=1))
-    plain_steps: dict[int, float] = field(default_factory=partial(defaultdict, float))
-    compared_seconds: float = 0.0
+    written: list[int] = field(default_factory=list)
 
     def new(self, state: DraftedRequest) -> list[int]:
         """The tokens that it has got since it was last looked at."""
         new = state.generated_tokens[self.known - len(state.initial_tokens) :]
         self.known += len(new)
+        self.written += new
         self.counts.tokens += len(new)
         return new
-
-    def compare(self, cost: CostModel) -> None:
-        """Count what drafts saved it, at the times of steps that `cost` knows."""
-        if self.counts.tokens > FEWEST_STEPS:
-            plain = (steps * cost.seconds(rows) for rows, steps in self.plain_steps.items())
-            self.counts.saved_by_drafts = sum(plain) - self.compared_seconds
 
     def close(self) -> None:
         """Nothing drafts for it from now on."""
         session, self.session = self.session, None
         if session is not None:
-            self.counts.count_expected(session.expected.accepted, session.expected.rejected)
+            self.counts.count_expected(*came_out(session.expected, self.written))
             session.close()

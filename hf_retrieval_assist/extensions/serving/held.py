@@ -10,9 +10,9 @@ import torch
 from transformers import LogitsProcessor
 
 from ...host.chat_templates import rendered_call
-from ..structured.schemas import check_schema
 from .grammars import Form, Grammars
 from .refusals import RefusedError
+from .schemas import check_schema
 from .written import Call
 
 _MARKED = {"\ue000": "\ue001"}  # arguments that no tool has

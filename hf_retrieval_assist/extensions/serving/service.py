@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.utils import Modality
 
-from ...drafters.expected import ExpectedTexts, expected_ids
+from ...drafters.expected import expected_ids
 from ...hook import why_not
 from ...system.log import get_logger
 from .answers import ANSWERS
@@ -301,8 +301,7 @@ class Service:
                 form.tools = _tools(fields)
                 form.single = getattr(fields, "parallel_tool_calls", None) is False
                 form.forced = read
-                if expected is not None:
-                    form.expected = ExpectedTexts([expected])
+                form.expected = () if expected is None else (expected,)
                 job = running.add(form, inputs, own)
                 job.processors = self._processors(fields, len(prompt_ids))
                 if hold is not None:

@@ -20,7 +20,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ...drafters.expected import ExpectedTexts
+from ...types.token_tree import Int32Array
 
 # Parsers are told the tools from 5.23 on.
 _WITH_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
@@ -105,7 +105,7 @@ class Form:
         ignores_ends: whether it goes on behind tokens that end it, whose text it leaves out.
         forced: gives the call that a text spells which was held to be one; None: none was.
         single: whether it ends behind a call.
-        expected: what it is expected to resemble, and how much of that came.
+        expected: int32 [n] each, texts that it is expected to resemble.
     """
 
     tokenizer: Any
@@ -121,7 +121,7 @@ class Form:
     single: bool = False
     least: int = 0
     ignores_ends: bool = False
-    expected: ExpectedTexts | None = None
+    expected: Sequence[Int32Array] = ()
 
     @property
     def may_end(self) -> bool:

@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from ...drafters.base import Drafter, DraftSession, Feedback, Target
+from ...drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 from ...structures import draft_tree
 from ...types.evidence import EvidenceClasses
 from ...types.token_tree import TokenTree
@@ -62,31 +62,42 @@ class GrammarDrafter(Drafter):
     """Drafts from the constraint that it finds among the call's logits processors, or forms."""
 
     name = "grammar"
-    certain = True
     evidence = _EVIDENCE
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         forms = None
         if target.forms is not None:
-            forms = FormSession(target.forms, prompt_ids, target.vocab_size)
-        return GrammarSession(constraint_of(target.processors, target.row), forms)
+            forms = FormText(target.forms, prompt_ids, target.vocab_size)
+        return GrammarSession(constraint_of(target.call.processors, target.call.row), forms)
+
+    def propose(
+        self, sessions: Sequence[GrammarSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        return [session.draft(most) for session, most in zip(sessions, budgets, strict=True)]
+
+    def commit(
+        self, sessions: Sequence[GrammarSession], tokens: Tokens, feedbacks: Feedbacks
+    ) -> None:
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.append(token_ids)
 
 
 class GrammarSession(DraftSession):
     """One text, and its grammar's state; no state where there is no grammar."""
 
-    def __init__(self, constraint: Constraint | None, forms: FormSession | None = None):
+    def __init__(self, constraint: Constraint | None, forms: FormText | None = None):
         self._constraint = constraint
         self._forms = forms
         self.idle = constraint is None and forms is None
         # What is known to follow, so that no mask is computed twice.
         self._forced: list[list[int]] = []
 
-    def propose(self, budget: int) -> TokenTree:
-        tree = self._propose_forced(budget)
-        return self._forms.propose(budget) if self._forms and not len(tree) else tree
+    def draft(self, budget: int) -> TokenTree:
+        """What is forced, or else what forms print; `budget` nodes at most."""
+        tree = self._forced_tree(budget)
+        return self._forms.draft(budget) if self._forms and not len(tree) else tree
 
-    def _propose_forced(self, budget: int) -> TokenTree:
+    def _forced_tree(self, budget: int) -> TokenTree:
         if self._constraint is None:
             return TokenTree.empty()
         budget = min(budget, self._constraint.deepest)
@@ -113,9 +124,10 @@ class GrammarSession(DraftSession):
     def restrict(self, tree: TokenTree) -> TokenTree:
         return tree if self._constraint is None else self._constraint.prune(tree)
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
+        """The text went on with these tokens."""
         if self._forms is not None:
-            self._forms.commit(token_ids, feedback)
+            self._forms.append(token_ids)
         came = list(token_ids)
         known = [cuts[0] for cuts in self._forced[: len(came)]] == came
         self._forced = self._forced[len(came) :] if known else []
@@ -124,7 +136,7 @@ class GrammarSession(DraftSession):
             self._constraint = None
 
 
-class FormSession(DraftSession):
+class FormText:
     """One text, and how much of which form it ends with."""
 
     def __init__(self, forms: Forms, prompt_ids: NDArray[np.int32], vocab_size: int) -> None:
@@ -136,9 +148,10 @@ class FormSession(DraftSession):
         # How much of each part, by form and number, the text ends with.
         self._met: dict[tuple[int, int], int] = {}
         # A prompt may end with the beginning of the output.
-        self.commit(prompt_ids[-_PROMPT:].tolist(), None)
+        self.append(prompt_ids[-_PROMPT:].tolist())
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
+        """The text went on with these tokens."""
         for token in token_ids:
             self._unread += (token,)
             text = self._forms.text_of(self._unread)
@@ -175,7 +188,8 @@ class FormSession(DraftSession):
                 if number == due or len(parts[number]) >= _TELLING:
                     yield form, number
 
-    def propose(self, budget: int) -> TokenTree:
+    def draft(self, budget: int) -> TokenTree:
+        """What the forms print next; `budget` nodes at most."""
         paths = []
         for kind, text in sorted(self._continuations(), key=lambda found: found[0]):
             ids = self._forms.ids_of(text)[:budget]

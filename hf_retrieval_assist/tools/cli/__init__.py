@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from ... import __version__
-from . import cache, datastore, doctor, models, serve
+from . import datastore, doctor, models, serve
 
 PROGRAM = "hf-retrieval-assist"
 
@@ -30,7 +30,7 @@ def _program(
 
 
 app = typer.Typer(callback=_program, add_completion=False, rich_markup_mode=None)
-for _command in (*datastore.COMMANDS, *models.COMMANDS, cache.cache, doctor.doctor, serve.serve):
+for _command in (*datastore.COMMANDS, *models.COMMANDS, doctor.doctor, serve.serve):
     app.command()(_command)
 
 

@@ -32,12 +32,6 @@ _TOKENIZER = Option(..., help="folder or Hub id of a transformers tokenizer")
 _VOCAB_SIZE = Option(
     None, help="rows of the model's output layer (default: from the tokenizer's folder)"
 )
-_RAY = Option(
-    None,
-    metavar="ADDRESS",
-    help="tokenise and sort on a Ray cluster whose machines all see these paths: auto, local, or "
-    "host:port",
-)
 
 
 def _end(*_: object) -> NoReturn:
@@ -56,7 +50,6 @@ def build(
     field: str = Option("text", help="column with the text"),
     split: str = Option("train", help="split of a data set"),
     vocab_size: int | None = _VOCAB_SIZE,
-    ray: str | None = _RAY,
     append: bool = Option(False, "--append", help="add to an existing datastore"),
     overwrite: bool = Option(False, "--overwrite", help="replace an existing datastore"),
 ) -> None:
@@ -69,11 +62,6 @@ def build(
     texts = read_texts(sources, field, split)
     options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
     documents: Iterable[NamedIds] = encoder.encode_stream(texts)
-    if ray is not None:
-        from ...extensions.ray.cluster import RayExecutor
-
-        cluster = options["executor"] = RayExecutor(ray)
-        documents = cluster.encode_stream(tokenizer, texts)
     began = time.perf_counter()
     before = Datastore.open(path, encoder.tokenizer) if append else None
     if before is not None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,22 +15,20 @@ from typer import Argument
 from ... import __version__
 from ...host import private_names
 from ...plugins import paths
-from ...system.files import read_kept, user_cache_directory
+from ...system.files import user_cache_directory
 from ...system.memory import free_memory
 from ...verification.service import choose_service
 from ...verification.tiers import Tier
 from .models import DEVICE, DTYPE, model_on
 
 _PACKAGE = Path(__file__).parents[2]
-_SOURCES = _PACKAGE.parent / "cython_ext"
-_SUFFIX = EXTENSION_SUFFIXES[0]
 
 # What the package builds on, and what a model or a call may bring that it meets.
 _BUILT_ON = ("transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece")
 _MET = (
     *("accelerate", "bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance"),
     *("lm-eval", "openai", "optimum-quanto", "outlines", "peft", "prometheus-client", "pyarrow"),
-    *("pydivsufsort", "ray", "redis", "torchao", "triton", "trl", "uvicorn", "vllm", "xgrammar"),
+    *("pydivsufsort", "redis", "torchao", "triton", "trl", "uvicorn", "xgrammar"),
 )
 
 Facts = Iterator[tuple[str, Any]]
@@ -52,7 +47,6 @@ def doctor(
     parts = {
         "versions": _versions(),
         "machine": _machine(),
-        "compiled modules": _compiled_modules(),
         "paths": _paths(),
         "private names of transformers": _private_names(),
     }
@@ -105,38 +99,9 @@ def _cpu() -> Facts:
     yield "kernels", served
 
 
-def _compiled_modules() -> Facts:
-    """Their names by their state; that of sources is known in a source tree alone."""
-    built = {path.name.partition(".")[0]: path for path in _PACKAGE.rglob(f"*{_SUFFIX}")}
-    sources = {path.stem: path for path in _SOURCES.glob("*/*.pyx")}
-    states = defaultdict(list)
-    for name in sorted({*built, *sources}):
-        states[_state(built.get(name), sources.get(name))].append(name)
-    for state, names in states.items():
-        yield state, " ".join(names)
-
-
-def _state(module: Path | None, source: Path | None) -> str:
-    if module is None:
-        return "not compiled"
-    folder = ".".join(module.parent.relative_to(_PACKAGE.parent).parts)
-    try:
-        import_module(f"{folder}.{module.name.partition('.')[0]}")
-    except ImportError as error:
-        return f"broken: {error}"
-    parts = source.parent.iterdir() if source else ()
-    made = module.stat().st_mtime
-    return "older than source" if any(x.stat().st_mtime > made for x in parts) else "imported"
-
-
 def _paths() -> Facts:
     yield "package", _PACKAGE
-    folder = user_cache_directory()
-    yield "cache", folder or "none; nothing is kept"
-    for file in sorted(folder.glob("*_tuning.json")) if folder else ():
-        chosen = read_kept(file, "what was fastest", lambda kept: Counter(kept["choices"].values()))
-        counts = ", ".join(f"{count} of {name}" for name, count in (chosen or {}).items())
-        yield file.name, f"choices: {counts or 'none'}"
+    yield "cache", user_cache_directory() or "none; nothing is kept"
 
 
 def _private_names() -> Facts:

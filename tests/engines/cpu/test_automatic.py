@@ -44,7 +44,7 @@ def at_once(monkeypatch):
 def drafted(monkeypatch):
     """Nodes of each draft."""
     return results_of(
-        *(monkeypatch, QuantizedSelf, "propose_rows"), lambda drafts, *_: len(drafts.token_ids)
+        *(monkeypatch, QuantizedSelf, "propose"), lambda drafts, *_: len(drafts.token_ids)
     )
 
 

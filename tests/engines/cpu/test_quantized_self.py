@@ -25,6 +25,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
 from tests.support.products import kernels_serving
 from tests.support.quick import cases, crossed
@@ -139,7 +140,7 @@ def test_drafts_are_in_few_bits_without_other_kernels(bits, kind, monkeypatch):
 def test_a_compiled_level_drafts_what_a_forward_would(name, sampling, compiled, monkeypatch):
     options = {"max_new_tokens": NEW} | SAMPLINGS[sampling]
     trees = results_of(
-        *(monkeypatch, QuantizedSelf, "propose_rows"),
+        *(monkeypatch, QuantizedSelf, "propose"),
         lambda drafts, *_: (drafts[0].token_ids.tolist(), drafts[0].parents.tolist()),
     )
     run(made(name), assistant=assistant(), **options)
@@ -170,7 +171,7 @@ def test_the_first_rows_of_a_large_output_layer_and_those_of_texts_are_enough(
 @pytest.mark.parametrize("rows", [1, 2])
 def test_no_draft_has_more_nodes_than_it_may(rows, monkeypatch):
     sizes = results_of(
-        *(monkeypatch, QuantizedSelf, "propose_rows"), lambda drafts, *_: max(drafts.sizes)
+        *(monkeypatch, QuantizedSelf, "propose"), lambda drafts, *_: max(drafts.sizes)
     )
     same(build(head_dim=16), PROMPT.repeat(rows, 1), Assistant([QuantizedSelf()], budget=2))
     assert max(sizes) == 2
@@ -192,7 +193,7 @@ def test_a_forward_that_cannot_be_recorded_is_fed_for_it_in_few_calls(name, monk
     model, mask = build(name, head_dim=16), torch.ones_like(PROMPT)
     mask[0, :5] = name == "Llama4ForCausalLM"
     levels = results_of(monkeypatch, TargetForwards, "feed", lambda *_: 1)
-    verified = results_of(monkeypatch, QuantizedSelf, "propose_rows", lambda *_: 1)
+    verified = results_of(monkeypatch, QuantizedSelf, "propose", lambda *_: 1)
     for _ in range(4):
         levels.clear()
         verified.clear()
@@ -417,7 +418,7 @@ def test_what_it_cannot_do_is_one_error(llama):
     ):
         with pytest.raises(ValueError, match=message):
             QuantizedSelf().start(ids, Target(VOCAB, model=model))
-    session = QuantizedSelf().start(ids, Target(VOCAB, model=llama))
+    session = OneText(QuantizedSelf(), ids, Target(VOCAB, model=llama))
     with pytest.raises(ValueError, match="expected a call of generate"):
         session.propose(4)
     forwards = TargetForwards()
@@ -429,16 +430,16 @@ def test_what_it_cannot_do_is_one_error(llama):
 def depths(monkeypatch):
     """Each step's draft's, where a verification of any width takes 10 ms."""
     found = []
-    original = QuantizedSelf.propose_rows
+    original = QuantizedSelf.propose
 
     def propose(drafter, sessions, budgets):
         for session in sessions:
-            session.see_cost(lambda n: np.full(n, 0.01))
+            session.curve = lambda n: np.full(n, 0.01)
         drafts = original(drafter, sessions, budgets)
         found.append(int(drafts[0].depths.max(initial=0)))
         return drafts
 
-    monkeypatch.setattr(QuantizedSelf, "propose_rows", propose)
+    monkeypatch.setattr(QuantizedSelf, "propose", propose)
     return found
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
-from hf_retrieval_assist import SamAssistant, reroute
-from hf_retrieval_assist.policy.account import Account
+from hf_retrieval_assist import reroute
 from tests.support.lossless import build, equal, knowing, run
 from tests.support.products import kernels_serving
 from tests.support.quick import cases, crossed
@@ -64,15 +63,3 @@ def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_
     assisted = run(model, **options, assistant=assistant)
     assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
     assert_same_bits(plain, assisted)
-
-
-def test_bfloat16_logits_of_a_call_at_rest_are_those_of_drafted_ones(monkeypatch):
-    """Whatever kernels would be faster there."""
-    model = build(Gemma3ForCausalLM, head_dim=16).to(torch.bfloat16)
-    drafted = run(model, **WITH_LOGITS, assistant=SamAssistant(budget=8))
-    monkeypatch.setattr(Account, "rests", lambda self: True)
-    monkeypatch.setattr(Account, "reroutes", lambda self: False)
-    assistant = SamAssistant()
-    rested = run(model, **WITH_LOGITS, assistant=assistant)
-    assert assistant.stats.last.tier == "at rest"
-    assert_same_bits(drafted, rested)

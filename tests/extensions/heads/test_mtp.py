@@ -20,6 +20,7 @@ from tests.support.feature_following import TEXT, chains_of, features_of, seen
 from tests.support.heads import assisted
 from tests.support.lossless import PHRASE, build, knowing, run, same
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
+from tests.support.one_text import OneText
 from tests.support.parts import since
 from tests.support.plain_layers import PlainLayers
 from tests.support.quick import cases, crossed
@@ -82,7 +83,7 @@ def reference_logits(layers, features, text, path):
 
 
 def draft_at_once(model, text, **sizes):
-    session = MtpDrafter(**sizes).start(np.array(text[:-1], np.int32), Target(VOCAB, model=model))
+    session = OneText(MtpDrafter(**sizes), text[:-1], Target(VOCAB, model=model))
     session.commit(text[-1:], seen(features_of(model, text=text)[: len(text) - 1]))
     return session.propose(100)
 

@@ -271,14 +271,14 @@ def test_a_page_reads_as_text_without_its_style_sheet_and_attributes(recorded, m
     assert "the sources of its tokens, the first 1 forwards" in short
 
 
-def test_assistants_show_their_drafters_and_what_forwards_cost(recorded):
+def test_assistants_show_what_they_did_and_what_forwards_cost(recorded):
     assert "ms of a forward" not in SamAssistant()._repr_html_()
     assistant = recorded[2]
     (key, cost), *_ = assistant.costs.timed().items()
     shown = assistant._repr_html_()
     text = "".join(Page(shown).text)
     assert "SamAssistant" in text
-    assert "text, memory, corpus" in text
+    assert assistant.stats.last.summary in text
     kind = f"{key.dtype}, {key.batch_size} x {key.cache_length}"
     assert f"{kind} tokens in the cache" in shown
     for tokens in (1, 2, 4, 8, 16, 32, 64):

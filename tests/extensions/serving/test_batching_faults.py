@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
-from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu.engine import CpuEngine
 from hf_retrieval_assist.extensions.serving import drafts as batching
 from tests.support.batching import (
@@ -35,6 +35,7 @@ from tests.support.batching import (
 )
 from tests.support.lossless import build
 from tests.support.memories import wait_until
+from tests.support.scripted import Scripted
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import calls_of
 
@@ -166,25 +167,42 @@ def test_assistants_of_requests_that_never_began_are_let_go(llama, monkeypatch):
 
 
 # Where a drafter may fail.
-PLACES = ("start", "propose", "commit", "close", "restrict", "see_cost")
+PLACES = ("start", "prepare", "propose", "commit", "close", "restrict")
 
 
-class Faulty(Drafter):
+class Faulty(Scripted):
     """Fails at one place: in texts whose prompt has a token; None: in all."""
 
     name, costly = "faulty", True
 
     def __init__(self, place, prompt_token=None):
+        super().__init__(*guess(4).functions)
         self.place, self.prompt_token, self.faults = place, prompt_token, 0
 
     def start(self, prompt_ids, target):
-        session = guess(4).start(prompt_ids, target)
-        if self.prompt_token in (None, *prompt_ids.tolist()):
-            if self.place == "start":
-                self.fail()
+        session = super().start(prompt_ids, target)
+        session.fails = self.prompt_token in (None, *prompt_ids.tolist())
+        self.reach("start", session)
+        if session.fails and self.place in ("close", "restrict"):
             # Whether a session restricts is told by its class.
             session.__class__ = type("Faulty", (type(session),), {self.place: self.fail})
         return session
+
+    def prepare(self, sessions, curve):
+        self.reach("prepare", *sessions)
+
+    def propose(self, sessions, budgets):
+        self.reach("propose", *sessions)
+        return super().propose(sessions, budgets)
+
+    def commit(self, sessions, tokens, feedbacks):
+        self.reach("commit", *sessions)
+        super().commit(sessions, tokens, feedbacks)
+
+    def reach(self, place, *sessions):
+        """Fail here, if it is the place, for texts of which one fails."""
+        if place == self.place and any(session.fails for session in sessions):
+            self.fail()
 
     def fail(self, *_):
         self.faults += 1

@@ -92,7 +92,6 @@ def test_windows_that_go_round(name, attention, budget, changes):
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_requests_share_the_time_of_steps(llama, count):
-    """Those of a few tokens do not tell what drafts saved."""
     inputs, plain, assistant = half_known(llama, count, costs=FixedCosts(lambda n: 9.0))
     begun = time.perf_counter()
     assert run(llama, inputs, assistant=assistant) == plain
@@ -104,13 +103,7 @@ def test_requests_share_the_time_of_steps(llama, count):
     assert 0 < whole < elapsed
     assert sum(seconds.values()) == near(whole)
     assert min(seconds[phase] for phase in ("prefill", "draft", "forward")) > 0
-    # Steps without drafts take nine seconds, and bring one token to each request.
-    least = 9 * (LENGTH - 1) - whole if count == 1 else 0
-    assert least < total.saved_by_drafts < 9 * count * (LENGTH - 1)
-    assert "times as fast as steps without drafts" in total.summary
-    saved = total.saved_by_drafts
     run(llama, inputs, greedy(max_new_tokens=4), assistant=assistant)
-    assert total.saved_by_drafts == saved
     assert assistant.stats.last.seconds["total"] > 0
     assert "fast" not in assistant.stats.last.summary
 
@@ -283,7 +276,7 @@ def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch)
 def never(commit=lambda *_: None, **attributes):
     """A drafter of a token that no text has, and its budgets."""
     asked, tree = [], TokenTree.build([66], [-1], [0.9])
-    attributes |= {"name": "never", "defers": False}
+    attributes |= {"name": "never"}
     return Scripted(lambda budget: asked.append(budget) or tree, commit, **attributes), asked
 
 

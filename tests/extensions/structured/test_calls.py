@@ -212,8 +212,8 @@ def test_the_mask_of_a_node_is_computed_once(monkeypatch):
     masks = calls_of(monkeypatch, xgrammar.GrammarMatcher, "fill_next_token_bitmask")
     session = GrammarSession(constraint_of([xgrammar_processor({"const": "x" * 20})], 0))
     for _ in range(18):
-        tree = session.propose(4)
+        tree = session.draft(4)
         assert session.restrict(tree) is tree
-        session.commit(tree.token_ids[:1].tolist(), None)
+        session.append(tree.token_ids[:1].tolist())
     assert len(tree) == 4
     assert len(masks) == 18 + 3

@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.simulation import simulate
 from benchmarks.tool_calls import CALLS, FORMATS, TOOLS, recorded
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.extensions.structured.forms import Form, Forms, schema_forms, tool_forms
-from hf_retrieval_assist.extensions.structured.grammar import FormSession
+from hf_retrieval_assist.extensions.structured.grammar import FormText
 from hf_retrieval_assist.papers import SamDecoding
-from hf_retrieval_assist.simulation import simulate
 from tests.support.byte_model import byte_tokenizer
 from tests.support.memories import remembering
 
@@ -63,9 +63,9 @@ def drafts_behind(forms, text, budget=64, vocab_size=256):
     """The texts of the paths that are drafted."""
     ids = encoded(forms._tokenizer, text)
     # What the prompt ends with counts as well.
-    session = FormSession(forms, np.array(ids[:2], np.int32), vocab_size)
-    session.commit(ids[2:], None)
-    tree = session.propose(budget)
+    session = FormText(forms, np.array(ids[:2], np.int32), vocab_size)
+    session.append(ids[2:])
+    tree = session.draft(budget)
     assert tree.fault(1 << 30, 1 << 30) is None
     assert tree.fault(vocab_size, 36) is None
     leaves = set(range(len(tree))) - set(tree.parents.tolist())

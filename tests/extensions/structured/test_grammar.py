@@ -6,11 +6,13 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
-from hf_retrieval_assist.drafters.base import DraftSession, Target
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.call_view import CallView
 from hf_retrieval_assist.extensions.structured import grammar
 from hf_retrieval_assist.extensions.structured.constraint import DEEPEST, Constraint
 from hf_retrieval_assist.policy.policy import Ask, Outcome
 from tests.support.lossless import PROMPT, run
+from tests.support.one_text import OneText
 from tests.support.quick import cases, crossed
 
 # A record of two fields, each of one to three free tokens; 0 ends the text.
@@ -125,11 +127,11 @@ def test_keys_are_drafted_and_outputs_are_plains(llama, known, options, rows):
         check(llama, assistant, ids=PROMPT.repeat(rows, 1), **options)
 
 
-CONSTRAINED = Target(vocab_size=67, processors=(RecordProcessor(),))
+CONSTRAINED = Target(vocab_size=67, call=CallView(processors=(RecordProcessor(),)))
 
 
 def started():
-    return grammar.GrammarDrafter().start(np.array([1], np.int32), CONSTRAINED)
+    return OneText(grammar.GrammarDrafter(), [1], CONSTRAINED)
 
 
 def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
@@ -174,38 +176,38 @@ class Spelling(Constraint):
 
 def test_a_forced_text_may_be_cut_otherwise():
     session = grammar.GrammarSession(Spelling())
-    tree = session.propose(8)
+    tree = session.draft(8)
     assert tree.token_ids.tolist() == [123, 12, 1, 4]
     assert tree.parents.tolist() == [-1, -1, -1, 0]
     assert len(set(tree.classes.tolist())) == 4
     assert tree.fault(1 << 30, 1 << 30) is None
-    assert session.propose(2).token_ids.tolist() == [123, 4]
-    session.commit([12], None)
-    tree = session.propose(8)
+    assert session.draft(2).token_ids.tolist() == [123, 4]
+    session.append([12])
+    tree = session.draft(8)
     assert tree.token_ids.tolist() == [34, 3]
-    session.commit([34], None)
-    assert not len(session.propose(8))
+    session.append([34])
+    assert not len(session.draft(8))
 
 
-class Form(DraftSession):
+class Form:
     """Expects 1, 2, 3, ... whatever came."""
 
     def __init__(self):
         self.came = []
 
-    def propose(self, budget):
+    def draft(self, budget):
         return TokenTree.chain([1, 2, 3][:budget], [0.9, 0.8, 0.7])
 
-    def commit(self, token_ids, feedback):
+    def append(self, token_ids):
         self.came += token_ids
 
 
 def test_forms_are_drafted_where_nothing_is_forced():
     form = Form()
     session = grammar.GrammarSession(Spelling(), form)
-    assert session.propose(3).token_ids.tolist() == [123, 12, 4]
-    session.commit([123, 4], None)
-    assert session.propose(3).token_ids.tolist() == [1, 2, 3]
+    assert session.draft(3).token_ids.tolist() == [123, 12, 4]
+    session.append([123, 4])
+    assert session.draft(3).token_ids.tolist() == [1, 2, 3]
     assert form.came == [123, 4]
 
 
@@ -238,10 +240,10 @@ def test_no_deeper_draft_than_a_matcher_can_take_back(budget):
     constraint = LongText()
     session = grammar.GrammarSession(constraint)
     for start in (0, 300):
-        tree = session.propose(budget)
+        tree = session.draft(budget)
         assert tree.token_ids.tolist() == [(start + n) % 60 for n in range(DEEPEST)]
         assert session.restrict(tree) is tree
-        session.commit(tree.token_ids[:300].tolist(), None)
+        session.append(tree.token_ids[:300].tolist())
     deeper = TokenTree.chain([n % 60 for n in range(budget)], [1.0] * budget)
     assert len(session.restrict(deeper)) == DEEPEST
     assert constraint.length == 600
@@ -250,12 +252,12 @@ def test_no_deeper_draft_than_a_matcher_can_take_back(budget):
 def test_what_is_forced_is_looked_for_once():
     constraint = RecordConstraint()
     session = grammar.GrammarSession(constraint)
-    assert session.propose(2).token_ids.tolist() == [50, 51]
-    session.commit([50], None)
-    assert session.propose(1).token_ids.tolist() == [51]
-    assert session.propose(2).token_ids.tolist() == [51, 52]
-    session.commit([51, 52], None)
-    assert session.propose(1).token_ids.tolist() == [53]
+    assert session.draft(2).token_ids.tolist() == [50, 51]
+    session.append([50])
+    assert session.draft(1).token_ids.tolist() == [51]
+    assert session.draft(2).token_ids.tolist() == [51, 52]
+    session.append([51, 52])
+    assert session.draft(1).token_ids.tolist() == [53]
     assert len(constraint.looked_at) == len(set(constraint.looked_at)) == 4
 
 

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
+from benchmarks.simulation import simulate
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
-from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.simulation import SimulationReport, simulate
+from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
 from tests.support.memories import remembering, rollouts
 from tests.support.rounding import near
 
 TEXT = list(range(1, 11))
-TARGET = Target(vocab_size=1000)
 # An output that repeats its prompt: after the first token the rest is one chain.
 COPY = (TEXT, TEXT)
 
@@ -67,19 +66,6 @@ def test_the_planner_follows_the_cost():
     assert "9.00x" in str(flat)
 
 
-def test_figures_of_a_report():
-    spent = {"draft_seconds": 8e-6, "update_seconds": 5e-6, "cost": 5.0, "plain_forwards": 10}
-    report = SimulationReport(steps=4, tokens=10, nodes=12, **spent)
-    assert (report.draft_us, report.update_us_per_token) == near((2, 0.5))
-    assert (report.speedup, report.mean_accepted_tokens, report.nodes_per_step) == (2, 2.5, 3)
-    report = simulate(sam(), [COPY])
-    assert report.draft_us > 0
-    assert report.cost is report.speedup is None
-    assert str(report).startswith("9.00 tokens/step, 8.0 nodes/step, draft ")
-    assert str(report).endswith("us/token (9 tokens in 1 steps)")
-    assert counts(simulate(Assistant([]), [COPY])) == (9, 9, 0)
-
-
 @pytest.mark.parametrize("make", [lambda: remembering(fallback=None), rollouts])
 def test_later_requests_profit_from_earlier_ones(make):
     requests, assistant = [([1, 2, 3], list(range(20, 60)))], make()
@@ -88,6 +74,16 @@ def test_later_requests_profit_from_earlier_ones(make):
     assert second.tokens == 39
     assert second.steps < 8
     assert simulate(make(), requests * 2).steps == first.steps + second.steps
+
+
+def test_of_logits_it_is_shown_which_token_came():
+    """A text that is new goes on as an earlier one, in rows of other lengths."""
+    output = list(range(20, 60))
+    requests = [([1], output), ([2], [3, 4, 5]), ([3], [9, *output]), ([4], output)]
+    for batch_size in (1, 2):
+        assistant = Assistant([LogitNgramDrafter()], budget=8)
+        assert simulate(assistant, requests[:2], batch_size=batch_size).nodes == 0
+        assert simulate(assistant, requests[2:], batch_size=batch_size).forwards < 39
 
 
 def test_what_it_learns_is_kept_from_real_models():
@@ -99,60 +95,15 @@ def test_what_it_learns_is_kept_from_real_models():
     assert memory.tree("model") is None
 
 
-OUTSIDE = [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1])]
-
-
-@pytest.mark.parametrize(
-    ("request_", "options", "error", "said"),
-    [
-        *((one, {}, ValueError, "requests: expected ids from 0 to 4, got") for one in OUTSIDE),
-        (([[1, 2]], [3]), {}, ValueError, "requests: expected a flat sequence of ids, got"),
-        (([1.5], [2]), {}, TypeError, "requests: expected integer ids, got float64"),
-        (([1], [2]), {"corpus": [[9]]}, ValueError, "corpus: "),
-    ],
-)
-def test_refuses_what_is_no_id_of_the_vocabulary(request_, options, error, said):
-    with pytest.raises(error, match=f"^{said}"):
-        simulate(sam(**options), [request_], vocab_size=5)
-    with pytest.raises(ValueError, match=r"^batch_size: expected at least 1"):
-        simulate(sam(), [COPY], batch_size=0)
-
-
-@pytest.mark.parametrize(
-    ("packed", "cost"),
-    [
-        # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
-        (False, (1 + 0.5 * 9) / 1.5 + 1),
-        # 9 tokens and 1, then 1 alone; plain decoding feeds both rows nine times.
-        (True, (1 + 0.5 * 10) / 2 + (1 + 0.5 * 1) / 2),
-    ],
-)
-def test_rows_of_a_batch_go_in_lockstep(packed, cost):
+def test_rows_of_a_batch_go_in_lockstep():
     # Alone: one forward over 8 nodes for 9 tokens, and two forwards without a draft.
     requests = [COPY, (list(range(60, 70)), [80, 81, 82])]
-    price = {"cost": lambda n: 1 + 0.5 * n, "packed": packed}
-    report = simulate(sam(budget=8), requests, batch_size=2, **price)
+    report = simulate(sam(budget=8), requests, batch_size=2, cost=lambda n: 1 + 0.5 * n)
     assert counts(report) == (1 + 2, 9 + 2, 8)
-    assert report.forwards == 2
-    assert report.plain_forwards == 9
-    assert report.cost == near(cost)
+    assert (report.forwards, report.plain_forwards) == (2, 9)
+    # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
+    assert report.cost == near((1 + 0.5 * 9) / 1.5 + 1)
     assert report.speedup == near(9 / report.cost)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 50])
-def test_batches_replay_everything(batch_size):
-    rng = np.random.default_rng(0)
-    requests = [
-        (rng.integers(0, 9, 5).tolist(), rng.integers(0, 3, rng.integers(0, 30)).tolist())
-        for _ in range(20)
-    ]
-    report = simulate(sam(), requests, batch_size=batch_size)
-    assert report.tokens == sum(max(len(output) - 1, 0) for _, output in requests)
-    assert report.forwards <= report.steps <= batch_size * report.forwards
-    assert report.plain_forwards == sum(
-        max(max(len(output) - 1, 0) for _, output in requests[i : i + batch_size])
-        for i in range(0, 20, batch_size)
-    )
 
 
 def test_rows_of_a_batch_draft_from_one_another():

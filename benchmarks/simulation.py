@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -11,14 +11,16 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from .assistants import Assistant
-from .drafters.base import Target
-from .policy.account import Account
-from .policy.cost_model import CostModel, CostView
-from .policy.cost_store import CostKey
-from .policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
-from .system.arguments import require_at_least
-from .types.token_tree import Ids, Limits, TokenTree, checked_ids
+from hf_retrieval_assist.assistants import Assistant
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.feedback import RowFeedback
+from hf_retrieval_assist.policy.account import Account
+from hf_retrieval_assist.policy.cost_model import CostModel
+from hf_retrieval_assist.policy.cost_store import CostKey
+from hf_retrieval_assist.policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
+from hf_retrieval_assist.system.arguments import require_at_least
+from hf_retrieval_assist.types.token_tree import Ids, Limits, TokenTree, checked_ids
+from hf_retrieval_assist.verification.verified import TopLogits
 
 
 @dataclass
@@ -82,26 +84,23 @@ def simulate(
     assistant: Assistant,
     requests: Iterable[tuple[Ids, Ids]],
     cost: Callable[[int], float] | None = None,
-    vocab_size: int = 2**31 - 1,
+    vocab_size: int = 1 << 20,
     batch_size: int = 1,
-    packed: bool = False,
 ) -> SimulationReport:
     """Replay requests in order, as if a model had produced exactly the recorded outputs.
 
     As in `generate`, an output's first token comes from the prefill and belongs to no step. Outputs
-    are learnt from as they are replayed, by assistants that learn; there are no logits to learn
-    from.
+    are learnt from as they are replayed, by assistants that learn. Of the logits it is known which
+    token came: drafters that learn from them are shown that alone.
 
     Args:
-        assistant: its statistics are not touched, but what it learns stays.
+        assistant: its figures of calls are not touched, but what it learns stays.
         requests: (prompt ids, output ids) pairs.
         cost: n -> relative time of a forward over n tokens per row; the planner then works with it
             and the report tells the speedup.
         vocab_size: of the recorded ids.
         batch_size: requests that are replayed side by side as the rows of one batch, every forward
             of which is as wide as its widest row and which ends with its longest output.
-        packed: instead, rows stand behind one another and leave when they have ended, and `cost`
-            counts the tokens of all of them; plain decoding feeds every row until the last ends.
 
     Raises:
         ValueError: an id outside the vocabulary, or a batch without rows.
@@ -120,7 +119,7 @@ def simulate(
             for request in batch:
                 prompt, output = (checked_ids("requests", ids, vocab_size) for ids in request)
                 rows.append(_Row(policy.start(prompt, target), output))
-            _replay(policy, rows, model, report, packed, account)
+            _replay(policy, rows, model, report, account)
         finally:
             for row in rows:
                 row.session.close()
@@ -152,7 +151,6 @@ def _replay(
     rows: Sequence[_Row],
     cost: CostModel | None,
     report: SimulationReport,
-    packed: bool,
     account: Account | None,
 ) -> None:
     """Replay the rows of one batch in lockstep."""
@@ -161,23 +159,48 @@ def _replay(
             row.session.begin(row.output[:1].tolist())
     report.plain_forwards += max(row.left for row in rows)
     while running := [row for row in rows if row.left]:
-        price = CostView(cost, rows=len(running)) if cost is not None and packed else cost
         started = time.perf_counter()
-        limits = partial(Limits, [row.left - 1 for row in running], packed=packed)
-        step = policy.draft(Ask([row.session for row in running], price, account, limits=limits))
+        limits = partial(Limits, [row.left - 1 for row in running])
+        step = policy.draft(Ask([row.session for row in running], cost, account, limits=limits))
         report.draft_seconds += time.perf_counter() - started
+        tokens = [row.follow(tree) for row, tree in zip(running, step.trees, strict=True)]
+        shown = _shown(running, tokens, policy.top_k)
         outcomes = [
-            Outcome(row.session, row.follow(tree), tree)
-            for row, tree in zip(running, step.trees, strict=True)
+            Outcome(row.session, *brought)
+            for row, *brought in zip(running, tokens, step.trees, shown, strict=True)
         ]
         sizes = [len(tree) for tree in step.trees]
-        fed = sum(sizes) + len(running) if packed else 1 + max(sizes)
+        fed = 1 + max(sizes)
         learning = time.perf_counter()
-        policy.learn(step, outcomes, fed if price is None else price.share(fed))
+        policy.learn(step, outcomes, fed)
         report.update_seconds += time.perf_counter() - learning
         report.forwards += 1
         report.steps += len(running)
         report.nodes += sum(sizes)
         report.tokens += sum(len(outcome.tokens) for outcome in outcomes)
         if cost is not None and report.cost is not None:
-            report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
+            report.cost += cost.seconds(fed) / cost.seconds(1)
+
+
+def _shown(
+    rows: Sequence[_Row], tokens: Sequence[Sequence[int]], top_k: int
+) -> Iterator[RowFeedback | None]:
+    """What the forward of a step has shown of each row: behind each token that came, the next one.
+
+    Args:
+        rows: after the step.
+        tokens: that it brought to each.
+        top_k: how many of the largest logits drafters learn from; 0: none do.
+    """
+    if not top_k:
+        yield from [None] * len(rows)
+        return
+    came = [token for some in tokens for token in some]
+    ids, logits = np.full((len(came), top_k), -1), np.full((len(came), top_k), -np.inf, np.float32)
+    ids[:, 0], logits[:, 0] = came, 0.0
+    first = 0
+    for row, some in zip(rows, tokens, strict=True):
+        chain = np.arange(len(some), dtype=np.int32)
+        fed = row.output[row.done - len(some) - 1 : row.done - 1]
+        yield RowFeedback(fed, chain, chain - 1, top=TopLogits(logits, first + chain, ids))
+        first += len(some)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_retrieval_assist.extensions.structured.schemas import check_schema
+from hf_retrieval_assist.extensions.serving.schemas import check_schema
 
 INTEGER, TEXT, ANY = {"type": "integer"}, {"type": "string"}, {}
 

@@ -1,0 +1,86 @@
+"""One step of drafting: whom it asked, what that took, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..structures import draft_tree
+from ..types.token_tree import Forest, TokenTree
+from .account import Account, Use
+from .cost_model import CostModel
+
+
+@dataclass
+class DraftedStep:
+    """What a step asked of drafters, and what they proposed.
+
+    Attributes:
+        price: t(n) for one row; None where only tokens are counted.
+        account: says who drafts; None: everybody does.
+        sessions: the texts that are drafted for.
+        uses: by the number of the drafter that was asked.
+        proposals: of each drafter, calibrated: a tree of each text.
+        trees: of each text what is to be verified.
+    """
+
+    price: CostModel | None
+    account: Account | None = None
+    sessions: Sequence[Any] = ()
+    uses: dict[int, Use] = field(default_factory=dict)
+    proposals: list[Forest] = field(default_factory=list)
+    trees: Forest = field(default_factory=partial(Forest.empty, 0))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the account has asked nobody."""
+        return self.account is not None and not self.uses
+
+    def asks(self, number: int, missed: float = 1.0) -> bool:
+        """Whether to ask a drafter, where those before it leave open a share `missed` of the next
+        tokens; to be called once for each that could draft."""
+        entry = None
+        if self.account is not None:
+            entry = self.account.asked(number, missed)
+            if entry is None:
+                return False
+        self.uses[number] = Use(entry)
+        return True
+
+    def reached(self, place: int, accepted: Sequence[int]) -> list[int]:
+        """How many of a text's accepted tokens each drafter had proposed; nothing where none were
+        accepted."""
+        if not accepted:
+            return []
+        found: list[int] = draft_tree.reached(self.proposals, place, accepted)
+        return found
+
+    def promise(self, place: int, tree: TokenTree, token_ids: Sequence[int]) -> tuple[float, int]:
+        """Tokens that a verified tree was expected to bring, and those that came of it; where
+        nothing was verified, the same of the proposals' best guess at the next token, which the
+        text judges."""
+        if len(tree):
+            return tree.expected_tokens, len(token_ids) - 1
+        prob, token = max((proposal.first(place) for proposal in self.proposals), default=(0.0, -1))
+        return prob, int(token == token_ids[0])
+
+    def end(self, width: int, accepted: Sequence[float]) -> None:
+        """Enter the step in the account.
+
+        Args:
+            width: tokens per row that were verified.
+            accepted: by drafter, tokens per row that none before it had drafted.
+        """
+        if self.account is not None and self.price is not None:
+            seconds = self.price.curve(width)
+            plain = float(seconds[0])
+            self.account.learn(self.uses, accepted, plain, float(seconds[-1]) - plain)
+
+    def count_host(self, seconds: float) -> None:
+        """Count what the host has done in a step besides its forward and walk, drafters' own time
+        included."""
+        if self.account is not None:
+            own = sum(use.seconds + use.owed + use.uncharged for use in self.uses.values())
+            self.account.count_host(seconds - own, self.is_plain)
