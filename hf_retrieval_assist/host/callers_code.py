@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..structures.modules import INTERNAL, modules_of
-from .model_key import ASIDE, attention_functions, configurations_of, spaces
+from .model_key import ASIDE, COMMON, attention_functions, configurations_of, spaces
 from .transformers_private import OWN_NAMES, active_modes, global_hooks, hooks_of
 from .written import compiled_part, is_known, is_scripted, name_of, parts_of, strangers_part
 
@@ -34,7 +33,7 @@ _CALLED = frozenset(
 
 # Names that no forward of a library's module asks of it: they load, move and save it, or generate.
 _ASIDE = (
-    frozenset(name for base in PreTrainedModel.__mro__ for name in vars(base))
+    frozenset(name for base in COMMON for name in vars(base))
     | INTERNAL
     | OWN_NAMES
     | {"reset_parameters", "_init_weights", "extra_repr", "__init__", "__repr__", "__str__"}

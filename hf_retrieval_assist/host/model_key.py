@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import (
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
     cache_utils,
 )
+from transformers.generation import utils as generation
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,7 +74,7 @@ _SPACES = (
     *(
         f"transformers.{name}"
         for name in (
-            *("activations", "cache_utils", "generation.utils", "masking_utils", "modeling_layers"),
+            *("activations", "cache_utils", "masking_utils", "modeling_layers"),
             *("modeling_flash_attention_utils", "modeling_rope_utils", "pytorch_utils"),
             *(f"integrations.{name}_attention" for name in ("sdpa", "flash", "flex", "eager")),
             "integrations.moe",
@@ -80,8 +82,11 @@ _SPACES = (
     ),
 )
 
-ASIDE = frozenset((*PreTrainedModel.__mro__, *torch.Tensor.__mro__, *LogitsProcessorList.__mro__))
-"""Classes in whose modules forwards look nothing up."""
+COMMON = frozenset((*PreTrainedModel.__mro__, *GenerationMixin.__mro__))
+"""What every model inherits, which loads, moves, saves and generates."""
+
+# In the modules of these forwards look nothing up.
+ASIDE = COMMON.union(torch.Tensor.__mro__, LogitsProcessorList.__mro__)
 
 # Classes whose methods the loop and forwards call.
 _KINDS = (
@@ -155,7 +160,9 @@ def _read(model: nn.Module, moving: Moving) -> tuple[Any, list[nn.Module]]:
         ]
         attributes += map(id, attention_functions(config))
     kinds = {type(module): None for module in modules}
-    names = names_of([*kinds, *_KINDS], ASIDE, [space for _, space in spaces()])
+    names = names_of(
+        [*kinds, *_KINDS], ASIDE, [*(space for _, space in spaces()), vars(generation)]
+    )
     # Libraries register hooks anew for every call, with what is bound to them.
     hooks = [
         (id(getattr(hook.called, "func", hook.called)), hook.keywords) for hook in _hooks(modules)

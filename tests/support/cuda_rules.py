@@ -19,8 +19,15 @@ from typing import Any
 
 import torch
 
+from .watching import a_librarys
+
 _zeros = torch.zeros
 _STREAMS = 32
+
+
+def _zeros_here(*shape, device=None, pin_memory=False, **rest):
+    placed = device is not None and torch.device(device).type == "cuda"
+    return _zeros(*shape, device="cpu" if placed else device, **rest)
 
 
 @dataclass(unsafe_hash=True)
@@ -88,13 +95,9 @@ class Cuda:
         }
         for name, value in patched.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch, "zeros", self._zeros)
+        monkeypatch.setattr(torch, "zeros", a_librarys(_zeros_here))
         ended = "_cuda_endAllocateToPool"
         monkeypatch.setattr(torch._C, ended, self._end_allocations, raising=False)
-
-    def _zeros(self, *shape, device=None, pin_memory=False, **rest):
-        placed = device is not None and torch.device(device).type == "cuda"
-        return _zeros(*shape, device="cpu" if placed else device, **rest)
 
     def set_mode(self, mode):
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)

@@ -34,6 +34,7 @@ def a_librarys(function):
     made = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
+    made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
     return made
 
