@@ -85,7 +85,7 @@ _SPACES = (
 COMMON = frozenset((*PreTrainedModel.__mro__, *GenerationMixin.__mro__))
 """What every model inherits, which loads, moves, saves and generates."""
 
-# In the modules of these forwards look nothing up.
+# Forwards look nothing up in the modules of these.
 ASIDE = COMMON.union(torch.Tensor.__mro__, LogitsProcessorList.__mro__)
 
 # Classes whose methods the loop and forwards call.

@@ -127,17 +127,11 @@ def _within(part: Any) -> Iterator[Any]:
     elif isinstance(part, (classmethod, staticmethod)):
         yield part.__func__
     elif isinstance(part, FunctionType):
-        held = [cell_contents(cell) for cell in part.__closure__ or ()]
-        held.append(vars(part).get("__wrapped__"))
+        held = [vars(part).get("__wrapped__")]
+        for cell in part.__closure__ or ():
+            with suppress(ValueError):  # nothing is in it yet
+                held.append(cell.cell_contents)
         yield from (x for x in held if isinstance(x, (FunctionType, MethodType, partial)))
     elif not isinstance(part, (type, BuiltinFunctionType, ModuleType)):
         with suppress(AttributeError, KeyError):  # functools.lru_cache
             yield object.__getattribute__(part, "__dict__")["__wrapped__"]
-
-
-def cell_contents(cell: Any) -> Any:
-    """What is in a function's scope under a name; None: nothing yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
