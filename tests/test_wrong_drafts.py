@@ -106,8 +106,8 @@ MISFITS = {
         "boundaries: expected -1 or 0 to 2",
     ),
     "draft model of another tokenizer": (
-        lambda: build(vocab_size=VOCAB + 1),
-        "assistant_tokenizer: expected a tokenizer",
+        lambda: build(vocab_size=VOCAB + 2000),
+        f"draft_model: expected the target's vocabulary of {VOCAB} ids",
     ),
     "draft model without a cache": (
         lambda: build("RwkvForCausalLM"),

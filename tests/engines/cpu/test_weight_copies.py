@@ -87,13 +87,13 @@ def test_a_weight_that_was_written_to_is_packed_anew(name, kind):
     weights, layer = copies(kind), nn.Linear(*SHAPE[::-1])
     layer.weight = weight_of()
     before = weights.of(layer.weight)
-    assert before.stands_for(layer.weight, sampled=True)
+    assert before.stands_for(layer.weight)
     write(layer)
     assert before.stands_for(layer.weight) != counted
     assert weights.find(layer.weight) is None
     after = weights.of(layer.weight)
     assert weights.of(layer.weight) is after is not before
-    assert after.stands_for(layer.weight, sampled=True)
+    assert after.stands_for(layer.weight)
     expected, found = layer.weight.float(), after.copy
     if kind is QuantizedWeight:
         torch.testing.assert_close(dequantized(found), expected, rtol=0, atol=0.05)

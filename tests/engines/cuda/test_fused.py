@@ -15,6 +15,7 @@ from tests.support.op_recorder import idle, serve_in_place
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.rounding import OF_MODEL, within
 from tests.support.threads import in_threads
+from tests.support.watching import a_librarys
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def compile_as(monkeypatch):
         def compile(function, backend):
             return lambda *args, **kwargs: run(function, *args, **kwargs)
 
-        monkeypatch.setattr(torch, "compile", compile)
+        monkeypatch.setattr(torch, "compile", a_librarys(compile))
         monkeypatch.setattr(fused, "_attributes", {})
 
     return install

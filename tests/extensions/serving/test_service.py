@@ -18,6 +18,7 @@ from hf_retrieval_assist.extensions.serving.tenants import Tenants, read_keys
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
 from tests.support.served import ANSWERS, LIST, connected, get, listening, serving
+from tests.support.watching import a_librarys
 
 PART = 64
 LONG = "list " * 300
@@ -36,7 +37,7 @@ def slow(monkeypatch):
         return FORWARD(self, input_ids=input_ids, **options)
 
     monkeypatch.setattr(workers, "PART", PART)
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", a_librarys(forward))
     return fed
 
 
