@@ -17,6 +17,7 @@ from ..draft_models.residual import ChildDraw
 from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from ..drafters.expected import Expected
 from ..drafters.feedback import RowFeedback, of_layers, prompt_feedback
+from ..host.feature_taps import HiddenLayers
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
@@ -404,7 +405,7 @@ class AssistantSession:
         self,
         token_ids: Sequence[int],
         logits: torch.Tensor | None = None,
-        hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
+        hidden_states: dict[HiddenLayers, torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
         for session, drafter in zip(self.sessions, self.policy.drafters, strict=True):

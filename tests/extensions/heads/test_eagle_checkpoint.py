@@ -123,7 +123,7 @@ def refused(folder, message, changes, name="eagle3_d2t", save=None):
 QKV = dict.fromkeys(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
 LATENT = QKV | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(24, 128)}
 FLAGS = {"fc_norm": True, "norm_output": True}
-P_EAGLE = "P-EAGLE head ... : expected an EAGLE head ... at once"
+NO_VECTOR = "mask_hidden: expected (1, 1, 192), found no such tensor"
 NO_EMBEDDINGS = {"embed_tokens.weight": None}, "eagle3_target_hidden48_theta5e5"
 MISFITS = [
     # Tensors of another shape or kind, too many and too few.
@@ -171,16 +171,17 @@ MISFITS = [
     ("hidden_act: expected one of", {"hidden_act": {"silu": 1}}),
     ("num_attention_heads: expected even parts of", {"num_attention_heads": 7}),
     ("num_attention_heads: expected a whole number", {"num_attention_heads": 2.0}),
-    ("layer_ids: expected a list", {"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}),
+    ("layer_ids: expected numbers from", {"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}),
+    ("layer_ids: expected a list", {"eagle_aux_hidden_state_layer_ids": "all"}),
     ("eagle_config: expected an object, got [1]", {"eagle_config": [1]}),
     # Relatives.
     (
         "fc_norm.1.weight: expected (64,), found no such",
         FLAGS | {"fc_norm.0.weight": torch.ones(64)},
     ),
-    (P_EAGLE, {"model.mask_hidden": torch.zeros(1, 192)}),
-    (P_EAGLE, {"parallel_drafting": True, "mask_token_id": 5}),
-    (P_EAGLE, {"eagle_config": {"parallel_drafting": True}}),
+    ("mask_token_id: expected a number", {"mask_hidden": torch.zeros(1, 1, 192)}),
+    (NO_VECTOR, {"parallel_drafting": True, "mask_token_id": 5}),
+    (NO_VECTOR, {"eagle_config": {"parallel_drafting": True, "mask_token_id": 5}}),
     ("multi-head latent attention: expected one with q_proj", LATENT),
 ]
 
@@ -228,7 +229,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(change, message, save, tmp_p
         ("config", "[1]", "expected a JSON object, found list"),
         ("config", "{}", "num_attention_heads: expected a number"),
         ("config", "[" * 100_000, "expected a readable JSON file"),
-        ("config", '{"transformer_layer_config": 3}', "json: expected an object, found 3"),
+        ("config", '{"transformer_layer_config": 3}', "config: expected an object, got 3"),
         (
             "model.safetensors.index",
             '{"weight_map": {"fc.weight": "../elsewhere.safetensors"}}',
