@@ -114,7 +114,7 @@ class BlockFollower(Follower):
         texts = list(self.waiting(group, self.chunk)) or [self._nothing(len(group.rows))]
         for text in texts:
             states = self._states(group, text)
-        logits, top_k = self._logits(states), min(self._top_k, keep)
+        logits, top_k = self._logits(states), self._top_k
         if self._head.depends_on_tokens:
             nodes = SlotNodes(self._head, states, logits, self._last_tokens(group), top_k)
             limits = GrowthLimits(top_k, keep, self._head.slots - 1, keep + 1, min_prob=0.0)

@@ -121,12 +121,14 @@ def config_of(published: PublishedHead, target: TargetShape, overrides: Settings
     """
     shapes, settings = published.shapes, published.settings
     _refuse_other_kinds(published)
-    hidden = _matrix(shapes, ATTENTION + "o_proj.weight")[0]
+    hidden = count(settings, "hidden_size", _matrix(shapes, ATTENTION + "o_proj.weight")[0])
     queries = _matrix(shapes, ATTENTION + "q_proj.weight")[0]
+    inner = _matrix(shapes, "layers.0.mlp.gate_proj.weight")[0]
     heads = count(settings, "num_attention_heads")
     if queries % (2 * heads):
         raise ValueError(
-            f"num_attention_heads: expected even parts of {queries}, got {heads} heads"
+            f"num_attention_heads: expected even parts of {queries}, the rows of "
+            f"{ATTENTION}q_proj.weight, got {heads} heads"
         )
     head_dim = queries // heads
     activation = settings.get("hidden_act", "silu")
@@ -145,7 +147,7 @@ def config_of(published: PublishedHead, target: TargetShape, overrides: Settings
         rms_norm_eps=float(number(settings, "rms_norm_eps", 0, 1, default=1e-6)),
         hidden_act=activation if isinstance(activation, str) else repr(activation),
         hidden_size=hidden,
-        intermediate_size=_matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
+        intermediate_size=count(settings, "intermediate_size", inner),
         num_layers=published.num_layers,
         num_heads=heads,
         num_kv_heads=max(_matrix(shapes, ATTENTION + "k_proj.weight")[0] // head_dim, 1),
@@ -160,10 +162,10 @@ def config_of(published: PublishedHead, target: TargetShape, overrides: Settings
 
 
 def generation_of(published: PublishedHead) -> Literal[1, 3]:
-    """The attention of EAGLE-3's first block is fed twice its width."""
-    shapes = published.shapes
-    (_, fed) = _matrix(shapes, ATTENTION + "q_proj.weight")
-    return 3 if fed == 2 * _matrix(shapes, ATTENTION + "o_proj.weight")[0] else 1
+    """The first block of EAGLE-3 norms hidden states apart, and attends from twice its width."""
+    fed = _matrix(published.shapes, ATTENTION + "q_proj.weight")[1]
+    hidden = _matrix(published.shapes, ATTENTION + "o_proj.weight")[0]
+    return 3 if fed == 2 * hidden or "layers.0.hidden_norm.weight" in published.tensors else 1
 
 
 def _refuse_other_kinds(published: PublishedHead) -> None:
@@ -189,8 +191,8 @@ def _matrix(shapes: Shapes, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _draft_vocabulary(shapes: Shapes, layer: Settings, target: TargetShape) -> int:
-    stated = count(layer, "vocab_size", target.vocab_size)
+def _draft_vocabulary(shapes: Shapes, settings: Settings, target: TargetShape) -> int:
+    stated = count(settings, "vocab_size", target.vocab_size)
     if "lm_head.weight" not in shapes and "d2t" in shapes:
         raise ValueError("lm_head.weight: expected beside d2t, found no such tensor")
     if "lm_head.weight" not in shapes:
@@ -205,7 +207,7 @@ def _draft_vocabulary(shapes: Shapes, layer: Settings, target: TargetShape) -> i
             f"lm_head.weight: expected {target.vocab_size} rows, one for each id of the target "
             f"(the checkpoint has no d2t), found {found}"
         )
-    return found
+    return count(settings, "draft_vocab_size", found)
 
 
 def _boundaries(published: PublishedHead, target: TargetShape) -> tuple[int, ...]:
