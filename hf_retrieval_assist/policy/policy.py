@@ -134,8 +134,8 @@ class DraftingPolicy:
         self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
         self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
         self.needs_logits = self.needs_all_logits or self.top_k > 0
-        layers = (drafter.needs.hidden_layers for drafter in self.drafters)
-        self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
+        layers = [drafter.needs.hidden_layers for drafter in self.drafters]
+        self.hidden_layers = tuple(dict.fromkeys(asked for asked in layers if asked))
         self.teaches = True
         self.expected = Expected()
         self._lock = Lock()

@@ -5,6 +5,7 @@ import math
 import torch
 
 from .plain_layers import PlainLayers
+from .published_heads import as_speculators
 
 
 class PlainHead(PlainLayers):
@@ -17,7 +18,7 @@ class PlainHead(PlainLayers):
     """
 
     def __init__(self, tensors, settings, target):
-        names = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+        names = {as_speculators(name): tensor for name, tensor in tensors.items()}
         super().__init__(names, settings["rms_norm_eps"], settings.get("rope_theta", 1e4))
         self.settings = settings
         own = "embed_tokens.weight", "lm_head.weight"

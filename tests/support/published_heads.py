@@ -104,6 +104,7 @@ SPARK = MASKED | {"markov_rank": RANK, "enable_confidence_head": True}
 SPARK |= {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
 AUX = {"aux_hidden_state_layer_ids": [2, 5]}
 LAYERS = {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
+ENCODER_NORM = "encoder.output_norm_enc.weight"
 GATE = {"gate_proj.weight": (RANK, WIDTH + RANK), "gate_proj.bias": (RANK,)}
 JOINT = {"joint_proj.weight": (3 * RANK, 2 * RANK + WIDTH), "joint_proj.bias": (3 * RANK,)}
 
@@ -179,6 +180,15 @@ FORMATS = {
         | {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 4]}},
         _dflash(),
     ),
+    "DFlash of transformers": (
+        LAYER
+        | {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+        | {"num_hidden_layers": 2, "target_layer_ids": [1, 4], **MASKED, **WINDOWS},
+        {
+            {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": ENCODER_NORM}.get(k, k): shape
+            for k, shape in _dflash().items()
+        },
+    ),
     "DSpark of DeepSpec": (
         QWEN
         | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 8}
@@ -221,3 +231,9 @@ def save(folder, config, tensors):
 def saved(folder, name, **changes):
     """A format's head, its settings changed by `changes`."""
     return save(folder, FORMATS[name][0] | changes, tensors_of(name))
+
+
+def as_speculators(tensor):
+    """What `speculators` calls a tensor."""
+    name = tensor.replace("midlayer.", "layers.0.").replace("encoder.fc.", "fc.")
+    return name.replace("encoder.output_norm_enc.", "hidden_norm.")

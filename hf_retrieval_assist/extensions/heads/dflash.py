@@ -197,9 +197,9 @@ def product_trees(
         to_target_ids: from columns of the logits.
     """
     best, ids = largest(logits.float().log_softmax(dim=-1), min(top_k, keep))
-    best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf).cpu().numpy()
+    best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     token_ids = to_target_ids(ids.to(logits.device)).cpu().numpy().astype(np.int32)
-    return [product_tree(*row, keep) for row in zip(token_ids, best, strict=True)]
+    return [product_tree(*row, keep) for row in zip(token_ids, best.cpu().numpy(), strict=True)]
 
 
 def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: int) -> TokenTree:

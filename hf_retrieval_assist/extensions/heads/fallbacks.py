@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...drafters.base import Drafter, FeedbackNeeds, Target
+from ...drafters.base import Drafter, DraftSession, FeedbackNeeds, Target
+from ...host.feature_taps import HiddenLayers
 from ...system.locks import Lock
 from .block_head import BlockHead
 from .dflash import DFlashDrafter
 from .eagle import EagleDrafter, EagleHead
 from .eagle_format import default_boundaries, generation_of
-from .features import FeatureDrafter, FeatureSession, is_dflash
+from .features import FeatureDrafter, is_dflash
 from .published import BLOCKS, read_published
 
 
@@ -49,15 +50,13 @@ class FolderDrafter(FeatureDrafter):
         self._published = published = read_published(folder)
         self._drafters: weakref.WeakKeyDictionary[Any, FeatureDrafter] = weakref.WeakKeyDictionary()
         self._lock = Lock()
-        if published.kind in BLOCKS:
-            self.name, layers = published.kind, published.layers or ()
-        else:
-            self.name, layers = "eagle", published.layers or default_boundaries
-            if generation_of(published) == 1:
-                layers = (-1,)
+        self.name = published.kind if published.kind in BLOCKS else "eagle"
+        layers: HiddenLayers = published.layers or default_boundaries
+        if self.name == "eagle" and generation_of(published) == 1:
+            layers = (-1,)
         self.needs = FeedbackNeeds(hidden_layers=layers)
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         model = target.require_model("the head in a folder")
         with self._lock:
             if model not in self._drafters:

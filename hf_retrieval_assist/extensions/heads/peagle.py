@@ -7,6 +7,7 @@ of these tells what the others will be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,9 @@ class ParallelFollower(LayersFollower):
         self, group: Group, asked: Sequence[FeatureSession], keep: int
     ) -> Sequence[TokenTree]:
         self.catch_up(group)
-        head, (cache,), rows = self.module, group.caches, len(group.rows)
+        head: Any = self.module
+        (cache,), rows = group.caches, len(group.rows)
+        assert cache.last is not None  # it has read what the drafts stand behind
         masks = head.config.slots - 1
         reached = [[0 if row is None else row.reached] for row in group.rows]
         depths = torch.arange(masks)[None]

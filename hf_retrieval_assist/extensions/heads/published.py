@@ -23,7 +23,8 @@ EAGLE, BLOCKS = ("eagle", "eagle3", "peagle"), ("dflash", "dspark")
 RENAMED = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
-    (re.compile(r"^fusion_fc\."), "fc."),
+    (re.compile(r"^(fusion_|encoder\.)fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"^embedding_layernorm\."), "embed_norm."),
     (re.compile(r"^pre_lm_head_layernorm\."), "norm."),
 )

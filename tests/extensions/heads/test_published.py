@@ -25,6 +25,7 @@ from tests.support.published_heads import (
     OWN,
     VOCAB,
     WIDTH,
+    as_speculators,
     save,
     saved,
     tensors_of,
@@ -97,7 +98,7 @@ def test_one_tensor_missing_misnamed_or_misshapen_is_named(name, target, tmp_pat
     for tensor in (one for one in REQUIRED[name] if not one.startswith("layers.1.")):
         shape = (*tensors[tensor].shape[:-1], tensors[tensor].shape[-1] + 1)
         others = {key: value for key, value in tensors.items() if key != tensor}
-        ours = tensor.replace("midlayer.", "layers.0.")
+        ours = as_speculators(tensor)
         for changed in (
             others,
             others | {f"other.{tensor}": tensors[tensor]},
