@@ -104,7 +104,12 @@ class PlainBlock(PlainHead):
     Args:
         first: the slot that drafts the next token.
         causal: whether slots of layers with a window see those before them alone.
+
+    Attributes:
+        top_k: how many ids of a slot the Markov head speaks of.
     """
+
+    top_k = None
 
     def __init__(self, tensors, settings, target, first, causal):
         super().__init__(tensors, settings, target)
@@ -139,7 +144,9 @@ class PlainBlock(PlainHead):
             logits = hidden @ self.output.T
             if rank:
                 inner, memory = self.inner(row, hidden, memory)
-                logits = logits + self.tensors["markov_head.markov_w2.weight"] @ inner
+                spoken_of = logits.topk(self.top_k or len(logits)).indices
+                share = self.tensors["markov_head.markov_w2.weight"] @ inner
+                logits = logits.index_add(0, spoken_of, share[spoken_of])
             before = token
         probs = logits.softmax(-1)
         if "confidence_head.proj.weight" not in self.tensors:
@@ -148,7 +155,7 @@ class PlainBlock(PlainHead):
         sure = (
             weight @ torch.cat([hidden, row]) + self.tensors["confidence_head.proj.bias"]
         ).sigmoid()
-        best = int(probs.argmax())
+        best = int(probs.argmax()) if self.top_k is None else max(spoken_of, key=probs.__getitem__)
         estimates = probs * (1 - sure) / (1 - probs[best])
         estimates[best] = sure
         return estimates

@@ -56,34 +56,49 @@ def layers_of(name):
     return LAYERS.get(name, (1, 4, 6) if eagle else (2, 5))
 
 
-def drafted(folder, target, layers):
+def drafted(folder, target, layers, top_k=VOCAB):
     """The hidden states before the last token of the text, and a draft behind it."""
     published = read_published(folder)
     if published.kind in BLOCKS:
-        drafter = DFlashDrafter(BlockHead.of(published, target), top_k=VOCAB, total=40)
+        drafter = DFlashDrafter(BlockHead.of(published, target), top_k, total=40)
     else:
         drafter = EagleDrafter(EagleHead.of(published, target), depth=3, total=40, min_prob=0.0)
+    assert drafter.needs.hidden_layers == layers
     session = OneText(drafter, TEXT[:-1], Target(VOCAB, model=target))
     features = features_of(target, layers, TEXT)[:-1]
     session.commit(TEXT[-1:], seen(features))
     return features, session.propose(100)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_drafts_are_those_of_the_formulas(name, target, tmp_path):
-    """Each node's probability behind its path, of all ids of a slot."""
-    config, tensors = FORMATS[name][0], tensors_of(name)
-    features, tree = drafted(saved(tmp_path, name), target, layers_of(name))
-    head = plain_head(tensors, config, target)
-    assert len(tree) >= 20
+def assert_by_definition(head, features, tree):
+    """Each node's probability behind its path is the formulas'."""
     assert tree.fault(1 << 30, 1 << 30) is None
     columns = {head.target_id(column): column for column in range(len(head.output))}
-    assert tree.depths.max() > 1
     for node in range(len(tree)):
         path = tree.token_ids[tree.path(node)].tolist()
         given = float(head.given(features, TEXT, path[:-1])[columns[path[-1]]])
         above = tree.probs[tree.parents[node]] if tree.parents[node] >= 0 else 1.0
         assert tree.probs[node] / above == pytest.approx(given, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_drafts_are_those_of_the_formulas(name, target, tmp_path):
+    folder, layers = saved(tmp_path, name), layers_of(name)
+    asked = FolderDrafter(folder).needs.hidden_layers
+    assert (asked(10) if callable(asked) else asked) == layers
+    features, tree = drafted(folder, target, layers)
+    assert len(tree) >= 20
+    assert tree.depths.max() > 1
+    assert_by_definition(plain_head(tensors_of(name), FORMATS[name][0], target), features, tree)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "dspark" in name.lower()])
+def test_a_markov_head_speaks_of_the_likeliest_ids_alone(name, target, tmp_path):
+    features, tree = drafted(saved(tmp_path, name), target, layers_of(name), top_k=3)
+    head = plain_head(tensors_of(name), FORMATS[name][0], target)
+    head.top_k = 3
+    assert len(tree) > 3
+    assert_by_definition(head, features, tree)
 
 
 REQUIRED = {
