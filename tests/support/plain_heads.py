@@ -142,11 +142,11 @@ class PlainBlock(PlainHead):
         for hidden, token in zip(states, [*path, None], strict=False):
             row = self.tensors["markov_head.markov_w1.weight"][before] if rank else hidden[:0]
             logits = hidden @ self.output.T
+            seen = logits.topk(self.top_k or len(logits)).indices
             if rank:
                 inner, memory = self.inner(row, hidden, memory)
-                spoken_of = logits.topk(self.top_k or len(logits)).indices
                 share = self.tensors["markov_head.markov_w2.weight"] @ inner
-                logits = logits.index_add(0, spoken_of, share[spoken_of])
+                logits = logits.index_add(0, seen, share[seen])
             before = token
         probs = logits.softmax(-1)
         if "confidence_head.proj.weight" not in self.tensors:
@@ -155,7 +155,7 @@ class PlainBlock(PlainHead):
         sure = (
             weight @ torch.cat([hidden, row]) + self.tensors["confidence_head.proj.bias"]
         ).sigmoid()
-        best = int(probs.argmax()) if self.top_k is None else max(spoken_of, key=probs.__getitem__)
+        best = seen[probs[seen].argmax()]
         estimates = probs * (1 - sure) / (1 - probs[best])
         estimates[best] = sure
         return estimates
@@ -186,5 +186,6 @@ def plain_head(tensors, config, target):
     is_theirs, drafts = "speculators_config" in settings, math.inf
     if is_theirs:
         drafts = settings["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    first = 0 if "markov_rank" in settings and drafts >= settings["block_size"] else 1
+    zlab = "markov_rank" not in settings and not is_theirs
+    first = 1 if zlab or drafts < settings["block_size"] else 0
     return PlainBlock(tensors, settings, target, first, causal=is_theirs)

@@ -146,7 +146,11 @@ FORMATS = {
         _dflash(),
     ),
     "speculators dflash, windows and a reduced vocabulary": (
-        _speculators("dflash", QWEN | WINDOWS, draft_vocab_size=DRAFTED, **MASKED, **AUX),
+        _speculators(
+            *("dflash", QWEN | WINDOWS, BLOCK),
+            **{"draft_vocab_size": DRAFTED, **MASKED, **AUX},
+            sample_from_anchor=True,
+        ),
         _dflash() | OWN | REDUCED,
     ),
     "speculators dspark, gated": (
@@ -167,6 +171,14 @@ FORMATS = {
     "speculators dspark, slot 0 fills in": (
         _speculators("dspark", QWEN, BLOCK - 1, draft_vocab_size=VOCAB, **SPARK, **AUX),
         _dspark(VOCAB, VOCAB),
+    ),
+    "speculators dspark, confidence alone": (
+        _speculators(
+            *("dspark", QWEN, BLOCK),
+            **{"draft_vocab_size": VOCAB, **SPARK, **AUX, "markov_rank": 0}
+            | {"confidence_head_with_markov": False},
+        ),
+        _dflash() | {"confidence_head.proj.weight": (1, WIDTH), "confidence_head.proj.bias": (1,)},
     ),
     "DFlash of z-lab": (
         QWEN

@@ -118,7 +118,9 @@ class BlockFollower(Follower):
         if self._head.depends_on_tokens:
             nodes = SlotNodes(self._head, states, logits, self._last_tokens(group), top_k)
             limits = GrowthLimits(top_k, keep, self._head.slots - 1, keep + 1, min_prob=0.0)
-            growth = BestFirst(limits, keep, choose=nodes.choose)
+            # An accelerator is not asked after each level what is worth another.
+            whole = self.device.type != "cpu"
+            growth = BestFirst(limits, keep, choose=nodes.choose, whole=whole)
             growth.grow(nodes.run)
             return growth.grown().trees(by_probability)
         return product_trees(logits, top_k, keep, self._head.to_target_ids)
@@ -143,11 +145,13 @@ class BlockFollower(Follower):
         reached = [[0 if row is None else row.reached] for row in group.rows]
         positions = np.concatenate([text.positions, np.array(reached) + block.numpy()], axis=1)
         fed = fed.to(self.device)
-        before = fed.columns[:, None] <= fed.depths[..., None]
-        with cache.feeding(fed._replace(sees=fed.sees & before)) as causal:
-            pass  # only the masks of layers with a window are of use
+        causal = None
+        if self._head.causal:
+            before = fed.columns[:, None] <= fed.depths[..., None]
+            with cache.feeding(fed._replace(sees=fed.sees & before)) as causal:
+                pass
         with cache.feeding(fed) as mask:
-            if self._head.causal:
+            if causal is not None:
                 mask["sliding_attention"] = causal["sliding_attention"]
             output = self._model(
                 noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),

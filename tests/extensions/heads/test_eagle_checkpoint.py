@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_retrieval_assist import EagleHead
-from tests.support.eagle_fixtures import CASES, load_case, outputs, tiny_target, write_config
+from tests.support.eagle_fixtures import load_case, outputs, tiny_target, write_config
 
 
 def save_bin(tensors, folder):
@@ -55,32 +55,6 @@ def test_files_of_every_kind(name, save, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def as_speculators(case):
-    """A SafeAILab EAGLE-3 checkpoint as the `speculators` format has it."""
-    tensors = {k.replace("midlayer.", "layers.0."): v for k, v in case.published().items()}
-    config = {
-        "speculators_model_type": "eagle3",
-        "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": case.config["draft_vocab_size"],
-        "norm_before_residual": False,
-        "transformer_layer_config": {"model_type": "llama", **case.config},
-    }
-    return tensors, config
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("eagle3")])
-def test_the_speculators_format(name, tmp_path):
-    case, target = load_case(name), load_case(name).target()
-    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path), target))
-    tensors, config = as_speculators(case)
-    save_whole(tensors, tmp_path)
-    for before_residual in (False, True):
-        write_config(tmp_path, config | {"norm_before_residual": before_residual})
-        found = outputs(EagleHead.from_pretrained(tmp_path, target))
-        assert torch.equal(found, expected) is not before_residual
-        assert torch.allclose(found, expected, rtol=0, atol=1e-2) is not before_residual
-
-
 def test_speculators_names_of_eagle1(tmp_path):
     case, target = load_case("eagle1_fcbias"), load_case("eagle1_fcbias").target()
     expected = outputs(EagleHead.from_pretrained(case.save(tmp_path), target))
@@ -93,16 +67,6 @@ def test_speculators_names_of_eagle1(tmp_path):
     )
     save_whole(tensors, tmp_path)
     assert torch.equal(outputs(EagleHead.from_pretrained(tmp_path, target)), expected)
-
-
-def test_boundaries_follow_the_config_when_it_names_them(tmp_path):
-    case = load_case("eagle3_d2t")
-    tensors, config = as_speculators(case)
-    save_file(tensors, tmp_path / "model.safetensors")
-    write_config(tmp_path, config)
-    assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (2, 5, 7)
-    write_config(tmp_path, {**config, "eagle_aux_hidden_state_layer_ids": [1, 4, 9]})
-    assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (1, 4, 9)
 
 
 def refused(folder, message, changes, name="eagle3_d2t", save=None):
