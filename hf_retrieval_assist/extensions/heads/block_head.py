@@ -239,8 +239,8 @@ class SlotNodes:
         self, head: BlockHead, states: Tensor, logits: Tensor, last: Tensor, top_k: int
     ) -> None:
         self._head, self._states, self._last = head, states, last
-        self._base, ids = largest(logits.float().log_softmax(dim=-1), top_k)
-        self._columns = ids.to(states.device)
+        found = largest(logits.float().log_softmax(dim=-1), top_k)
+        self._base, self._columns = (part.to(states.device) for part in found)
         self._ids = head.to_target_ids(self._columns)
         self._memory = states.new_zeros(())
 

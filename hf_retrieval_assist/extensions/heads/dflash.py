@@ -72,6 +72,8 @@ class DFlashDrafter(FeatureDrafter):
                 f"DFlash model: expected a mask_token_id below the target's {rows} ids, got "
                 f"{config.mask_token_id}"
             )
+        if self._head.lm_head is not None:
+            target.require_ids("DFlash model", rows - 1)
         follower = BlockFollower(self._head, target, self.top_k)
         return FeatureSession(self, follower, prompt_ids, self.total - 1)
 
