@@ -75,7 +75,7 @@ test-core: build
 		$(addprefix --ignore=tests/,benchmarks ecosystem test_design.py test_hub.py test_project_files.py test_walls.py)
 
 # All tests without one part at a time, those left out that are of it or need it: hours.
-PARTS := engines/cpu engines/cuda $(addprefix extensions/,heads record redis serving structured translation)
+PARTS := engines/cpu engines/cuda $(addprefix extensions/,heads record redis serving structured)
 test-walls: build
 	for part in $(PARTS); do \
 		echo "without $$part" && rm -rf build/walls && mkdir -p build/walls && \
@@ -123,7 +123,7 @@ test-contract: build
 # What depends on rounding, by PyTorch's code for each kind of CPU that this one can stand for, by each
 # of the kernels' paths, and by one and two threads: hours.
 ROUNDING_TESTS := $(addprefix tests/,decoding verification draft_models engines host \
-	extensions/heads extensions/serving extensions/translation \
+	extensions/heads extensions/serving \
 	test_assistants.py test_candidate_generator.py test_presets.py) \
 	--ignore=tests/verification/test_architectures.py --ignore=tests/engines/cpu/test_kernels_in_c.py
 PATHS := from hf_retrieval_assist.engines.cpu.skinny import PATHS; print(*PATHS)

@@ -1,9 +1,9 @@
 """Models that say what was recorded, whatever their weights are.
 
 The recorded next token of every position gets the largest logit inside the model's own forward, in
-a subclass, so that the forward can be compiled and captured as any other. But calls on such a class
-are served otherwise than those on a library's: no forward is repeated from a recording, and drafts
-of the model itself are forced as well. So assisted calls on a CPU are forced where they choose.
+a subclass, so that the forward can be compiled and captured as any other; it goes by the package's
+name, since code of others is decoded plainly. Drafts of the model itself are forced as well, so
+assisted calls on a CPU are forced where they choose.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import torch
 
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
+from hf_retrieval_assist.host.written import PACKAGE
 from hf_retrieval_assist.verification.verified import Verified
 
 FORCE = 1e4
@@ -65,7 +67,6 @@ def _recorded(choose: Callable[..., Any], output: Sequence[int]) -> Callable[...
 def _forced(own: type) -> type:
     """The subclass of a model's class that forces `forced_texts`."""
 
-    @functools.wraps(own.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = own.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         if kwargs.get("position_ids") is None:
@@ -73,7 +74,10 @@ def _forced(own: type) -> type:
         _force(self.forced_texts, kwargs["position_ids"], output.logits)
         return output
 
-    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+    space = globals() | {"__name__": PACKAGE}
+    packages = FunctionType(forward.__code__, space, closure=forward.__closure__)
+    named = functools.wraps(own.forward)(packages)  # type: ignore[attr-defined]
+    return type(own.__name__, (own,), {"forward": named, "__module__": own.__module__})
 
 
 def _force(texts: torch.Tensor, position_ids: torch.Tensor, logits: torch.Tensor) -> None:

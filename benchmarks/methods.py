@@ -112,8 +112,9 @@ def run_method(
     own = method.options()
     assistant = own.get("assistant")
     # Plain decoding runs a forward for each token, and what it compiles would see a hook.
-    # Assistants count their forwards, and test a model with hooks anew.
+    # Assistants count their forwards, and decode a model with hooks plainly.
     hooked = clocked or bool(own.keys() & {"prompt_lookup_num_tokens", "assistant_model"})
+    hooked = hooked and assistant is None
     with timed_forwards(model) if hooked else nullcontext([]) as timed, method.scope():
         wait(model.device)
         started = time.perf_counter()
@@ -122,7 +123,7 @@ def run_method(
         seconds = time.perf_counter() - started
     new = ids[:, inputs["input_ids"].shape[1] :].cpu()
     forwards, nodes, split = len(timed) or new.shape[1], None, {}
-    if clocked:
+    if clocked and timed:
         split = {"prefill": timed[0], "forward": sum(timed[1:])}
     if assistant is not None:
         stats = assistant.stats.last

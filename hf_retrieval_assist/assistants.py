@@ -53,6 +53,10 @@ class Assistant:
         extra_memory: bytes that smaller copies of a model's weights may take, from which its
             forwards on a CPU gain; None: an eighth of the memory that is free; 0: there are none.
             Copies are shared by all assistants and go with the model.
+        trust_forward: draft for models in whose forward code of yours runs (checkpoints' own code,
+            classes, hooks and exchanged functions), on your word that it computes each token from
+            the tokens before it, whatever the length and the number fed. Otherwise they are
+            decoded plainly.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
         costs: what forwards cost, to share between assistants; None: what all assistants of the
@@ -77,6 +81,7 @@ class Assistant:
         fixed_width: int | None = None,
         extra_memory: int | None = None,
         residual: bool = False,
+        trust_forward: bool = False,
         costs: CostModels | None = None,
         **unknown: Never,
     ):
@@ -91,6 +96,7 @@ class Assistant:
             fixed_width=fixed_width,
             extra_memory=extra_memory,
             residual=residual,
+            trust_forward=trust_forward,
             costs=costs,
         )
         self.drafters, self.stats, self.costs = policy.drafters, policy.stats, policy.costs

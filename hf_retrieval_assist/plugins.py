@@ -55,7 +55,6 @@ OURS: dict[str, dict[str, str]] = {
         "html": "extensions.record.html:assistant_html",
         "record": "extensions.record:Record",
         "recorded_layers": "extensions.heads.recorded_layers:RecordedLayers",
-        "translation": "extensions.translation.translation:translation_between",
     },
     "names": {
         "EagleHead": "extensions.heads.eagle:EagleHead",

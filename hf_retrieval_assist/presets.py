@@ -49,7 +49,7 @@ class SamAssistant(Assistant):
         fallback: "auto", logit n-grams and, where it can draft and pays, "quantized_self", the
             target itself with weights in few bits, for which it packs a copy of them as far as
             `extra_memory` allows; "logit_ngrams" alone; "mtp", the target's own
-            multi-token-prediction layers; the folder of a published head; a draft model, of any
+            multi-token-prediction layers; the folder of a published head; a draft model of the same
             tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a list of these, whose
             drafts become one tree.
         memory: earlier outputs to draft from, and to teach; None learns nothing.

@@ -26,15 +26,6 @@ def test_every_file_that_is_named_exists():
     assert not missing
 
 
-def test_tests_that_the_page_of_exchanges_names_exist():
-    page = (ROOT / "docs" / "interceptions.md").read_text()
-    named = re.findall(r"`tests/([\w/]+\.py)`(?:, `(test_\w+\.py)`)?", page)
-    files = {ROOT / "tests" / first for first, _ in named}
-    files |= {(ROOT / "tests" / first).parent / second for first, second in named if second}
-    assert len(files) > 10
-    assert not [file for file in files if not file.exists()]
-
-
 def test_every_folder_is_described():
     folders = {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}
     missing = [f"`{path.relative_to(PACKAGE)}/`" for path in folders]

@@ -1,24 +1,36 @@
 """The parts of a model and what they hold, as every call has to look at them: about 50 ns for each entry."""
 
-import gc
-import weakref
+import sys
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 
+import numpy as np
 import torch
 from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_Next
 from cpython.object cimport PyObject
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free, realloc
 
 cdef extern from "Python.h":
     ctypedef struct TypeStruct "PyTypeObject":
-        pass
+        PyObject* tp_dict
+        void* tp_call
+        void* tp_descr_get
 
+    ctypedef struct FunctionStruct "PyFunctionObject":
+        PyObject* func_dict
+
+    bint PyDict_Check(object)
+    Py_ssize_t PyDict_Size(object) except -1
     bint PyObject_TypeCheck(object, TypeStruct*)
     PyObject* PyList_GET_ITEM(list, Py_ssize_t)
+    TypeStruct* Py_TYPE(PyObject*)
 
-cdef object MODULE = nn.Module
-cdef object TENSOR = torch.Tensor
+cdef object TENSOR = torch.Tensor, CONFIG = PreTrainedConfig, GENERATION = GenerationConfig, FUNCTION = FunctionType, MODULE = ModuleType
+cdef object METHOD = MethodType, PARTIAL = partial, DEVICE = torch.device, NUMBER = np.generic
 
 # What every module keeps of itself, in the order in which it begins to.
 cdef list ORDER = [*vars(nn.Module())]
@@ -26,6 +38,13 @@ cdef Py_ssize_t ORDERED = len(ORDER), MODE = ORDER.index("training")
 
 INTERNAL = frozenset(ORDER) - {"training"}
 """The names of that but its mode."""
+
+PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None)))
+"""Types whose values are told by what they are."""
+
+# Containers are looked into so deep, and so many members of each attribute.
+cdef int DEEPEST = 5
+cdef Py_ssize_t MOST = 256
 
 
 cpdef list modules_of(model):
@@ -55,39 +74,6 @@ def hooked(modules):
     return [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
 
 
-def held_by(modules):
-    """What modules keep: the dictionaries and the lists among their attributes, and tensors, each once, of the attributes
-    and of these."""
-    cdef PyObject* key
-    cdef PyObject* value
-    cdef Py_ssize_t place
-    cdef list tables = [], lists = []
-    cdef dict own, tensors = {}
-    for module in modules:
-        own, place = module.__dict__, 0
-        while PyDict_Next(own, &place, &key, &value):
-            if isinstance(<object>value, dict):
-                tables.append(<object>value)
-            elif type(<object>value) is list:
-                lists.append(<object>value)
-            else:
-                _note_tensor(tensors, <object>value)
-    for table in tables:
-        place = 0
-        while PyDict_Next(<dict>table, &place, &key, &value):
-            _note_tensor(tensors, <object>value)
-    for members in lists:
-        for member in members:
-            _note_tensor(tensors, member)
-    return tables, lists, [*tensors.values()]
-
-
-cdef inline int _note_tensor(dict tensors, object value) except -1:
-    if PyObject_TypeCheck(value, <TypeStruct*>TENSOR):
-        tensors[<size_t><PyObject*>value] = value
-    return 0
-
-
 def own_attributes(module, left_out):
     """A module's attributes but those of some names, among them `INTERNAL`."""
     cdef PyObject* key
@@ -109,374 +95,243 @@ cdef inline bint _is_internal(PyObject* name, Py_ssize_t* at, object left_out) e
     return <object>name in left_out
 
 
-cdef inline bint _is_plain(object value):
-    """Whether a value is told by what it is."""
-    cdef object kind = type(value)
-    return (
-        value is None
-        or kind is str
-        or kind is bool
-        or kind is int
-        or kind is float
-        or kind is bytes
-        or kind is complex
-    )
+cdef inline size_t _id(object value):
+    """A value's address."""
+    return <size_t><PyObject*>value
 
 
-# What stands for objects in the order in which they are met: one tuple for each number, so that they are compared by which
-# they are.
-cdef list NUMBERS = []
+def told_of(list modules, dict moving, left_out):
+    """What is told of modules, and which configurations they have.
 
-
-cdef object _number(Py_ssize_t n):
-    while len(NUMBERS) <= n:
-        NUMBERS.append((..., len(NUMBERS)))
-    return <object>PyList_GET_ITEM(NUMBERS, n)
-
-
-cdef class ObjectWalk:
-    """Goes through objects that refer to one another, each once, and not into any depth.
-
-    What stands for a value is the value where it is plain, otherwise the number under which it is said what there is to
-    say of it. Subclasses say what the parts of objects are.
+    Told are classes, attributes by name, and names, classes and dtypes of parameters and buffers. Tensors among attributes
+    are forwards' own. Buffers of one integer are settings, told by how often they were written to.
 
     Args:
-        left_out: names of modules' attributes that are not told, among them `INTERNAL`.
-        most: parts of objects that are looked at; what has more is never told to be what it was.
-
-    Attributes:
-        values: that were met and are no plain ones; they keep their addresses until all is told.
-        objects: references to those that are told by which they are, or these themselves where they have none and refer
-            to nothing.
-        at_once: whether tuples and lists of plain values stand for themselves.
-        whole: whether modules are told by all that they hold, and tensors by where they lie.
-        untold: whether there is something of which nobody can tell whether it stays as it is.
+        modules: a model's.
+        moving: names that are left out, by the addresses of modules.
+        left_out: names of all modules that are not told, among them `INTERNAL`.
     """
-
-    cdef readonly list values, objects
-    cdef public bint at_once, whole
-    cdef readonly bint untold
-    cdef object _left_out
-    # Addresses of values, and which of them lie there: a table of open addresses.
-    cdef size_t* _addresses
-    cdef Py_ssize_t* _places
-    cdef size_t _room
-    cdef Py_ssize_t _left
-    # What was said of the objects so far, one behind another: the type, the number of parts and these.
-    cdef list _said
-    cdef Py_ssize_t _done
-
-    def __init__(self, left_out, Py_ssize_t most):
-        self._left_out, self._left = left_out, most
-        self.values, self.objects, self._said, self._done = [], [], [], 0
-        self.at_once, self.whole, self.untold = True, False, False
-
-    def __dealloc__(self):
-        free(self._addresses)
-        free(self._places)
-
-    cdef int _make_room(self) except -1:
-        """Have four places for each value."""
-        cdef size_t* addresses
-        cdef Py_ssize_t* places
-        cdef Py_ssize_t i
-        cdef size_t room = max(1 << 10, 8 * self._room), at
-        addresses, places = <size_t*>calloc(room, sizeof(size_t)), <Py_ssize_t*>calloc(room, sizeof(Py_ssize_t))
-        if addresses == NULL or places == NULL:
-            free(addresses)
-            free(places)
-            raise MemoryError(f"values: expected memory for {room} of them, got none")
-        free(self._addresses)
-        free(self._places)
-        self._addresses, self._places, self._room = addresses, places, room
-        for i in range(len(self.values)):
-            at = self._place_of(PyList_GET_ITEM(self.values, i))
-            addresses[at], places[at] = <size_t>PyList_GET_ITEM(self.values, i), i
-        return 0
-
-    cdef inline size_t _place_of(self, PyObject* value):
-        """Where a value stands in the table, or could."""
-        cdef size_t at = ((<size_t>value >> 4) * 0x9E3779B97F4A7C15u >> 20) & (self._room - 1)
-        while self._addresses[at] != 0 and self._addresses[at] != <size_t>value:
-            at = (at + 1) & (self._room - 1)
-        return at
-
-    def tell(self, value):
-        """What is written down in a value's place."""
-        return self._tell(value)
-
-    cdef object _tell(self, object value):
-        if _is_plain(value):
-            return value
-        if 4 * <size_t>len(self.values) >= self._room:
-            self._make_room()
-        cdef size_t at = self._place_of(<PyObject*>value)
-        if self._addresses[at] != 0:
-            return _number(self._places[at])
-        if self.at_once and (type(value) is tuple or type(value) is list) and _are_plain(value):
-            return (type(value), *value)
-        self._addresses[at], self._places[at] = <size_t><PyObject*>value, len(self.values)
-        self.values.append(value)
-        return _number(self._places[at])
-
-    def rest(self):
-        """What there is to say of each object so far, and of those that they refer to: its type and its parts."""
-        self._tell_rest()
-        cdef list found = []
-        cdef Py_ssize_t at = 0, size
-        while at < len(self._said):
-            size = self._said[at + 1]
-            found.append((self._said[at], self._said[at + 2 : at + 2 + size]))
-            at += 2 + size
-        return found
-
-    cdef int _tell_rest(self) except -1:
-        cdef object value, parts, which
-        cdef list said = self._said
-        cdef Py_ssize_t at
-        while self._done < len(self.values):
-            value = <object>PyList_GET_ITEM(self.values, self._done)
-            self._done += 1
-            said.append(self._tell(type(value)))
-            at = len(said)
-            said.append(0)
-            if self.whole and PyObject_TypeCheck(value, <TypeStruct*>MODULE):
-                self._tell_module(value)
-            elif self.whole and PyObject_TypeCheck(value, <TypeStruct*>TENSOR):
-                self._tell_tensor(value)
-            elif type(value) is dict:
-                if self._spend(1 + 2 * len(<dict>value)):
-                    self._tell_table(value)
-            elif type(value) is list or type(value) is tuple or type(value) is set or type(value) is frozenset:
-                if self._spend(1 + len(value)):
-                    for part in value:
-                        said.append(self._tell(part))
-            else:
-                parts, which = self.parts(value)
-                if which and not self._refer(value):
-                    parts = gc.get_referents(value)
-                for part in parts:
-                    said.append(self._tell(part))
-            said[at] = len(said) - at - 1
-        return 0
-
-    def refer(self, value):
-        """Tell an object by which it is; whether that can be."""
-        return self._refer(value)
-
-    cdef bint _refer(self, object value) except -1:
-        try:
-            self.objects.append(reference_to(value))
-        except TypeError:
-            if gc.is_tracked(value):
-                return False
-            self.objects.append(value)
-        return True
-
-    def spend(self, Py_ssize_t parts):
-        """Whether so many more parts are looked at."""
-        return self._spend(parts)
-
-    cdef bint _spend(self, Py_ssize_t parts) except -1:
-        self._left -= parts
-        if self._left <= 0:
-            self.give_up()
-        return self._left > 0
-
-    def give_up(self):
-        """Let what is told be equal to nothing else."""
-        if not self.untold:
-            self.untold = True
-            self.objects.append(object())
-
-    def parts(self, value):
-        """What an object is told by: parts of it, and whether also by which one it is."""
-        raise NotImplementedError
-
-    def hooks(self, module):
-        """What is told of a module's hooks, where it has some."""
-        raise NotImplementedError
-
-    def attributes(self, list modules, dict moved, is_weight, shown):
-        """What is told of modules: of each its class, the classes of its parameters, its own attributes in turns with their
-        names, and buffers that may be settings.
-
-        Args:
-            modules: told by these alone.
-            moved: names that are left out, by the addresses of modules.
-            is_weight: whether a buffer is none that tells something by its value.
-            shown: what stands for a module's tensor that is none of its buffers: a plain value, or the tensor itself.
-        """
-        cdef PyObject* key
-        cdef PyObject* value
-        cdef Py_ssize_t place, at
-        cdef object module, names
-        cdef dict own, table
-        cdef list told = []
-        for module in modules:
-            own, place, at = module.__dict__, 0, 0
-            told.append(self._tell(type(module)))
-            names = moved.get(id(module), ()) if moved else ()
-            while PyDict_Next(own, &place, &key, &value):
-                if _is_internal(key, &at, self._left_out) or (names and <object>key in names):
-                    continue
-                told.append(self._tell(<object>key))
-                if PyObject_TypeCheck(<object>value, <TypeStruct*>TENSOR):
-                    told.append(self._tell(shown(module, <object>value)))
-                else:
-                    told.append(self._tell(<object>value))
-            table, place = own["_parameters"], 0
-            while PyDict_Next(table, &place, &key, &value):
-                told.append(self._tell(type(<object>value)))
-            table, place = own["_buffers"], 0
-            while PyDict_Next(table, &place, &key, &value):
-                if <object>value is not None and <object>key not in names and not is_weight(<object>value):
-                    told += ..., <object>key, self._tell(<object>value)
-        return told
-
-    cdef int _tell_module(self, object module) except -1:
-        cdef PyObject* key
-        cdef PyObject* value
-        cdef Py_ssize_t place = 0, at = 0
-        cdef dict own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            self._said.extend([self._tell(part) for part in self.hooks(module)])
-        for table in ("_modules", "_parameters", "_buffers"):
-            # One that is written into another may not look like it.
-            self._said.append(...)
-            self._tell_table(<dict?>own[table])
-        self._said.append(...)
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef Py_ssize_t place, at, left
+    cdef object module, names, table
+    cdef dict own, configs = {}
+    cdef list told = []
+    for module in modules:
+        own, place, at = module.__dict__, 0, 0
+        told.append(_id(type(module)))
+        names = moving.get(_id(module), ()) if moving else ()
         while PyDict_Next(own, &place, &key, &value):
-            if not _is_internal(key, &at, self._left_out):
-                self._said.append(self._tell(<object>key))
-                self._said.append(self._tell(<object>value))
-        return 0
-
-    cdef int _tell_table(self, dict table) except -1:
-        """Names and values in turns."""
-        cdef PyObject* key
-        cdef PyObject* value
-        cdef Py_ssize_t place = 0
-        while PyDict_Next(table, &place, &key, &value):
-            self._said.append(self._tell(<object>key))
-            self._said.append(self._tell(<object>value))
-        return 0
-
-    cdef int _tell_tensor(self, object tensor) except -1:
-        """Which it is, and where it lies, as far as its kind says: those that are sparse, or not there yet, do not.
-        Quantised ones have others inside."""
-        cdef object shape
-        self._refer(tensor)
-        self._said.append(<size_t><PyObject*>tensor)
-        try:
-            shape = tensor.shape
-            # The value of one without dimensions went with the launch.
-            value = repr(tensor.item()) if not shape and tensor.is_cpu else None
-            # The device is that of the memory, which is referred to.
-            self._said += tensor.data_ptr(), hash((shape, tensor.stride(), tensor.dtype)), value
-        except Exception:  # whatever its kind raises
-            pass
-        return self._tell_table(tensor.__dict__)
+            if _is_internal(key, &at, left_out) or PyObject_TypeCheck(<object>value, <TypeStruct*>TENSOR):
+                continue
+            if PyObject_TypeCheck(<object>value, <TypeStruct*>CONFIG):
+                configs[<size_t>value] = <object>value
+            if not names or <object>key not in names:
+                left = MOST
+                told.append(<object>key)
+                told.append(_told(<object>value, DEEPEST, &left))
+        place, table = 0, own.get("_parameters")
+        while table is not None and PyDict_Next(table, &place, &key, &value):
+            told.append(<object>key)
+            told.append(_id(type(<object>value)))
+            told.append(None if <object>value is None else (<object>value).dtype)
+        place, table = 0, own.get("_buffers")
+        while table is not None and PyDict_Next(table, &place, &key, &value):
+            if not names or <object>key not in names:
+                told.append(<object>key)
+                told.append(_id(type(<object>value)))
+                told.append(setting_of(<object>value))
+    return told, [*configs.values()]
 
 
-cdef class Told:
-    """What was told of values: equal as long as plain ones are equal and the others the same.
-
-    Args:
-        walk: that told them.
-        values: what stands for them, or lists of that.
-    """
-
-    cdef list _said, _objects
-
-    def __init__(self, ObjectWalk walk, *values):
-        walk._tell_rest()
-        self._objects = walk.objects
-        self._said = [*walk._said]
-        for value in values:
-            if type(value) is list:
-                self._said.append(len(value))
-                self._said.extend(value)
-            else:
-                self._said.append(value)
-
-    def __hash__(self):
-        return _hash_of(self._said)
-
-    def __eq__(self, other):
-        if type(other) is not Told:
-            return False
-        cdef Told told = other
-        cdef Py_ssize_t i
-        if len(self._objects) != len(told._objects):
-            return False
-        # A reference is the only one to its object, also once that has ended.
-        for i in range(len(self._objects)):
-            if PyList_GET_ITEM(self._objects, i) != PyList_GET_ITEM(told._objects, i):
-                return False
-        return _are_same(self._said, told._said)
+def setting_of(buffer):
+    """What is told of a buffer: its dtype, or how often one integer was written to."""
+    if buffer is None:
+        return None
+    dtype = buffer.dtype
+    try:
+        if dtype.is_floating_point or dtype.is_complex or buffer.numel() != 1:
+            return dtype
+        return buffer._version
+    except Exception:  # it does not know its size, or nobody counts
+        return dtype
 
 
-cdef Py_hash_t _hash_of(object values) except -1:
-    cdef size_t mixed = 1469598103934665603u
-    cdef object value
-    for value in values:
-        mixed = (mixed ^ <size_t>_hash_of_one(value)) * 1099511628211u
-    return -2 if <Py_hash_t>mixed == -1 else <Py_hash_t>mixed
+def told(value):
+    """A single value: plain ones by what they are, few members of containers, all others by which they are."""
+    cdef Py_ssize_t left = MOST
+    return _told(value, DEEPEST, &left)
 
 
-cdef inline Py_hash_t _hash_of_one(object value) except? -1:
-    if type(value) is tuple:
-        return (<tuple>value)[1] if (<tuple>value)[0] is ... else _hash_of(value)
-    if type(value) is float or type(value) is complex:
-        # Numbers that are none have the hashes of the objects that they are.
-        return hash(value) if value == value else 0
-    return hash(value)
+cdef object _told(object value, int depth, Py_ssize_t* left):
+    """The same; containers are looked into so deep, and so many members of them."""
+    cdef object kind = type(value)
+    if value is None or kind is str or kind is bool or kind is int or kind is float or kind is bytes or kind is complex:
+        return value
+    if PyDict_Check(value) or kind is list or kind is tuple or kind is set or kind is frozenset:
+        left[0] -= PyDict_Size(value) if PyDict_Check(value) else len(value)
+        if depth > 0 and left[0] >= 0:
+            return _members(value, kind, depth - 1, left)
+    elif PyObject_TypeCheck(value, <TypeStruct*>TENSOR) or PyObject_TypeCheck(value, <TypeStruct*>GENERATION):
+        return ...
+    elif kind is METHOD:
+        return _id(value.__func__), _id(value.__self__)
+    elif kind is PARTIAL:
+        return _id(value.func), _told(value.args, depth, left), _told(value.keywords, depth, left)
+    elif kind is DEVICE:
+        return str(value)
+    elif PyObject_TypeCheck(value, <TypeStruct*>NUMBER):
+        return value.dtype.str, value.tobytes()
+    return _id(value)
 
 
-cdef bint _are_same(object some, object others) except -1:
-    """Whether what was told is the same: two tuples, or two lists."""
-    cdef Py_ssize_t i
-    cdef object one, other
-    if len(some) != len(others):
-        return False
-    for i in range(len(some)):
-        one, other = some[i], others[i]
-        if one is other:
-            continue
-        if type(one) is not type(other):
-            return False
-        if type(one) is tuple:
-            if not _are_same(one, other):
-                return False
-        elif type(one) is float or type(one) is complex:
-            # Zeros have signs, and what is no number equals itself here.
-            if repr(one) != repr(other):
-                return False
-        elif one != other:
-            return False
-    return True
+cdef tuple _members(object value, object kind, int depth, Py_ssize_t* left):
+    cdef PyObject* key
+    cdef PyObject* held
+    cdef Py_ssize_t place = 0
+    cdef list found = [_id(kind)]
+    if kind is set or kind is frozenset:
+        return found[0], frozenset([_told(member, depth, left) for member in value])
+    if not PyDict_Check(value):
+        for member in value:
+            found.append(_told(member, depth, left))
+        return tuple(found)
+    while PyDict_Next(value, &place, &key, &held):
+        found.append(_told(<object>key, depth, left))
+        found.append(_told(<object>held, depth, left))
+    return tuple(found)
 
 
-cdef bint _are_plain(object values):
-    for value in values:
-        if not _is_plain(value):
-            return False
-    return True
+def memory_of(list modules, left_out):
+    """Which tensors modules hold, directly and in lists and tables, and where they lie."""
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef Py_ssize_t place, at, left
+    cdef object module
+    cdef dict own
+    cdef list found = []
+    for module in modules:
+        own, place, at = module.__dict__, 0, 0
+        for table in (own.get("_parameters"), own.get("_buffers")):
+            place = 0
+            while table is not None and PyDict_Next(table, &place, &key, &value):
+                if <object>value is not None:
+                    _place(found, <object>value)
+        place = 0
+        while PyDict_Next(own, &place, &key, &value):
+            if not _is_internal(key, &at, left_out):
+                left = MOST
+                _places(found, <object>value, DEEPEST, &left)
+    return found
 
 
-def reference_to(value):
-    """A weak reference, of a tensor that to its memory.
-
-    PyTorch refuses to exchange what tensors stand for, as `module.to` does with quantised ones, while anything refers to
-    them weakly.
-
-    Raises:
-        TypeError: nothing can refer to it weakly.
-    """
+cdef int _places(list found, object value, int depth, Py_ssize_t* left) except -1:
+    cdef PyObject* key
+    cdef PyObject* held
+    cdef Py_ssize_t place = 0
+    cdef object kind = type(value)
     if PyObject_TypeCheck(value, <TypeStruct*>TENSOR):
-        try:
-            return weakref.ref(value.untyped_storage())
-        except Exception:  # whatever its kind raises, as sparse ones do
-            pass
-    return weakref.ref(value)
+        _place(found, value)
+    elif PyDict_Check(value):
+        left[0] -= PyDict_Size(value)
+        while depth > 0 and left[0] >= 0 and PyDict_Next(value, &place, &key, &held):
+            _places(found, <object>held, depth - 1, left)
+    elif kind is list or kind is tuple:
+        left[0] -= len(value)
+        if depth > 0 and left[0] >= 0:
+            for member in value:
+                _places(found, member, depth - 1, left)
+    return 0
+
+
+cdef int _place(list found, object tensor) except -1:
+    """Where a tensor lies, as far as its kind says: those that are sparse, or not there yet, do not. Quantised ones have
+    others inside, and the value of one without dimensions goes with the launch."""
+    cdef object shape
+    found.append(_id(tensor))
+    cdef Py_ssize_t left = MOST
+    try:
+        shape = tensor.shape
+        found.append(tensor.data_ptr())
+        found.append(shape)
+        found.append(tensor.stride() if shape or not tensor.is_cpu else repr(tensor.item()))
+    except Exception:  # whatever its kind raises
+        found.append(None)
+    for inner in tensor.__dict__.values():
+        found.append(_told(inner, 0, &left))
+        _places(found, inner, 1, &left)
+    return 0
+
+
+def names_of(kinds, aside, spaces):
+    """The addresses of what names lead to, as bytes: functions, classes and other objects, in classes and all that they
+    inherit from, in the modules that these were written in, those of some `aside` left out, and in further spaces.
+
+    A function that stands for another within a scope, and says so by its attribute `stands_for`, counts as the other.
+    """
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef PyObject* inner
+    cdef TypeStruct* form
+    cdef Py_ssize_t place, inside
+    cdef bint whole
+    cdef size_t* found = NULL
+    cdef size_t size = 0, room = 0, grown
+    cdef dict seen = {}, loaded = sys.modules
+    cdef object kind, module, table
+    cdef list tables = []
+    for kind in kinds:
+        for base in (<object>kind).__mro__:
+            if _id(base) in seen:
+                continue
+            seen[_id(base)] = None
+            if (<TypeStruct*>base).tp_dict != NULL:
+                tables.append(<object>(<TypeStruct*>base).tp_dict)
+            module = base.__module__
+            if module not in seen and base not in aside:
+                seen[module] = None
+                module = loaded.get(module)
+                if module is not None:
+                    tables.append(module.__dict__)
+    for table in spaces:
+        tables.append(table)
+    try:
+        for table in tables:
+            whole = "__path__" not in table
+            place = 0
+            while PyDict_Next(table, &place, &key, &value):
+                form = Py_TYPE(value)
+                if size + MOST + 1 > room:
+                    room = 2 * room + 4 * MOST
+                    grown = <size_t>realloc(found, room * sizeof(size_t))
+                    if grown == 0:
+                        raise MemoryError(f"names: expected memory for {room} of them, got none")
+                    found = <size_t*>grown
+                if form == <TypeStruct*>FUNCTION:
+                    found[size] = _address(value)
+                    size += 1
+                elif form.tp_call != NULL or form.tp_descr_get != NULL:
+                    found[size] = <size_t>value
+                    size += 1
+                elif form == <TypeStruct*>MODULE and whole:
+                    # A part of a package is there once somebody has loaded it.
+                    found[size] = <size_t>value
+                    size += 1
+                elif form == <TypeStruct*>dict and len(<dict>value) < MOST:
+                    inside = 0
+                    while PyDict_Next(<object>value, &inside, &key, &inner):
+                        if Py_TYPE(inner) == <TypeStruct*>FUNCTION:
+                            found[size] = _address(inner)
+                            size += 1
+        return PyBytes_FromStringAndSize(<char*>found, size * sizeof(size_t))
+    finally:
+        free(found)
+
+
+cdef size_t _address(PyObject* function) except 0:
+    """A function's, or that of the one that it stands for."""
+    cdef PyObject* held = (<FunctionStruct*>function).func_dict
+    if held == NULL:
+        return <size_t>function
+    original = (<dict>held).get("stands_for")
+    return <size_t>function if original is None else <size_t><PyObject*>original

@@ -191,19 +191,6 @@ class SlotCache(DynamicCache):
             return lazy()
         return _plain_layer(own)
 
-    def copied(self) -> DynamicCache | None:
-        """What plain decoding would hold by the end of a prefill of a cache that was empty; None
-        where layers keep something else than entries per token, or have dropped some."""
-        made = [_plain_layer(layer) for layer in self.layers]
-        if None in made or any(layer.store.dropped for layer in self.slot_layers):
-            return None
-        plain = DynamicCache()
-        plain.layers = made
-        for own, layer in zip(self.layers, made, strict=True):
-            if isinstance(own, SlotLayer) and not own.store.is_empty:
-                layer.update(own.keys, own.values)
-        return plain
-
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike; its layers are packed for
         the first forward behind it."""

@@ -19,13 +19,11 @@ from transformers.generation import GenerationMode
 from ..cache.kv_cache import stands_for
 from ..drafters.base import Target
 from ..host import transformers_private
-from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
-from ..host.plain_step import Rules, is_known_streamer
+from ..host.plain_step import is_known_streamer, own_methods_of
 from ..host.ranks import Ranks
 from ..policy.cost_store import CostKey, size_bucket
-from ..policy.planner import Planner
-from ..policy.policy import Graphs
+from ..policy.policy import DraftingPolicy, Graphs
 from ..system.lazy import cached_property
 from ..system.log import get_logger
 from ..system.reloads import LOADED
@@ -35,7 +33,7 @@ from ..verification.engine import Engine, engine_of
 from ..verification.options import ServiceDemand
 from ..verification.service import PER_TOKEN, choose_service
 from ..verification.tiers import Service, Tier
-from .selection import ROWWISE
+from .selection import known_kinds
 from .stopping import Stopping
 
 logger = get_logger(__name__)
@@ -142,21 +140,23 @@ class Call:
         option, allows it."""
         return bool(graphs) and not self.synced_gpus and not Ranks.of(self.model).several
 
-    def service(self, planner: Planner, fixed_width: int | None, graphs: Graphs) -> Service:
+    def service(self, policy: DraftingPolicy) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it.
 
         Args:
-            planner: says how many nodes are verified at most.
-            fixed_width: tokens per row that every forward feeds; None: any number.
-            graphs: see `may_record`.
+            policy: says how many nodes are verified at most, and whether the model is trusted.
         """
         if (why := LOADED.why_stale()) is not None:
             return self._plain(why)
         if not isinstance(self.model, torch.nn.Module):
             return self._plain("it is no torch module, whose parts could be looked at")
-        width = fixed_width or 1 + planner.most_nodes(few=not self.engine.widens)
-        records = self.may_record(graphs) and self.engine.records(self.model)
-        demand = ServiceDemand(width, self.returns_states, records or fixed_width is not None)
+        few, fixed = not self.engine.widens, policy.fixed_width
+        records = self.may_record(policy.graphs) and self.engine.records(self.model)
+        demand = ServiceDemand(
+            width=fixed or 1 + policy.planner.most_nodes(few=few),
+            static_buffers=records or fixed is not None,
+            trusts=policy.trust_forward,
+        )
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         return service if why is None else self._plain(why, service)
@@ -187,27 +187,15 @@ class Call:
             )
         if (name := self._unknown_input) is not None:
             return f"{name} has an entry for each token, and nobody knows those of tokens to come"
-        if self.asks_caller and has_callers_hooks(self.model):
-            return (
-                "a logits processor, stopping criterion or streamer of the caller's may read what "
-                "hooks of the caller's have noted of a forward; leave out either"
-            )
-        if self.asks_caller and service.tier is Tier.REPLAY:
-            return (
-                "a logits processor, stopping criterion or streamer of the caller's may change the "
-                "model, whose state processes accepted tokens again; leave them out"
-            )
+        if transformers_private.is_callers(cache) and (own := own_methods_of(cache)):
+            return f"{own[0]} of {service.cache_name} is the caller's, and drafts do not call it"
         if self.asks_caller and transformers_private.is_callers(cache):
             return (
                 "a logits processor, stopping criterion or streamer of the caller's may look into "
                 f"{service.cache_name}, where nothing lies meanwhile; leave out either"
             )
-        states = self.returns_states
-        if self.batch_size > 1 and states:
-            return (
-                "attentions and hidden states of rows with unequal progress do not fit together; "
-                "ask for none, or pass one row at a time"
-            )
+        if config.output_attentions or config.output_hidden_states:
+            return "it returns attentions or hidden states of each token; ask for none"
         start, stop = self._lengths
         # The prefill passes it where the prompt is longer.
         if service.reach.restart is not None and service.reach.restart < stop:
@@ -254,13 +242,7 @@ class Call:
     def _follows_rows(self) -> bool:
         """Whether a processor, a criterion or what asks them is none of those that are known."""
         members = *self.processors, *self.criteria
-        rules = Rules(members, ROWWISE)
-        return not rules.hold or any(rules.kind(one) is None for one in members)
-
-    @property
-    def returns_states(self) -> bool:
-        """Whether the call returns what forwards compute besides logits."""
-        return bool(self.config.output_attentions or self.config.output_hidden_states)
+        return not known_kinds(members).issuperset(map(type, members))
 
     @property
     def _lengths(self) -> tuple[int, int]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..host.callers_hooks import left_out
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import FEWEST_STEPS, PHASES, CallStats
 from ..verification.engine import engine_of
-from ..verification.service import learn_changes
+from ..verification.service import learn_moves
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .forwards import UnservableError
@@ -69,15 +67,15 @@ def decode(
 
 def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
     started = time.perf_counter()
-    service = call.service(policy.planner, policy.fixed_width, policy.graphs)
+    service = call.service(policy)
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     observer = observe(call.prompts, counts)
-    started += feed_parts(call, service.cache_name, policy.reroute, counts)
+    if service.tier is not Tier.PLAIN:
+        started += feed_parts(call, service.cache_name, policy.reroute, counts)
     if service.tier is Tier.PLAIN:
         counts.reason = service.reason
-        with left_out(call.model) if service.lacked_hooks else nullcontext():
-            result = decode_plainly(call, counts, observer)
+        result = decode_plainly(call, counts, observer)
     else:
         try:
             result = _decode_with_drafts(call, policy, service, counts, observer)
@@ -86,7 +84,7 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
             counts.tier, counts.reason = Tier.PLAIN.value, str(error)
             result = decode_plainly(call, counts, observer)
     if isinstance(call.model, torch.nn.Module):
-        learn_changes(call.model)
+        learn_moves(call.model)
     counts.seconds["total"] = total = time.perf_counter() - started
     if counts.saved_seconds:
         counts.compared_seconds = total - counts.once_seconds
@@ -101,16 +99,11 @@ def _decode_with_drafts(
     counts: CallStats,
     observer: Observer | None,
 ) -> Any:
-    """Decode by the loop; timed from the first token on."""
-    started = time.perf_counter()
-    counted = counts.seconds["test"] + counts.seconds["prefill"]
     generation = Generation(call, policy, service, counts, observer)
     result = generation.run()
-    once = counts.seconds["prefill"] + counts.once_seconds - counted
-    generation.plain.count(time.perf_counter() - started - once)
     plain_steps = generation.tokens - 1
     counts.saved_forwards = plain_steps - counts.forwards
-    if plain_steps >= FEWEST_STEPS and (plain_step := generation.plain.seconds) is not None:
+    if plain_steps >= FEWEST_STEPS and (undrafted := generation.undrafted_step) is not None:
         spent = sum(counts.seconds[name] for name in PHASES)
-        counts.saved_seconds = plain_steps * plain_step - spent
+        counts.saved_seconds = plain_steps * undrafted - spent
     return result

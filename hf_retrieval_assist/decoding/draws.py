@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from ..drafters.call_view import Law
-from ..host.plain_step import CHOOSERS
 from ..structures.draws import Numbers
 from ..system.locks import DRAWS
 from ..types.row_text import RowText
@@ -77,7 +76,7 @@ class KnownDraws:
         if vocab_size not in self._at_once:
             known = self._generator is not None
             self._at_once[vocab_size] = self._rows_at_once(vocab_size) if known else 0
-        return self._at_once[vocab_size] > 0 and CHOOSERS.hold
+        return self._at_once[vocab_size] > 0
 
     def reaches(self, rows: Sequence[RowText], vocab_size: int) -> bool:
         """Whether the numbers of the next tokens of rows are known, and those of later ones: not

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
-from transformers import EncoderDecoderCache
-
+from ..cache.states import States
 from ..host import transformers_private as private
-from ..host.callers_hooks import CacheShownError, HookWatch
 from ..host.feature_taps import FeatureTaps
-from ..host.lookups import ForwardLookups
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import CallStats
 from ..system.log import get_logger
 from ..system.memory import SHORTAGES
 from ..types.token_tree import Forest
-from ..verification.chain_verifier import StepVerifier
-from ..verification.options import CallOptions, ForwardOptions
+from ..verification.chain_verifier import ChainVerifier
+from ..verification.options import Bounds, CallOptions, ForwardOptions
 from ..verification.service import PER_TOKEN
 from ..verification.tiers import Service
 from ..verification.verified import Verified
@@ -38,7 +35,7 @@ class UnservableError(Exception):
 
 
 class Forwards:
-    """Runs a call's forwards; a scope round all of them, in which the caller's hooks are watched.
+    """Runs a call's forwards; a scope round all of them.
 
     Args:
         call: whose forwards.
@@ -55,8 +52,7 @@ class Forwards:
         returned_cache: that the result names, in which the call leaves what they filled.
         taps: the hidden states of the last forward that drafters learn from.
         may_draft: whether a draft may be verified: nothing has shown that drafts change the text's
-            forwards, and hooks that are met for the first time have shown what they do with a
-            single token.
+            forwards.
         model_kwargs: the forward's keyword arguments.
     """
 
@@ -80,7 +76,6 @@ class Forwards:
         )
         self.taps = FeatureTaps(call.model, policy.hidden_layers)
         self._tapped = self.taps if policy.hidden_layers else nullcontext()
-        self._hooks = HookWatch(call.model)
         self._decode_scope = private.OptimisedForDecode(call.model)
         wanted = CallOptions(
             reroute=policy.reroute,
@@ -90,33 +85,13 @@ class Forwards:
             select=None if policy.needs_all_logits else walk.rowwise,
         )
         self.engine = call.engine.call(call.model, wanted)
-        self._sound = True
-
-    @property
-    def lookups(self) -> ForwardLookups | None:
-        """What the model's forward looked up when it was tested."""
-        return self._service.lookups
-
-    def stop_drafting(self) -> None:
-        """Feed one token of each row from now on, as plain decoding does, since code of the
-        caller's has changed the model."""
-        self._sound = False
-        self.engine.stop_drafting()
-        self._counts.reason = "code of the caller's changed the model or what its loop asks"
-        self.verifier = StepVerifier.after(self.verifier, self.model_kwargs)
-
-    @property
-    def may_draft(self) -> bool:
-        return self._sound and not self._hooks.unsure
+        self.may_draft = True
 
     def __enter__(self) -> Forwards:
-        self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with ExitStack() as both:
-            both.push(self._hooks)
-            self._decode_scope.want(False)
+        self._decode_scope.want(False)
 
     def prefill(self) -> Any:
         """transformers' own prefill.
@@ -125,19 +100,14 @@ class Forwards:
             What the model returned.
 
         Raises:
-            UnservableError: its layers do not keep one entry for each token, or a hook of the
-                caller's would be shown the cache.
+            UnservableError: its layers do not keep one entry for each token.
         """
         call, begun = self._call, perf_counter()
         self.cache.take()
         scope = call.engine.scope(self.engine.by_kernels)
         with self.taps, scope, self.engine.prefill():
-            try:
-                model_kwargs = self.model_kwargs
-                outputs = private.prefill(call.model, call.input_ids, call.config, model_kwargs)
-            except CacheShownError as error:
-                raise UnservableError(str(error)) from None
-        self._hooks.guards = False
+            model_kwargs = self.model_kwargs
+            outputs = private.prefill(call.model, call.input_ids, call.config, model_kwargs)
         if not self.cache.is_even:
             raise UnservableError("its layers do not keep one entry for each token of the text")
         self.cache.begin(call.batch_size)
@@ -151,33 +121,19 @@ class Forwards:
             if self._several:  # others may have enough, and go on with drafts
                 raise
             # Plain decoding may have enough. What the layers hold by now is theirs.
-            self._sound, self.cache.reserved, self.cache.memory = False, None, None
+            self.may_draft, self.cache.reserved, self.cache.memory = False, None, None
             self._counts.tier, self._counts.reason = "plain", f"no memory to draft in ({error!r})"
-            self.engine.stop_drafting()
-            self.verifier = StepVerifier.behind_prefill(call.model, *texts, self._service.reach)
+            bounds = Bounds(most_fed=1, reach=self._service.reach)
+            self.verifier = ChainVerifier(call.model, *texts, bounds, states=States(self.cache))
         shown = perf_counter()
         self.engine.begin(self.verifier, outputs.logits)
         self._counts.count_seconds(prefill=shown - begun, pack=perf_counter() - shown)
         return outputs
 
-    def plain_kwargs(self, outputs: Any) -> dict[str, Any] | None:
-        """What plain decoding's loop would go on with behind the prompt's forward, with a cache of
-        its own; None where no such one can be made."""
-        name, kwargs = self._service.cache_name, self.model_kwargs
-        plain, whole = self.cache.copied(), kwargs[name]
-        if plain is None or kwargs.get("inputs_embeds") is not None:
-            return None
-        if isinstance(whole, EncoderDecoderCache):
-            cross = whole.cross_attention_cache
-            plain, updated = EncoderDecoderCache(plain, cross), whole.is_updated
-            plain.is_updated = dict(updated)
-        return private.kwargs_after(self._call.model, outputs, kwargs) | {name: plain}
-
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""
         call, policy = self._call, self._policy
-        recorded = call.may_record(policy.graphs)
-        states = call.returns_states or policy.hidden_layers
+        recorded = call.may_record(policy.graphs) and not self._service.foreign
         return ForwardOptions(
             taps=self.taps,
             top_k=policy.top_k,
@@ -187,7 +143,7 @@ class Forwards:
             recorded=recorded,
             fused=policy.graphs == "fused",
             by_kernels=self.engine.by_kernels,
-            states=bool(states),
+            states=bool(policy.hidden_layers),
             select=self._walk.rowwise,
             fixed_width=policy.fixed_width,
         )
@@ -206,11 +162,6 @@ class Forwards:
             if verified is None:
                 trees = Forest.empty(len(rows))
                 verified = self._repeat(trees)
-            if (self._hooks.unsure or self._hooks.changing) and not self._hooks.learn():
-                # Forwards were tested without the hook: the next call is served as a test with it
-                # says, or plainly.
-                self._sound, self._counts.tier = False, "plain"
-                self._counts.reason = "a hook of the caller's changes what forwards compute"
         self._counts.forwards += 1
         return trees, verified
 
@@ -228,7 +179,7 @@ class Forwards:
         as it would have done without them."""
         try:
             verified = self._run(trees)
-            if verified.is_sound and not self._hooks.changing:
+            if verified.is_sound:
                 return verified
             self.verifier.drop(self._walk.rows, verified)
             why = "logits behind a draft were not finite (an overflow, or weights that are not)"
@@ -236,20 +187,19 @@ class Forwards:
             if self._several:
                 raise
             self.verifier.undo()
-            self._sound = False
+            self.may_draft = False
             # It may take one token of each row only, as plain decoding feeds them.
             self.verifier.narrow()
             why = f"a forward over a draft raised {error!r}"
-        if not self._hooks.changing:
-            name = type(self._call.model).__name__
-            logger.warning_once(f"{name}: {why}; the step was repeated without drafts")
+        name = type(self._call.model).__name__
+        logger.warning_once(f"{name}: {why}; the step was repeated without drafts")
         return None
 
     def _repeat(self, nothing: Forest) -> Verified:
         """The forward once more without the drafts."""
         verified = self._run(nothing)
         # Where the text itself is not finite, no draft is of use.
-        self._sound = self._sound and verified.is_sound
+        self.may_draft = self.may_draft and verified.is_sound
         self._counts.forwards += 1
         verified.typical = False
         return verified

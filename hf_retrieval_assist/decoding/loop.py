@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,11 +17,9 @@ from ..drafters.call_view import CallView
 from ..drafters.expected import came_out
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
-from ..host.callers_hooks import has_callers_hooks
-from ..host.model_state import ModelWatch
 from ..host.ranks import Ranks
 from ..policy.cost_model import CostModel
-from ..policy.cost_store import CallCosts, size_bucket
+from ..policy.cost_store import CallCosts
 from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
 from ..policy.step import DraftedStep
@@ -34,12 +31,8 @@ from ..verification.verified import Verified
 from .call import Call
 from .forwards import Forwards
 from .observer import Observer
-from .plainly import plain_step
 from .selection import RowPreview
 from .walk import Drawn, Walk
-
-_FEWEST_TIMED = 16  # tokens of a call that takes the time to see what plain decoding takes
-_ALIKE = 512  # tokens of prompts behind which that is about the same
 
 
 class Generation:
@@ -65,6 +58,7 @@ class Generation:
         observer: Observer | None,
     ):
         self.call, self.policy, self.counts, self.observer = call, policy, counts, observer
+        self.service = service
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
         self.walk = Walk(call, self.rows, call.rows_in_lockstep(service), policy.residual)
@@ -78,9 +72,7 @@ class Generation:
         self.account = None if self.ranks.several else policy.account(call.kind)
         self.own_forwards = TargetForwards()
         self.sessions: list[AssistantSession] = []
-        length = size_bucket(max(call.prompt_length, _ALIKE))
-        kind = replace(call.kind, cache_length=length)
-        self.plain = policy.costs.plain_step(kind, bool(call.config.do_sample))
+        self.whole_price: CostModel | None = None  # the last step's in which all rows were running
         # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
 
@@ -107,20 +99,18 @@ class Generation:
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
         begun = perf_counter()
-        if (watch := self.walk.watch) is not None and watch.changed:
-            self.forward.stop_drafting()
         self.forward.engine.between_steps(self.forward.verifier)
         packed = perf_counter()
         rows = self.running
         # Rows in lockstep go on when they have ended.
         drafted = [row for row in rows if row.padding is None] if self.walk.lockstep else rows
         price = self.price(len(rows))
+        if len(rows) == len(self.rows):
+            self.whole_price = price
         step = self.draft(drafted, price)
         trees = self.trees(rows, drafted, step)
         drafted_at = perf_counter()
         trees, verified = self.forward(trees)
-        if watch is not None:
-            watch.look()
         shown = perf_counter()
         paths = self.walk(trees, verified, self.drawn)
         walked = perf_counter()
@@ -141,6 +131,11 @@ class Generation:
             proposed = zip(drafted, zip(*step.proposals, strict=True), strict=True)
             drafts = {row.index: proposals for row, proposals in proposed}
             self.observer.step(grown, drafts, trees, paths)
+
+    @property
+    def undrafted_step(self) -> float | None:
+        """Seconds of a step of all rows without a draft; None where none was timed."""
+        return None if self.whole_price is None else self.whole_price.timed(1)
 
     @property
     def running(self) -> list[RowText]:
@@ -174,9 +169,6 @@ class Generation:
         outputs = self.forward.prefill()
         begun = perf_counter()
         self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
-        if self.call.asks_caller and (lookups := self.forward.lookups) is not None:
-            self.walk.watch = ModelWatch(self.call.model, lookups)
-        self.walk.collector.prefill(outputs, self.forward.cache)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
         walked = perf_counter()
@@ -188,27 +180,6 @@ class Generation:
         self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
         if self.observer is not None:
             self.observer.begin(paths, [session.sources() for session in self.sessions])
-        if self.running:
-            self._time_plain_step(outputs)
-
-    def _time_plain_step(self, outputs: Any) -> None:
-        """See now and then what plain decoding takes, where it computes no other forwards and
-        nobody would see them."""
-        call = self.call
-        if (
-            self.plain.is_due
-            and call.room >= _FEWEST_TIMED
-            and call.device.type == "cpu"
-            and not (self.ranks.several or call.synced_gpus or call.compiles_plainly)
-            and not self.cache_outlives_call
-            and not has_callers_hooks(call.model)
-        ):
-            begun = perf_counter()
-            first = torch.tensor([row.last for row in self.rows])
-            seconds = plain_step(call, partial(self.forward.plain_kwargs, outputs), first)
-            spent = perf_counter() - begun
-            self.plain.observe(seconds, spent)
-            self.counts.count_seconds(test=spent)
 
     def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
         """A step with a draft of each of these rows."""
@@ -238,9 +209,7 @@ class Generation:
         return Forest.of(trees)
 
     def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
-        """Keep what was accepted in the cache, and of the states what the call returns."""
-        if self.walk.collector.wants_states:
-            self.walk.collector.step(verified, paths[0].accepted, self.forward.cache)
+        """Keep what was accepted in the cache."""
         self.forward.verifier.keep(self.rows, verified, [path.accepted for path in paths])
 
     def learn(

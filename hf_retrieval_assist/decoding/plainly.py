@@ -1,33 +1,18 @@
-"""Calls that transformers' own loop decodes, and what one of its steps takes."""
+"""Calls that transformers' own loop decodes."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, StoppingCriteriaList
 
 from ..cache.kv_cache import go_back, has_slots
 from ..host import transformers_private
 from ..policy.stats import CallStats
-from ..system.log import get_logger
 from .call import Call
 from .observer import Observer
-
-logger = get_logger(__name__)
-
-_TIMED_STEPS = 3  # the first one, which warms up, left out
 
 
 def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> Any:
@@ -36,68 +21,6 @@ def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> 
     if observer is not None:
         observer.plain(texts)
     return result
-
-
-def plain_step(
-    call: Call, make_kwargs: Callable[[], dict[str, Any] | None], first: torch.Tensor
-) -> float | None:
-    """Seconds of a step by which transformers' own loop would go on behind the first token, of
-    which nothing is kept; None where it cannot. Code of the caller's that chooses is left out.
-
-    Args:
-        make_kwargs: makes what the loop would go on with; None: that cannot be made.
-        first: int64 [batch], the first tokens.
-    """
-    ids = torch.cat([call.input_ids, first[:, None].to(call.input_ids)], dim=1)
-    processors = LogitsProcessorList([] if call.asks_caller else call.processors)
-    if call.config.do_sample:
-        processors.append(_Drawing(ids.device))
-    config = copy.copy(call.config)
-    config.do_sample = config.return_dict_in_generate = False
-    config.is_assistant = True  # the loop then goes on from a cache, instead of a prompt's inputs
-    clock = _Clock([MaxLengthCriteria(ids.shape[1] + 1 + _TIMED_STEPS)])
-    try:
-        if (model_kwargs := make_kwargs()) is None:
-            return None
-        transformers_private.sample(
-            call.model,
-            ids,
-            logits_processor=processors,
-            stopping_criteria=clock,
-            generation_config=config,
-            **model_kwargs,
-        )
-    except Exception as error:  # there may be no memory for a second cache
-        logger.info("%s: no plain step could be timed (%r)", type(call.model).__name__, error)
-        return None
-    return median(end - begin for begin, end in pairwise(clock.times))
-
-
-class _Drawing(LogitsProcessor):
-    """Takes the time of a draw, by random numbers of its own, and leaves scores as they are."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.Generator(device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        torch.multinomial(scores.softmax(-1), 1, generator=self._numbers)
-        return scores
-
-
-class _Clock(StoppingCriteriaList):
-    """Notes when it is asked.
-
-    Attributes:
-        times: on the clock of `time.perf_counter`.
-    """
-
-    def __init__(self, criteria: Sequence[Any]) -> None:
-        super().__init__(criteria)
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return super().__call__(input_ids, scores, **kwargs)
 
 
 def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:

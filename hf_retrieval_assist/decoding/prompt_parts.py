@@ -15,8 +15,6 @@ import torch
 
 from ..cache.kv_cache import has_slots, stands_for
 from ..host import transformers_private as private
-from ..host.callers_hooks import has_callers_hooks
-from ..host.plain_step import why_exchanged
 from ..policy.stats import CallStats
 from ..verification.service import PER_TOKEN
 from .call import Call
@@ -38,7 +36,7 @@ def prompts_in_parts(tokens: int, between: Callable[[], None]) -> Iterator[None]
     """A scope whose calls of `generate` feed a prompt by so many tokens at once.
 
     A prompt is fed whole in a batch, where the call brings more than its ids, where its cache is
-    not the usual one, and beside hooks and exchanged methods of the caller's.
+    not the usual one, and beside code of the caller's in the forward.
 
     Args:
         tokens: of the first part, and of a prompt that is fed whole, at most.
@@ -106,8 +104,6 @@ def _is_usual(call: Call, cache: Any) -> bool:
         and not cache.get_seq_length()
         and stands_for(cache, call.model, 1)
         and call.config.prefill_chunk_size is None
-        and not has_callers_hooks(call.model)
-        and why_exchanged(call.model) is None
         and all(
             name in PER_TOKEN and value.shape[-1] == call.input_ids.shape[1]
             for name, value in kwargs.items()

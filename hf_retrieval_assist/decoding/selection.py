@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import ChildDraw, verify_node
 from ..drafters.call_view import Among, Law, Preview
-from ..host.plain_step import CHOOSERS, Rules
-from ..structures.lookups import Snapshot
+from ..host.written import is_librarys
 from ..structures.scores import Scores
 from ..types.row_text import RowText, shown
 from ..verification.largest import argmax_rows, host_scores, largest
@@ -97,6 +96,12 @@ keep something of the batch, look at one row for all, or call what a caller gave
 subclasses do nobody knows."""
 
 
+def known_kinds(members: Iterable[Any]) -> set[type]:
+    """The classes of processors or criteria of which that holds, as transformers wrote them."""
+    kinds = {type(member) for member in members} & ROWWISE
+    return {kind for kind in kinds if is_librarys(kind.__call__)}
+
+
 _LAW = {
     logits_process.TemperatureLogitsWarper: "temperature",
     logits_process.TopKLogitsWarper: "top_k",
@@ -114,7 +119,7 @@ class TokenSelector:
     """The logits processors on the true prefix, then argmax or one random draw.
 
     What follows from processors is read of them at each token, since their owners may move their
-    settings, or exchange what chooses, at any time.
+    settings at any time.
 
     Args:
         processors: as `generate` prepared them.
@@ -123,39 +128,36 @@ class TokenSelector:
 
     Attributes:
         draws: the call's random draws.
+        known: the classes of processors whose rule is known.
     """
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool, rows: Sequence[RowText]):
         self.processors, self.do_sample, self.rows = processors, do_sample, rows
-        self.rules = Rules(processors, ROWWISE)
+        self.known = known_kinds(processors)
         self.draws = KnownDraws(rows)
-        self._blind = BLIND & self.rules.kinds
+        self._blind = BLIND & self.known
         self._device = rows[0].device
 
     @property
-    def kinds(self) -> list[type | None] | None:
-        """The class of each processor, None of one whose rule is not known; None where tokens are
-        chosen by functions that are not known."""
-        if not self.rules.hold:
-            return None
-        known = self.rules.kinds
-        return [type(one) if type(one) in known else None for one in self.processors]
+    def kinds(self) -> list[type | None]:
+        """The class of each processor, None of one whose rule is not known."""
+        return [type(one) if type(one) in self.known else None for one in self.processors]
 
     @property
     def blind(self) -> bool:
         """Whether processors look at nothing but the scores."""
-        return self._blind.issuperset(map(type, self.processors)) and self.rules.hold
+        return self._blind.issuperset(map(type, self.processors))
 
     @property
     def greedy(self) -> bool:
         """Whether a token is nothing but the maximum of its logits."""
-        return not self.do_sample and not len(self.processors) and self.rules.hold
+        return not self.do_sample and not len(self.processors)
 
     @property
     def law(self) -> Law | None:
         """What tokens are drawn by; None where something else decides, or greedily."""
-        kinds: Any = self.kinds if self.do_sample else None
-        if kinds is None or kinds != [kind for kind in _LAW if kind in kinds]:
+        kinds: Any = self.kinds
+        if not self.do_sample or kinds != [kind for kind in _LAW if kind in kinds]:
             return None
         for one in self.processors:
             removed = getattr(one, "filter_value", -math.inf)
@@ -168,19 +170,21 @@ class TokenSelector:
         """What tokens are drawn by besides processors that are not known."""
         if not self.do_sample:
             return Law()
-        kinds = ((self.rules.kind(one), one) for one in self.processors)
+        kinds: Any = zip(self.kinds, self.processors, strict=True)
         known = {_LAW[kind]: one for kind, one in kinds if kind in _LAW}
         return Law(1.0)._replace(**{name: getattr(one, name) for name, one in known.items()})
 
-    def settings(self) -> Snapshot:
+    def settings(self) -> list[Any]:
         """What the processors are set to, to be compared with what they are set to later."""
-        held = [vars(processor) for processor in self.processors]
-        tensors = [x for one in held for x in one.values() if isinstance(x, torch.Tensor)]
-        return Snapshot([*self.processors], [], [self.processors], tensors)
+        return [
+            (id(one), name, _mark_of(x) if isinstance(x, torch.Tensor) else x)
+            for one in self.processors
+            for name, x in vars(one).items()
+        ]
 
     def choose(self, rows: Sequence[RowText], logits: torch.Tensor) -> list[int]:
         """The next tokens of rows from their logits [rows, vocab_size]."""
-        if not len(self.processors) and self.rules.hold:  # nobody writes to them
+        if not len(self.processors):  # nobody writes to them
             return self.pick(rows, logits.to(dtype=torch.float32, device=self._device))
         if self.do_sample and (table := host_scores(logits)) is not None:
             tokens = self.draw_of_few(rows, table.columns, partial(_greatest, table))
@@ -238,7 +242,7 @@ class TokenSelector:
         """The next tokens of rows from their processed scores [rows, vocab_size]."""
         if self.do_sample:
             return self.draws.draw(torch.nn.functional.softmax(scores, dim=-1), rows)
-        return (argmax_rows(scores) if CHOOSERS.hold else torch.argmax(scores, dim=-1)).tolist()
+        return argmax_rows(scores).tolist()
 
     @staticmethod
     def verify(scores: torch.Tensor, below: ChildDraw | None) -> int:
@@ -266,10 +270,8 @@ class TokenSelector:
             logits: [nodes, vocab_size].
             paths: for each node, the drafted tokens that lead to it.
         """
-        scores, kind = self.copied(logits), self.rules.kind
-        known = LogitsProcessorList(
-            one for one in self.processors if kind(one) in BLIND or kind(one) in TOUCHING
-        )
+        scores, kinds = self.copied(logits), zip(self.kinds, self.processors, strict=True)
+        known = LogitsProcessorList(one for kind, one in kinds if kind in BLIND or kind in TOUCHING)
         if BLIND.issuperset(map(type, known)):
             return process_blindly(known, scores)
         texts = [torch.cat([row.ids, row.ids.new_tensor([path])], 1) for path in paths]
@@ -288,6 +290,11 @@ class TokenSelector:
             else:
                 scores = processor(ids, scores)
         return scores
+
+
+def _mark_of(tensor: torch.Tensor) -> tuple[int, int, int | None]:
+    """Which a tensor is, where it lies, and how often it was written to, if that is counted."""
+    return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
 def _greatest(table: Scores, count: int) -> Any:

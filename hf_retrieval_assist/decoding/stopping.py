@@ -11,8 +11,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..host.plain_step import Rules
 from ..types.row_text import RowText, shown
+from .selection import known_kinds
 
 # A criterion that is answered from the host, or others that are asked together.
 _Part: TypeAlias = StoppingCriteria | StoppingCriteriaList
@@ -32,12 +32,11 @@ class Stopping:
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
-        self._criteria = criteria
-        self._rules = Rules(criteria, frozenset((MaxLengthCriteria, EosTokenCriteria)))
-        self._parts = [*_parts_of(criteria, self._rules)]
+        known = known_kinds(criteria) & {MaxLengthCriteria, EosTokenCriteria}
+        self._parts = [*_parts_of(criteria, known)]
         # Whether rows that have got unequally far are asked one by one.
         self._alone = any(isinstance(part, StoppingCriteriaList) for part in self._parts)
-        self._limits = [c for c in criteria if self._rules.kind(c) is MaxLengthCriteria]
+        self._limits = [c for c in criteria if type(c) is MaxLengthCriteria and type(c) in known]
         self.max_length = self._limit
         # Plain decoding asks this once, too.
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -55,7 +54,7 @@ class Stopping:
     def bounds(self) -> tuple[int | None, frozenset[int]] | None:
         """How long rows get, None: without a limit, and the ids that end them; None where others
         have a say."""
-        if self._alone or not self._rules.hold:
+        if self._alone:
             return None
         ends = [self._end_ids(part) for part in self._parts if type(part) is EosTokenCriteria]
         return self._limit, frozenset().union(*ends)
@@ -78,15 +77,12 @@ class Stopping:
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
             lockstep: whether criteria see all rows at once, which then are those that walk.
         """
-        parts, alone = self._parts, self._alone
-        if not self._rules.hold:
-            parts, alone = [self._criteria], True
         asked = [walking]
         if not lockstep:
             growing = [row for row in walking if row.met is None]
-            asked = [[row] for row in growing] if alone else [growing]
+            asked = [[row] for row in growing] if self._alone else [growing]
         for together in asked:
-            for row, met in zip(together, self._met(parts, together, scores), strict=True):
+            for row, met in zip(together, self._met(together, scores), strict=True):
                 if row.met is None and met:
                     row.met = len(row.generated)
         limit = self.max_length = self._limit
@@ -101,11 +97,11 @@ class Stopping:
             for row in rows:
                 row.finished = len(row.generated) >= end
 
-    def _met(self, parts: Sequence[_Part], rows: Sequence[RowText], scores: Any) -> list[bool]:
+    def _met(self, rows: Sequence[RowText], scores: Any) -> list[bool]:
         """Whether a criterion is met by each of the rows, which are equally long where others than
         those of every call are asked."""
         met = [False] * len(rows)
-        for part in parts:
+        for part in self._parts:
             kind = type(part)
             if kind is MaxLengthCriteria:
                 for i, row in enumerate(rows):
@@ -142,10 +138,10 @@ class Stopping:
         return None if self.max_length is None else max(0, self.max_length - len(row) - 1)
 
 
-def _parts_of(criteria: StoppingCriteriaList, rules: Rules) -> Iterator[_Part]:
+def _parts_of(criteria: StoppingCriteriaList, known: set[type]) -> Iterator[_Part]:
     """The criteria in their order, those that are asked behind one another together."""
-    for known, group in groupby(criteria, lambda criterion: rules.kind(criterion) is not None):
-        if known:
+    for answered, group in groupby(criteria, lambda criterion: type(criterion) in known):
+        if answered:
             yield from group
         else:
             yield StoppingCriteriaList(group)

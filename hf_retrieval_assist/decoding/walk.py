@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..draft_models.residual import ChildDraw
-from ..host.model_state import ModelWatch
 from ..host.plain_step import STREAMS_FIRST
+from ..system import changes
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest
 from ..verification.verified import Verified
@@ -47,8 +47,6 @@ class Walk:
         stopping: says after each token which rows are finished.
         collector: is told of each token's scores and logits where the call wants them.
         rowwise: the same, where logits are of no other use and rows choose alone; else None.
-        watch: tells whether code of the caller's has changed the model since the last forward; None
-            where none of it runs.
     """
 
     def __init__(self, call: Call, rows: Sequence[RowText], lockstep: bool, residual: bool):
@@ -61,7 +59,6 @@ class Walk:
         self.rowwise = None if self._needs_scores or lockstep else self.select
         # Residual sampling draws otherwise.
         self.select.draws.plain = not self.residual
-        self.watch: ModelWatch | None = None
         self._streamer = call.streamer
         on_host = rows[0].device.type == "cpu"
         self._apart = self.rowwise is not None and on_host and len(rows) == 1
@@ -99,6 +96,7 @@ class Walk:
                 self._walk_apart(row, paths[row.index], trees, verified, *bounds)
             self.stopping.finish(walking, self.rows, None)
             return paths
+        said = changes.said()
         while walking:
             nodes = [paths[row.index].accepted[-1] for row in walking]
             if self._needs_scores:
@@ -116,7 +114,7 @@ class Walk:
             self.stopping.finish(walking, self.rows, shown, self.lockstep)
             if not STREAMS_FIRST and self._streamer is not None:
                 self._stream(walking)
-            if self.watch is not None and self.watch.changed:
+            if changes.said() != said:
                 break  # the logits at hand are those of another model
             walking = self._following(walking, trees, paths)
         return paths
@@ -124,8 +122,7 @@ class Walk:
     @property
     def _bounds(self) -> tuple[int | None, frozenset[int]] | None:
         """Those of :class:`Stopping` where nobody else's code runs between two tokens."""
-        alone = self._streamer is None and self.watch is None and self.select.blind
-        return self.stopping.bounds if alone else None
+        return self.stopping.bounds if self._streamer is None and self.select.blind else None
 
     def _walk_apart(
         self,

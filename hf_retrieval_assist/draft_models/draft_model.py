@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -14,18 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import Curve, Drafter, Feedbacks, Target, Tokens
 from ..drafters.call_view import Preview
 from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
-from ..plugins import load
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..types.token_tree import Forest, TokenTree
 from ..verification.engine import engine_of
+from ..verification.options import ServiceDemand
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.tree_attention import TreeLayout
@@ -36,8 +34,8 @@ from .sequoia import EVIDENCE, Draws, ShapeChooser, TreeShape, drawn, foreseen, 
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
-# More than any number of tokens.
-_ALL = 1 << 62
+# Ids by which the tables of one tokenizer's models differ, since rows fill them up.
+_PADDING = 1024
 # Most new tokens of a text that are fed at once, which bounds their masks.
 _CHUNK = 512
 
@@ -57,14 +55,10 @@ class DraftModelDrafter(Drafter):
         temperature: None drafts the most probable tokens, which suits the plain walk under any
             sampling. A number draws them without replacement from the model's distribution at that
             temperature, and records what residual verification needs.
-        assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
-            model's folder if not given and the vocabularies differ in size. Drafts then go by
-            way of the text; see :mod:`~hf_retrieval_assist.extensions.translation.translation`.
-        target_tokenizer: the target's, likewise.
 
     Raises:
         ValueError: an argument is out of range, or the model cannot be fed token trees; from
-            `start`, a tokenizer is needed and not found.
+            `start`, its vocabulary is not the target's.
     """
 
     name = "draft model"
@@ -79,8 +73,6 @@ class DraftModelDrafter(Drafter):
         max_levels: int = 8,
         width: int = 8,
         temperature: float | None = None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
-        target_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         require_at_least(1, max_nodes=max_nodes, max_levels=max_levels, width=width)
         if temperature is not None and not temperature > 0:
@@ -90,8 +82,6 @@ class DraftModelDrafter(Drafter):
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
         self.positions = position_limit(model)
-        self._tokenizers = assistant_tokenizer, target_tokenizer
-        self._translations = weakref.WeakKeyDictionary[Any, Any]()
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
         parameters = inspect.signature(model.forward).parameters
@@ -103,24 +93,15 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
         require_whole(self.model, "draft model")
-        if self.vocab_size == target.vocab_size and self._tokenizers == (None, None):
-            return DraftModelSession(self, prompt_ids, target)
-        if self.temperature is not None:
+        padding = 0 if self.temperature is not None else _PADDING  # all of the drawn children count
+        if abs(self.vocab_size - target.vocab_size) > padding:
             raise ValueError(
-                f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
-                f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
+                f"draft_model: expected the target's vocabulary of {target.vocab_size} ids, got "
+                f"{type(self.model).__name__} with {self.vocab_size}; transformers takes draft "
+                "models of another tokenizer: generate(assistant_model=..., tokenizer=..., "
+                "assistant_tokenizer=...)"
             )
-        translated = self._translation(target).text(prompt_ids)
-        return DraftModelSession(self, prompt_ids, target, translated)
-
-    def _translation(self, target: Target) -> Any:
-        """What turns the draft model's ids into the target's."""
-        key = target if target.model is None else target.model
-        with self._lock:
-            if key not in self._translations:
-                between = load("parts", "translation")
-                self._translations[key] = between(self._tokenizers, self.model, target)
-            return self._translations[key]
+        return DraftModelSession(self, prompt_ids, target)
 
     def prepare(self, sessions: Sequence[DraftModelSession], curve: Curve | None) -> None:
         """Size trees by what the target's steps take."""
@@ -152,7 +133,8 @@ class DraftModelDrafter(Drafter):
         choose: Choice = partial(foreseen, previews)
         if self.temperature is not None:
             choose = partial(drawn, self.temperature, draws)
-        trees = grow(shape, choose, _Nodes(self, group, asked[0].graphs).run, previews)
+        nodes = _Nodes(self, group, asked[0])
+        trees = grow(shape, choose, nodes.run, previews)
         if new <= _LEVEL_LIKE:
             seconds = (time.perf_counter() - started) / (shape.levels - 1)
             asked[0].chooser.observe_pass(seconds)
@@ -187,13 +169,16 @@ def _weight_bytes(model: Any) -> int:
 class _Nodes:
     """A draft model behind the texts of a group, and on the nodes of a level."""
 
-    def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
+    def __init__(self, drafter: DraftModelDrafter, group: Group, text: DraftModelSession) -> None:
         self._drafter, self._model, self._group = drafter, drafter.model, group
+        self._vocab_size = text.vocab_size  # all texts of a step have one target
         (self._cache,) = group.caches
         engine = engine_of(self._model.device)
         if group.static_drafts is None and engine.widens:
             service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
-            group.static_drafts = engine.drafts(self._model, self._cache, service, most, graphs)
+            group.static_drafts = engine.drafts(
+                self._model, self._cache, service, most, text.graphs
+            )
         self._recorded: Any = group.static_drafts
 
     def run(self, level: Level | None) -> Tensor:
@@ -204,7 +189,8 @@ class _Nodes:
         """Feed what is new in the texts; when all is cached, the last token again."""
         cache, rows = self._cache, self._group.rows
         texts = [[0] if row is None else row.text for row in rows]
-        cache.shorten([0 if row is None else row.take_valid() for row in rows])
+        # The last token is fed again, for its logits.
+        cache.shorten([0 if row is None else len(row.text) - 1 for row in rows])
         news = [text[have:] for text, have in zip(texts, cache.slots.lengths, strict=True)]
         logits = torch.empty(0)
         longest = self._recorded.most if self._recorded else _CHUNK
@@ -222,13 +208,13 @@ class _Nodes:
         return logits
 
     def _feed(self, token_ids: Tensor, fed: TreeLayout, options: dict[str, int]) -> Tensor:
-        """[rows, w or 1, vocab_size]"""
+        """[rows, w or 1, vocab_size], of the ids that the target has too."""
         if self._recorded:
             logits: Tensor = self._recorded.feed(token_ids, fed)
-            return logits
+            return logits[..., : self._vocab_size]
         device, lengths = self._model.device, torch.tensor(self._cache.slots.lengths)[:, None]
         with self._cache.feeding(fed.to(device)) as mask:
-            return self._model(
+            logits = self._model(
                 input_ids=token_ids.to(device),
                 attention_mask=mask,
                 position_ids=(lengths + fed.depths).to(device),
@@ -237,6 +223,7 @@ class _Nodes:
                 return_dict=True,
                 **options,
             ).logits
+            return logits[..., : self._vocab_size]
 
 
 class DraftModelSession(RowSession):
@@ -246,11 +233,11 @@ class DraftModelSession(RowSession):
         drafter: whose model drafts.
         prompt_ids: int32 [length], the target's.
         target: the text's.
-        translated: the text in the draft model's vocabulary, where that is another.
 
     Attributes:
         drafter: whose model drafts.
-        text: ids of the whole text, the draft model's.
+        text: ids of the whole text, as the draft model is fed them.
+        vocab_size: ids that both models have.
         chooser: what is measured.
         graphs: whether forwards may be recorded where they stay in place.
         preview: what tells how the target will draw the text's tokens; None: nothing does.
@@ -264,17 +251,17 @@ class DraftModelSession(RowSession):
         drafter: DraftModelDrafter,
         prompt_ids: NDArray[np.int32],
         target: Target,
-        translated: Any = None,
     ):
         model = drafter.model
         config = model.config.get_text_config(decoder=True)
         rules = tree_service(model, "draft_model").rules
         super().__init__([DraftCache(config, rules, model.dtype)])
-        self.drafter, self.graphs, self._translated = drafter, target.call.graphs, translated
+        self.drafter, self.graphs = drafter, target.call.graphs
+        self.vocab_size = min(drafter.vocab_size, target.vocab_size)
         self.chooser = drafter.chooser(target.fingerprint, target.model)
-        self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
-        self.preview = _preview(target, drafter.temperature) if translated is None else None
-        self._valid = _ALL
+        self.text: list[int] = np.minimum(prompt_ids, drafter.vocab_size - 1).tolist()
+        alike = drafter.vocab_size == target.vocab_size
+        self.preview = _preview(target, drafter.temperature) if alike else None
         self.shape = self.chooser.shape()
         self.clear_draft()
 
@@ -286,22 +273,12 @@ class DraftModelSession(RowSession):
             self.close()
         return self.group is not None
 
-    def take_valid(self) -> int:
-        """How many tokens of the text may stay cached: no more than are still the text's, and not
-        the last one, which is fed for its logits. Asked once before the rest is fed."""
-        valid, self._valid = min(self._valid, len(self.text) - 1), _ALL
-        return valid
-
     def clear_draft(self) -> None:
         self.tree = TokenTree.empty()
         self.draws: Draws = []
 
     def proposal(self) -> TokenTree:
-        """The draft, in the target's vocabulary."""
-        draft = self.tree.without_nan()
-        if self._translated is None or not len(draft):
-            return draft
-        return self._translated.tree(draft)
+        return self.tree.without_nan()
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         nodes = [-1, *self.tree.follow(np.array(path, np.int32)).tolist()]
@@ -313,22 +290,8 @@ class DraftModelSession(RowSession):
         return ChildDraw(law, children[:count])
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """The text went on with these tokens of the target's."""
-        if self._translated is None:
-            self._append([int(token) for token in token_ids])
-            return
-        self._translated.append(token_ids)
-        known, text = len(self.text), self._translated.ids
-        if text[:known] != self.text:
-            # What both texts begin with stays cached.
-            pairs = zip(self.text, text, strict=False)
-            known = next((i for i, (old, new) in enumerate(pairs) if old != new), len(text))
-            self.clear_draft()
-            self._valid = min(self._valid, known)
-            del self.text[known:]
-        self._append(text[known:])
-
-    def _append(self, tokens: list[int]) -> None:
+        """The text went on with these tokens."""
+        tokens = np.minimum(np.asarray(token_ids), self.drafter.vocab_size - 1).tolist()
         if len(self.tree) and tokens:
             path = self.tree.follow(np.array(tokens, np.int32))
             self._measure(path.tolist(), len(tokens))
@@ -363,7 +326,8 @@ def tree_service(model: Any, drafter: str) -> Service:
     if model.config.is_encoder_decoder:
         service = Service(Tier.PLAIN, "it is an encoder-decoder")
     else:
-        service = choose_service(model, {})
+        # Wrong drafts cost time and no token, whoever wrote the code.
+        service = choose_service(model, {}, demand=ServiceDemand(trusts=True))
     if service.tier is not Tier.TREE:
         raise ValueError(
             f"{drafter}: expected a model that can be fed token trees, got "

@@ -2,7 +2,7 @@
 
 A release is judged by looking for these names, and not by its number: :func:`why_plain` says what a
 release lacks of those without which nothing can be assisted, :func:`absent` what it lacks of any
-group. `docs/transformers_versions.md` shows the list, which this module prints when it is run.
+group. `python -m hf_retrieval_assist.host.private_names` prints the list.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __v
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..structures.modules import hooked, modules_of
+from ..structures.modules import hooked
 from .private_names import cache_parameter
 
 PIPELINES_SINCE = Version("5.23")
@@ -29,8 +29,6 @@ CACHE = cache_parameter() or "cache"
 CACHE_NAMES = (CACHE, "cache_params")
 # Those under which any release takes a cache from the caller of `generate`.
 _GIVEN_NAMES = (CACHE, "cache", "past_key_values", "cache_params")
-# Those under which the parts of a model take one.
-_LAYERS_NAMES = frozenset((*_GIVEN_NAMES, "past_key_value", "layer_past"))
 
 
 @cache
@@ -52,14 +50,6 @@ def takes_positions(model: Any) -> bool:
 def cache_name(module: Any) -> str | None:
     """The keyword for the cache in a module's forward; None: it takes none."""
     return next((name for name in CACHE_NAMES if name in forward_parameters(module)), None)
-
-
-def may_be_handed_cache(module: Any) -> bool:
-    """Whether a module's forward takes a cache, under whatever name."""
-    return any(
-        name in _LAYERS_NAMES or "Cache" in str(parameter.annotation)
-        for name, parameter in forward_parameters(module).items()
-    )
 
 
 def with_cache(module: Any, held: Any) -> dict[str, Any]:
@@ -135,8 +125,14 @@ def attention_of(config: Any) -> str:
     return getattr(config, "_attn_implementation", None) or ""
 
 
-# What a model keeps of the hooks that mark its embeddings for gradients.
-GRADIENT_HOOKS = frozenset(("_require_grads_hook", "_require_grads_hooks"))
+OWN_NAMES = frozenset(
+    (
+        *("_require_grads_hook", "_require_grads_hooks"),
+        *("_compiled_call", "_last_compile_config", "_previous_max_cache_length"),
+    )
+)
+"""What a model keeps of hooks that mark its embeddings for gradients, and of plain decoding that
+compiles its forward."""
 
 
 def _marks_gradients(hook: Any) -> bool:
@@ -154,29 +150,22 @@ class Hook(NamedTuple):
     """A hook round a module's forward, or round those of all modules.
 
     Attributes:
-        table: in which it has its number; PyTorch gives none twice.
         called: what is called.
-        module: whose forward; None: any module's.
-        before: whether it is called ahead of the forward, and is not shown what that returns.
         keywords: whether it is shown keyword arguments.
     """
 
-    table: dict[int, Any]
-    number: int
     called: Any
-    module: nn.Module | None
-    before: bool
     keywords: bool
 
 
 def hooks_of(*modules: nn.Module) -> list[Hook]:
     """The hooks of modules without those that change nothing of a forward."""
     return [
-        Hook(table, number, hook, module, before, number in shown)
+        Hook(hook, number in shown)
         for module in hooked(modules)
-        for table, before, shown in (
-            (module._forward_hooks, False, module._forward_hooks_with_kwargs),
-            (module._forward_pre_hooks, True, module._forward_pre_hooks_with_kwargs),
+        for table, shown in (
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         )
         for number, hook in table.items()
         if not _marks_gradients(hook)
@@ -186,15 +175,16 @@ def hooks_of(*modules: nn.Module) -> list[Hook]:
 def global_hooks() -> list[Hook]:
     """The hooks round the forwards of all modules of the process."""
     module = torch.nn.modules.module
-    after, shown = module._global_forward_hooks, module._global_forward_hooks_with_kwargs
-    before = module._global_forward_pre_hooks  # which are shown no keyword arguments
-    return [
-        *(
-            Hook(after, number, hook, None, False, number in shown)
-            for number, hook in after.items()
-        ),
-        *(Hook(before, number, hook, None, True, False) for number, hook in before.items()),
-    ]
+    shown = module._global_forward_hooks_with_kwargs
+    after = [Hook(hook, number in shown) for number, hook in module._global_forward_hooks.items()]
+    # Those before forwards are shown no keyword arguments.
+    return after + [Hook(hook, False) for hook in module._global_forward_pre_hooks.values()]
+
+
+def active_modes() -> list[Any]:
+    """The modes that see the running thread's operators and functions."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    return [*torch.utils._python_dispatch._get_current_dispatch_mode_stack(), *functions]
 
 
 def compiles(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
@@ -204,30 +194,6 @@ def compiles(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any])
         model_kwargs: `generate`'s, with the cache that it made or was given.
     """
     return bool(model._valid_auto_compile_criteria(model_kwargs, config))
-
-
-def own_calls(module: nn.Module) -> tuple[Any, Any]:
-    """What stands on a module for its class's forward, and for all of its call; None: nothing."""
-    own = vars(module)
-    return own.get("forward"), own.get("_compiled_call_impl")
-
-
-def own_forwards(modules: list[nn.Module]) -> list[Any]:
-    """What stands on modules for their classes' forwards."""
-    return [own for module in modules if (own := vars(module).get("forward")) is not None]
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a caller has compiled a model, a part of it or a hook in place."""
-    modules, mark = modules_of(model), "_torchdynamo_orig_callable"
-    parts = any(
-        call is not None
-        or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(forward, mark)
-        for module in modules
-        for forward, call in [own_calls(module)]
-    )
-    return parts or any(hasattr(hook.called, mark) for hook in hooks_of(*modules))
 
 
 def compilations() -> int:

@@ -109,6 +109,12 @@ class CostModel:
         """Expected seconds of a step that feeds `tokens` tokens per row."""
         return float(self.curve(tokens)[-1])
 
+    def timed(self, tokens: int) -> float | None:
+        """Mean seconds of steps that fed just so many tokens per row; None where none did."""
+        with self._lock:
+            known = self._widths.get(tokens)
+        return None if known is None else known.seconds
+
     def share(self, tokens: int) -> int:
         """The n of t(n) for a forward that fed so many tokens."""
         return tokens
@@ -189,6 +195,9 @@ class CostView(CostModel):
         self._rows, self._step = rows, rows if lockstep else 1
         self.shared_width = rows - self._step
         self._fed = partial(_fed, tuple(widths), rows, self._step)
+
+    def timed(self, tokens: int) -> float | None:
+        return self._cost.timed(int(self._fed(tokens)[-1]))
 
     def share(self, tokens: int) -> int:
         # Fewer are fed where a step that was priced packed had to be repeated otherwise.

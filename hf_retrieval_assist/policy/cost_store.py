@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +10,6 @@ from ..system.locks import Lock
 from .cost_model import CostModel, CostView
 
 _MOST_MODELS = 256
-_PLAIN_TIMINGS, _PLAIN_SHARE = 3, 1 / 50  # plain decoding's that count, and their share of the time
 _TIMING_PERIOD = 8  # steps without drafts, which are all alike, of which one is timed
 
 
@@ -52,36 +49,6 @@ class CostKey:
         return *of_model, self.packed, self.cost_variant
 
 
-class PlainStep:
-    """What a step of plain `generate` takes, timed again for a small share of the time."""
-
-    def __init__(self) -> None:
-        self._timings: deque[float] = deque(maxlen=_PLAIN_TIMINGS)
-        self._spent = self._passed = 0.0
-
-    @property
-    def seconds(self) -> float | None:
-        """The middle one of the last timings, of two the shorter, since machines are slower for a
-        while and never faster; None: none was made."""
-        known = sorted(self._timings)
-        return known[(len(known) - 1) // 2] if known else None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a timing would take no more than its share."""
-        return self._passed * _PLAIN_SHARE >= self._spent
-
-    def observe(self, seconds: float | None, spent: float) -> None:
-        """Keep a timing, and what it took; None: there can be none."""
-        if seconds is not None:
-            self._timings.append(seconds)
-        self._spent, self._passed = math.inf if seconds is None else spent, 0.0
-
-    def count(self, seconds: float) -> None:
-        """Count the time of a call, its timing left out."""
-        self._passed += seconds
-
-
 class CostModels:
     """One `CostModel` per key, which starts from what the nearest timed one knows.
 
@@ -90,18 +57,7 @@ class CostModels:
 
     def __init__(self) -> None:
         self._models: dict[CostKey, CostModel] = {}
-        self._plain: dict[tuple[CostKey, bool], PlainStep] = {}
         self._lock = Lock()
-
-    def plain_step(self, key: CostKey, draws: bool) -> PlainStep:
-        """A step of plain `generate` in calls of a kind, in which tokens are drawn or not; the same
-        object each time."""
-        with self._lock:
-            if (key, draws) not in self._plain:
-                if len(self._plain) == _MOST_MODELS:
-                    del self._plain[next(iter(self._plain))]
-                self._plain[key, draws] = PlainStep()
-            return self._plain[key, draws]
 
     def get(self, key: CostKey) -> CostModel:
         """The model of `key`, the same object each time."""

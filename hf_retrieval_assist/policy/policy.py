@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     graphs: Graphs
     fixed_width: int | None
     extra_memory: int | None
+    trust_forward: bool
     costs: CostModels | None
 
 
@@ -112,6 +113,7 @@ class DraftingPolicy:
         fixed_width: int | None = None,
         extra_memory: int | None = None,
         residual: bool = False,
+        trust_forward: bool = False,
         costs: CostModels | None = None,
     ):
         if fixed_width is not None and fixed_width < 1:
@@ -125,6 +127,7 @@ class DraftingPolicy:
         self.fixed_width = fixed_width
         self.extra_memory = extra_memory
         self.residual = residual
+        self.trust_forward = trust_forward
         self.costs = cost_store.OF_PROCESS if costs is None else costs
         self._accounts: dict[CostKey, Account] = {}
         self._calibrators: dict[str, tuple[Calibrator, ...]] = {}

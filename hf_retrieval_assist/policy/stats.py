@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from ..system.locks import Lock
 
 PHASES = ("draft", "forward", "walk", "cache")
-FEWEST_STEPS = 4  # plain decoding's, in calls that tell how much faster they are
+FEWEST_STEPS = 4  # steps without drafts, in calls that tell how much faster they are
 _SAID_ONCE = 0.05, 0.1  # share of the time, and seconds, that what is done once is spoken of from
 
 
@@ -34,19 +34,18 @@ class CallStats:
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
-        saved_seconds: what the forwards of plain `generate` would have taken, at the time of one
-            that was measured behind a call's prompt, less what the steps took; negative where they
-            were slower, 0 where none was timed.
+        saved_seconds: what steps without drafts would have taken, at the time of those that calls
+            like this one have taken, less what the steps took; negative where they were slower, 0
+            where none was timed.
         compared_seconds: of `total`, all but `test` and `pack`, in calls that have `saved_seconds`.
         keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Residual
             sampling draws otherwise, as do rows of a batch that get on at their own pace where
             random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
-            the model is served, times a forward of plain `generate`, and takes time in its first
-            calls, and `prefill`; between them `pack` (rounding weights to eight bits, once for each
-            model). `total` is the whole call, or a request's share of the steps of continuous
-            batching.
+            the model is served and takes time in its first calls, and `prefill`; between them
+            `pack` (rounding weights to eight bits, once for each model). `total` is the whole call,
+            or a request's share of the steps of continuous batching.
     """
 
     tier: str = ""
@@ -82,9 +81,9 @@ class CallStats:
         return self.tokens / made if made else 0.0
 
     @property
-    def plain_seconds(self) -> float:
-        """What plain `generate` would have taken for the calls in `compared_seconds`, with all that
-        is no step as it was: an estimate."""
+    def undrafted_seconds(self) -> float:
+        """What the calls in `compared_seconds` would have taken without drafts, with all that is no
+        step as it was: an estimate."""
         return self.compared_seconds + self.saved_seconds
 
     @property
@@ -153,10 +152,10 @@ class CallStats:
         made += f", {self.saved_forwards:,} forwards saved)" if self.saved_forwards else ")"
         said = f"{made}{rate}"
         if self.compared_seconds:
-            ratio = self.plain_seconds / self.compared_seconds
+            ratio = self.undrafted_seconds / self.compared_seconds
             times = f"{'about' if ratio >= 1 else 'only'} {ratio:.2f} times as fast as"
-            said = f"{times} plain generate: {said}, {self.compared_seconds:.2f} s where plain "
-            said += f"generate takes about {self.plain_seconds:.2f} s"
+            said = f"{times} without drafts: {said}, {self.compared_seconds:.2f} s where steps "
+            said += f"without drafts take about {self.undrafted_seconds:.2f} s"
         if self.once_seconds > max(_SAID_ONCE[0] * total, _SAID_ONCE[1]):
             said += f"; {self.once_seconds:.2f} s went to what is done once for a model"
         return said

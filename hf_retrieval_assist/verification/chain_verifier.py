@@ -12,13 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..cache.kv_cache import SlotCache
 from ..cache.states import States
-from ..host.transformers_private import kwargs_after
 from ..types.row_text import RowText
 from ..types.token_tree import Forest
-from .options import Bounds
-from .reach import Reach
 from .verified import Verified
 from .verifiers import Verifier
 
@@ -130,55 +126,3 @@ class ChainVerifier(Verifier):
         super().abandon()
         self.states.undo(self.feeding)
         self.states.end(0)
-
-
-class StepVerifier(ChainVerifier):
-    """Feeds one token of each row in each forward, and asks the model's methods for its inputs in
-    each of them, as plain decoding does: what goes on once a model is changed within a call.
-
-    Rows have got equally far.
-    """
-
-    @classmethod
-    def behind_prefill(
-        cls,
-        model: Any,
-        cache: SlotCache,
-        model_kwargs: dict[str, Any],
-        prompt_ids: torch.Tensor,
-        reach: Reach,
-    ) -> StepVerifier:
-        """One for a call whose prefill is done."""
-        bounds, states = Bounds(most_fed=1, reach=reach), States(cache)
-        return cls(model, cache, model_kwargs, prompt_ids, bounds, states=states)
-
-    @classmethod
-    def after(cls, verifier: Verifier, model_kwargs: dict[str, Any]) -> StepVerifier:
-        """One that goes on where another has got to, whose memory it takes over.
-
-        Args:
-            model_kwargs: `generate`'s, after the prefill.
-        """
-        verifier.abandon()
-        states = verifier.states if isinstance(verifier, ChainVerifier) else States(verifier.cache)
-        bounds = Bounds(most_fed=1, reach=verifier.reach)
-        texts = verifier.cache, model_kwargs, verifier.prompt_ids
-        new = cls(verifier.model, *texts, bounds, states=states, scope=verifier.compute.scope)
-        new.begun = verifier.begun
-        new.repeated, new.recordings = verifier.repeated, verifier.recordings
-        return new
-
-    def _run(
-        self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any], *more: Any
-    ) -> Any:
-        types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
-        kwargs = self._asked or (self.kwargs | types | arguments)
-        inputs = self.model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=width, **kwargs
-        )
-        self.feeding = True
-        outputs = self.compute(**inputs, return_dict=True)
-        self._asked = kwargs_after(self.model, outputs, kwargs)
-        return outputs
-
-    _asked: dict[str, Any] | None = None

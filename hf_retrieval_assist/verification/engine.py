@@ -55,9 +55,6 @@ class EngineCall:
         """The verifier's forward."""
         return verifier.forward(rows, trees)
 
-    def stop_drafting(self) -> None:
-        """Read nothing but the model's own weights from now on, which may change at any time."""
-
     def cost_variant(self, verifier: Verifier) -> str:
         """How the next forward runs; t(n) is measured for each way."""
         return verifier.cost_variant

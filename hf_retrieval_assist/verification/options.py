@@ -30,14 +30,16 @@ class ServiceDemand:
 
     Attributes:
         width: tokens per row that they may feed.
-        states: whether they return hidden states or attentions.
         static_buffers: whether they are worth these, where there are such, under masks over all of
             them: they are recorded, or of one width.
+        trusts: whether the model's owner says that its forward computes each token from the tokens
+            before it, whatever the length and the number fed, where others than known libraries
+            have written parts of it.
     """
 
     width: int = 65
-    states: bool = False
     static_buffers: bool = False
+    trusts: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ForwardOptions:
         recorded: whether forwards may be repeated from a recording.
         fused: whether a recording on a GPU runs small kernels as one.
         by_kernels: whether an engine's own kernels compute them.
-        states: whether hidden states or attentions of every forward are looked at.
+        states: whether drafters look at hidden states of every forward.
         select: see :class:`CallOptions`.
         fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
             filled up to the next width, of trees.

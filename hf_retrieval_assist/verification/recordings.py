@@ -2,7 +2,8 @@
 
 What repeats them is an engine's: a program of a CPU's operators, a CUDA graph. It repeats what
 Python decided while it was made. So it is taken only after it has given, at other inputs, what the
-computation itself gives, and only for models that are as they were: see :mod:`.recorded_state`.
+computation itself gives, and only for models that are as they were: see
+:class:`~..host.model_key.ModelKey`.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ class Borrower(Generic[Kept]):
     Args:
         pool: that lends recordings.
         model: of whom they are.
-        read: reads its state, see :func:`~.recorded_state.recorded_state`; None: nothing is lent.
+        read: reads its key, see :class:`~..host.model_key.ModelKey`; None: nothing is lent.
 
     Attributes:
         repeated, recordings: computations that were repeated, and recordings that were made.

@@ -24,11 +24,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..cache.kv_cache import SlotCache
-from ..host.callers_hooks import HookWatch
-from ..host.compiled import CompiledCallError, RefuseCompiledCalls
-from ..host.model_state import autocast_dtypes, restored, torch_setting
+from ..host.model_key import Moving, attributes_of, autocast_dtypes, note_moves, torch_setting
 from ..host.positions import named_lengths
-from ..host.told import Moving
 from ..host.transformers_private import input_device, kwargs_after, takes_positions
 from ..system.memory import SHORTAGES
 from ..system.tensors import same_bits
@@ -92,6 +89,7 @@ def run_self_test(
     rows: int,
     width: int,
     moving: Moving,
+    foreign: bool,
 ) -> Service | str:
     """The service with what forwards may feed, or what goes wrong when it verifies drafts; plain
     where that would go wrong by any tier.
@@ -102,18 +100,18 @@ def run_self_test(
         rows: of the test; where there are several, one of them is padded.
         width: tokens per row that calls may feed in a forward.
         moving: gets the places of attributes that forwards change.
+        foreign: whether code that no known library has written runs in the model.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: there is no memory for the test.
     """
     try:
-        with _restored(model, moving) as traces, _noting_dtypes(model) as dtypes:
-            with RefuseCompiledCalls():
-                for seed in range(_TEXTS):
-                    probe = _Probe(model, service, model_kwargs, rows, seed)
-                    expected = probe.reference()
-                    if not expected.isnan().any():
-                        break
+        with _restored(model, moving, foreign) as traces, _noting_dtypes(model) as dtypes:
+            for seed in range(_TEXTS):
+                probe = _Probe(model, service, model_kwargs, rows, seed)
+                expected = probe.reference()
+                if not expected.isnan().any():
+                    break
             traces.look()
             for other in range(seed + 1, seed + 1 + _BETWEEN):
                 between = _Probe(model, service, model_kwargs, rows, other)
@@ -140,20 +138,18 @@ def run_self_test(
             reach = find_reach(model, service.cache_name)
     except SHORTAGES:
         raise
-    except CompiledCallError as error:
-        return Service(Tier.PLAIN, str(error))
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
         return f"{type(exception).__name__}: {exception}".splitlines()[0][:200]
     return replace(service, width=max(width, _NARROW), reach=reach)
 
 
 @contextmanager
-def _restored(model: Any, moving: Moving) -> Iterator[Traces]:
-    """Scope of the test's forwards, which the caller's hooks that only look do not see, and of
-    which nothing stays."""
-    traces, hooks = Traces(model), HookWatch(model, muted=True)
-    with hooks, torch.no_grad(), restored(model, moving), traces.restored():
+def _restored(model: Any, moving: Moving, foreign: bool) -> Iterator[Traces]:
+    """Scope of the test's forwards, of which nothing stays; what they changed is noted."""
+    traces, before = Traces(model, foreign), attributes_of(model)
+    with torch.no_grad(), traces.restored():
         yield traces
+        note_moves(moving, before, model)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,22 +11,19 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
 from ..cache.kv_cache import SLOT_LAYERS
-from ..host.callers_hooks import all_hooks, has_callers_hooks, only_looks, why_plain_with_hooks
-from ..host.compiled import is_scripted
-from ..host.lookups import lookups_of
-from ..host.model_state import Attributes, has_changing_hooks, model_settings
-from ..host.plain_step import has_own_loop, why_exchanged
+from ..host.callers_code import has_callers_code, why_code_is_unknown
+from ..host.model_key import Moving, attributes_of, note_moves, structure_of
+from ..host.plain_step import why_other_loop
 from ..host.private_names import why_plain
 from ..host.ranks import Ranks
 from ..host.scopes import is_exchangeable
-from ..host.told import Moving
 from ..host.transformers_private import (
     CACHE,
     attention_of,
     cache_name,
     checkpoints_activations,
+    hooks_of,
     input_device,
-    is_compiled,
     is_pipeline,
     is_stateful,
     takes_dynamic_cache,
@@ -36,7 +32,6 @@ from ..host.transformers_private import (
     why_plain_in_pipeline,
 )
 from ..structures.modules import modules_of
-from ..system import changes
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.memory import SHORTAGES
@@ -82,14 +77,15 @@ class _Trial(NamedTuple):
     def run(self, ranks: Ranks, moving: Moving) -> tuple[Service, bool]:
         """The verdict, and whether it holds for later calls too."""
         model, shortage = self.model, False
+        if not ranks.lowest((why := _why_plain(model, self.demand.trusts)) is None):
+            return Service(Tier.PLAIN, why or _OTHER_RANK), True
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
             f"verified, {self.engine.first_call}; later ones start at once"
         )
         self.engine.prepare(model)
-        lookups = lookups_of(model)
         try:
-            service = replace(self._first_passing(moving), lookups=lookups)
+            service = self._first_passing(moving)
         except SHORTAGES as error:
             shortage = True
             why = f"no memory to test how drafts are verified ({error!r}); free some of it"
@@ -97,23 +93,20 @@ class _Trial(NamedTuple):
         worth = -[*Tier].index(service.tier)
         if ranks.lowest(worth) != worth:
             return Service(Tier.PLAIN, _OTHER_RANK), False
-        # The test has shown it.
-        if (shown := why_plain_with_hooks(model, self.model_kwargs)) is not None:
-            return Service(Tier.PLAIN, shown), False
-        if service.tier is Tier.PLAIN and any(map(only_looks, all_hooks(model))):
-            return replace(service, lacked_hooks=not shortage), False
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
         return service, not shortage
 
     def _first_passing(self, moving: Moving) -> Service:
         model, reason = self.model, ""
+        foreign = self.demand.trusts and has_callers_code(model)
         for service in _candidates(self.engine, model, self.packs, self.demand):
             width = self.demand.width
-            found = run_self_test(model, service, self.model_kwargs, self.rows, width, moving)
+            inputs = self.model_kwargs, self.rows, width
+            found = run_self_test(model, service, *inputs, moving, foreign)
             if isinstance(found, Service) and found.tier is Tier.PLAIN:
                 return found
             if isinstance(found, Service):
-                return replace(found, reason=reason or found.reason)
+                return replace(found, reason=reason or found.reason, foreign=foreign)
             reason = f"{service.tier.value} failed its test: {found}"
             if service.attention_by != "mask":
                 logger.warning_once(
@@ -124,54 +117,51 @@ class _Trial(NamedTuple):
 
 
 class _Verdicts:
-    """What was found out about a model, by everything that it depends on, the newest last."""
+    """What was found out about a model, by all that it depends on, the newest last."""
 
     def __init__(self) -> None:
         self._lock = Lock()  # held while the model is tested
         # Attributes that its forwards change, by which no verdict is told.
-        self._moving = Moving()
-        self._found: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
+        self._moving: Moving = {}
+        self._found: list[tuple[Any, int, Service]] = []
         self._new = 0
         self._refused: Any = None
-        self._watched: tuple[Attributes, Any, Any] | None = None
+        # What the attributes were before the newest verdict's test, and that one.
+        self._tested: tuple[Any, Any] | None = None
 
     def get_or_test(self, trial: _Trial, ranks: Ranks) -> Service:
         """A verdict that was found before, or by a test, which all ranks make or none."""
         with self._lock:
-            demand = trial.demand
-            wanted = trial.rows, trial.packs, demand.states, demand.static_buffers, changes.said()
-            key = self._key(trial.model, wanted)
-            known = self._get(key, demand.width)
+            key, width = self._key(trial), trial.demand.width
+            known = self._get(key, width)
             if ranks.lowest(known is not None) and known is not None:
                 return known
-            why = "its caller has compiled it in place; leave that to `generate` (compile_config)"
-            if not ranks.lowest(not is_compiled(trial.model)):
-                return Service(Tier.PLAIN, why)
             why = "its hooks or settings are others in every call; keep them"
             if not (ranks.several or self._is_worth_a_test(key)):
                 return Service(Tier.PLAIN, why)
+            before = attributes_of(trial.model)
             service, holds = trial.run(ranks, self._moving)
             if holds:
                 # The test may have shown more attributes that move.
-                key = self._key(trial.model, wanted)
-                self._found[key] = demand.width, service
-                self._watched = Attributes(trial.model), wanted, key
+                verdict = self._key(trial), width, service
+                self._found = [*self._found, verdict][-_MOST_KEPT:]
+                self._tested = before, verdict
                 self._new += 1
-                while len(self._found) > _MOST_KEPT:
-                    self._found.popitem(last=False)
             return service
 
-    def _key(self, model: Any, wanted: Any) -> Any:
+    def _key(self, trial: _Trial) -> Any:
         """All that a verdict depends on beside the width."""
-        return model_settings(model, self._moving), model.dtype, wanted
+        demand = trial.demand
+        wanted = trial.rows, trial.packs, demand.static_buffers, demand.trusts
+        return structure_of(trial.model, self._moving), trial.model.dtype, id(trial.engine), wanted
 
     def _get(self, key: Any, width: int) -> Service | None:
-        asked, service = self._found.get(key, (0, None))
-        if service is None or asked < width or service.lookups.changed() is not None:
-            return None
-        self._found.move_to_end(key)
-        self._new = 0
-        return service
+        for verdict in reversed(self._found):
+            if verdict[1] >= width and verdict[0] == key:
+                self._renew(verdict, verdict)
+                self._new = 0
+                return verdict[2]
+        return None
 
     def _is_worth_a_test(self, key: Any) -> bool:
         """Whether a new verdict will be found again, as far as that is known: some are now and
@@ -179,19 +169,20 @@ class _Verdicts:
         again, self._refused = key == self._refused, key
         return again or self._new < _MOST_NEW
 
-    def learn(self, model: Any) -> None:
-        """A call ends: what its forwards and hooks have made of the lists and objects that the
-        model holds makes no other model of it, if its verdict is new."""
+    def learn_moves(self, model: Any) -> None:
+        """A call ends within which nobody may have changed the model: what is another attribute
+        than before its test moves by itself, and the verdict is found without it."""
         with self._lock:
-            watched, self._watched = self._watched, None
-            if watched is None:
-                return
-            before, wanted, key = watched
-            changed = [*before.changed(model, plain=False)]
-            for owner, names in changed:
-                self._moving.add(owner, names)
-            if changed and key in self._found:
-                self._found[self._key(model, wanted)] = self._found[key]
+            tested, self._tested = self._tested, None
+            if tested is not None and note_moves(self._moving, tested[0], model):
+                key, width, service = tested[1]
+                self._renew(
+                    tested[1], ((structure_of(model, self._moving), *key[1:]), width, service)
+                )
+
+    def _renew(self, verdict: Any, new: Any) -> None:
+        """Let a verdict be the newest one, in another form."""
+        self._found = [*(one for one in self._found if one is not verdict), new]
 
 
 _services: weakref.WeakKeyDictionary[Any, _Verdicts] = weakref.WeakKeyDictionary()
@@ -217,47 +208,45 @@ def choose_service(
         demand: what the call wants of forwards.
     """
     ranks = Ranks.of(model)
-    why = _why_plain(model, model_kwargs, ranks.several)
-    # Ranks go on by what all of them have found.
-    if not ranks.lowest(why is None):
-        return Service(Tier.PLAIN, why or _OTHER_RANK)
+    if is_pipeline(model) and has_padding(model_kwargs):
+        return Service(Tier.PLAIN, "later stages of a pipeline see no padding; pass one row")
     with _lock:
         verdicts = _services.setdefault(model, _Verdicts())
     several = has_padding(model_kwargs) or (batch_size > 1 and not is_pipeline(model))
     rows = 2 if several else 1
-    if batch_size > rows > 1 and has_changing_hooks(model):
+    if batch_size > rows > 1 and hooks_of(*modules_of(model)):
         # They may know of each row, as PEFT's with an adapter for each do.
         rows = batch_size
-    engine = engine_of(input_device(model))
+    engine = _engine_of(model)
     packs = batch_size > 1 and engine.packs and _packs(model, model_kwargs)
     trial = _Trial(engine, model, model_kwargs, rows, packs, demand or ServiceDemand())
     return verdicts.get_or_test(trial, ranks)
 
 
-def learn_changes(model: Any) -> None:
+def _engine_of(model: Any) -> Engine:
+    try:
+        return engine_of(input_device(model))
+    except Exception:  # whatever a model raises that cannot say; it is decoded plainly
+        return engine_of(torch.device("cpu"))
+
+
+def learn_moves(model: Any) -> None:
     """See what a call that ends has changed of the model."""
     if (verdicts := _services.get(model)) is not None:
-        verdicts.learn(model)
+        verdicts.learn_moves(model)
 
 
-def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) -> str | None:
-    """What no test need be asked about; None: nothing."""
-    if is_scripted(model):
-        return "a part of it is TorchScript, of which nobody knows what it does at other lengths"
-    if several_ranks and has_callers_hooks(model):
-        return "hooks of the caller's may change what one of several processes computes"
-    if (why := why_plain() or why_plain_with_hooks(model, model_kwargs)) is not None:
-        return why
-    if (why := _why_plain_in_training(model)) is not None:
+def _why_plain(model: Any, trusts: bool) -> str | None:
+    """What no test need be asked about; None: nothing.
+
+    Args:
+        trusts: see :class:`~.options.ServiceDemand`.
+    """
+    why = why_plain() or why_other_loop(model, trusts) or why_code_is_unknown(model, trusts)
+    if (why := why or _why_plain_in_training(model)) is not None:
         return why
     if any(getattr(module, "max_norm", None) is not None for module in modules_of(model)):
         return "its embeddings have a max_norm: forwards change rows that later forwards read"
-    if has_own_loop(model):
-        return "it decodes by another loop than transformers' own"
-    if (why := why_exchanged(model)) is not None:
-        return why
-    if is_pipeline(model) and has_padding(model_kwargs):
-        return "later stages of a pipeline see no padding; pass one row"
     if (why := why_plain_in_pipeline(model)) is not None:
         return why
     if cache_name(model) is None:

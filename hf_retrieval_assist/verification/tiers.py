@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..host.lookups import ForwardLookups
 from ..host.transformers_private import CACHE
 from .reach import UNLIMITED, Reach
 from .tree_attention import LayerMask, Rules
@@ -39,9 +38,7 @@ class Service:
         static_buffers: whether the tree tier verifies in static buffers.
         width: tokens per row that a forward may feed.
         reach: how far it may reach.
-        lookups: what the model's forward looked up when it was tested; None: it was not.
-        lacked_hooks: whether the model failed its tests without hooks of the caller's that were not
-            known to change anything.
+        foreign: whether code that no known library has written runs in it, on its owner's word.
     """
 
     tier: Tier
@@ -54,8 +51,7 @@ class Service:
     static_buffers: bool = False
     width: int = 1 << 30
     reach: Reach = UNLIMITED
-    lookups: ForwardLookups | None = field(default=None, compare=False, repr=False)
-    lacked_hooks: bool = False
+    foreign: bool = False
 
     def forgets(self, batch: int) -> bool:
         """Whether layers with a window may forget what lies beyond it.

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -25,13 +26,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..host.callers_hooks import has_callers_hooks
-from ..host.hook_state import LIBRARIES
-from ..host.lookups import lookups_of
-from ..host.model_state import own_attributes
-from ..host.told import Teller, attributes_of
 from ..host.transformers_private import hooks_of
-from ..structures.modules import modules_of
+from ..host.written import is_known
+from ..structures.modules import INTERNAL, PLAIN, modules_of, own_attributes
 from ..system.tensors import memory_of
 
 DRAWS = "its forward draws random numbers, and fewer forwards draw others"
@@ -53,22 +50,31 @@ class Traces:
 
     Its own tensors are those that modules and hooks hold, directly, in containers and in objects
     beside them; parameters count where a caller has written the module.
+
+    Args:
+        model: to look at.
+        foreign: whether code that no known library has written runs in its forwards.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, foreign: bool = False) -> None:
+        self._model, self._foreign = model, foreign
         self._numbers: list[_Numbers] = []
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Scope of the test, at whose end tensors and random states are as before."""
+        """Scope of the test, at whose end tensors and random states are as before, and modules hold
+        the objects that they have held, directly and in containers."""
         found = _own_objects(self._model)
+        held = [(table, _members(table)) for table in _tables(self._model)]
         self._numbers = _random_numbers(found)
         memories = [*_memories(found)]
         copies = [memory.clone() for memory in memories]
         try:
             yield
         finally:
+            for table, members in held:
+                if not _are_same(members, _members(table)):
+                    _restore(table, members)
             for memory, copy in zip(memories, copies, strict=True):
                 if not torch.equal(memory, copy):
                     memory.copy_(copy)
@@ -87,7 +93,7 @@ class Traces:
         if any(numbers.drawn for numbers in self._numbers):
             return DRAWS
         shared = any(numbers.shared for numbers in self._numbers)
-        return MAY_DRAW if shared and _has_foreign_modules(self._model) else None
+        return MAY_DRAW if shared and self._foreign else None
 
 
 class _Numbers:
@@ -132,11 +138,6 @@ class _Numbers:
         return False
 
 
-def _has_foreign_modules(model: nn.Module) -> bool:
-    """Whether code that no library has written runs in a model's forwards."""
-    return lookups_of(model).strange is not None or has_callers_hooks(model)
-
-
 def _random_numbers(objects: Iterable[Any]) -> list[_Numbers]:
     """Those of the process, and those among some objects."""
     pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate)]
@@ -176,25 +177,76 @@ def _default_generators() -> list[torch.Generator]:
 
 def _own_objects(model: nn.Module) -> list[Any]:
     """What modules and their hooks hold."""
-    modules, teller = modules_of(model), Teller()
-    for hook in hooks_of(*modules):
-        teller.tell(hook.called)
+    modules = modules_of(model)
+    found = [hook.called for hook in hooks_of(*modules)]
     for module in modules:
-        foreign = type(module).__module__.partition(".")[0] not in LIBRARIES
-        parameters = module._parameters if foreign else {}
-        for held in (parameters, module._buffers, own_attributes(module)):
-            for value in held.values():
-                teller.tell(value)
-    teller.rest()
-    return [*teller.values, *(beside for value in teller.values for beside in _beside(value))]
+        parameters = {} if is_known(type(module).__module__) else module._parameters
+        for held in (parameters, module._buffers, own_attributes(module, INTERNAL)):
+            found += held.values()
+    found = _with_members(found)
+    return [*found, *(beside for value in found for beside in _beside(value))]
+
+
+def _with_members(values: Iterable[Any]) -> list[Any]:
+    """Objects, and those in containers among them, each once."""
+    found: dict[int, Any] = {}
+    waiting = [*values]
+    for value in waiting:  # which become more
+        if type(value) not in PLAIN and id(value) not in found:
+            found[id(value)] = value
+            waiting += _members(value)
+    return [*found.values()]
 
 
 def _beside(value: Any) -> Sequence[Any]:
     """What an object holds that is no module, or a function of the scope around it."""
     if type(value) is FunctionType:
         return gc.get_referents(*(value.__closure__ or ()))
-    apart = issubclass(type(value), (type, nn.Module, torch.Tensor))
-    return () if apart else [*attributes_of(value).values()]
+    if issubclass(type(value), (type, nn.Module, torch.Tensor)):
+        return ()
+    try:
+        return [*object.__getattribute__(value, "__dict__").values()]
+    except AttributeError:
+        return ()
+
+
+def _tables(model: nn.Module) -> Iterator[Any]:
+    """What holds something of a model and can be changed: modules' own tables, and containers."""
+    for module in modules_of(model):
+        own = vars(module)
+        yield from (own, own["_buffers"], own["_parameters"], own["_modules"])
+        for value in _with_members(own_attributes(module, INTERNAL).values()):
+            if issubclass(type(value), (dict, list, set)):
+                yield value
+
+
+def _members(value: Any) -> list[Any]:
+    """What is in a container, of tables names and values in turns; nothing of what is none."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return [part for pair in dict.items(value) for part in pair]
+    for base in (list, tuple, set, frozenset):
+        if issubclass(kind, base):
+            return [*base.__iter__(value)]
+    return []
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _restore(table: Any, members: list[Any]) -> None:
+    """Let a container hold what it has held."""
+    if issubclass(type(table), list):
+        list.__setitem__(table, slice(None), members)
+    elif issubclass(type(table), set):
+        set.clear(table)
+        set.update(table, members)
+    else:
+        before = dict(zip(members[::2], members[1::2], strict=True))
+        for name in [name for name in dict.keys(table) if name not in before]:
+            dict.__delitem__(table, name)
+        dict.update(table, before)
 
 
 def _memories(objects: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_retrieval_assist.decoding import call
+from hf_retrieval_assist.decoding import selection
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant, sequences_of
@@ -52,7 +52,7 @@ class StopsRowWise(transformers.StoppingCriteria):
 def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model, monkeypatch):
     # It is taken for one of transformers' own, so that rows need not go in step.
     monkeypatch.setattr(StopsRowWise, "__call__", a_librarys(StopsRowWise.__call__))
-    monkeypatch.setattr(call, "ROWWISE", call.ROWWISE | {StopsRowWise})
+    monkeypatch.setattr(selection, "ROWWISE", selection.ROWWISE | {StopsRowWise})
     options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
     criteria = {"stopping_criteria": [StopsRowWise()]}
     plain, assisted, assistant = equal(model, padded(4), **criteria, **options)

@@ -17,12 +17,11 @@ from transformers import (
     TopKLogitsWarper,
 )
 from transformers.cache_utils import DynamicLayer
-from transformers.models.llama import modeling_llama
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.plain_step import LOOP_METHODS
 from hf_retrieval_assist.host.transformers_private import loop
-from tests.support.callers import START, TEXT, Each, agree, both
+from tests.support.callers import START, TEXT, agree, both
 from tests.support.lossless import INPUTS, build
 from tests.support.quick import cases, crossed
 
@@ -68,26 +67,16 @@ def chooses_otherwise(name):
 CHOOSING = ["argmax", "multinomial", "softmax"]
 
 
-@pytest.mark.parametrize(
-    ("name", "within", "inputs"), cases(crossed(CHOOSING, [False, True], INPUTS), 2)
-)
-def test_functions_that_choose_are_asked(llama, name, within, inputs, monkeypatch):
-    agree(llama, dict, do_sample=True, top_k=0, inputs=inputs)  # draws are known from here on
-    space, function = chooses_otherwise(name)
-    before = getattr(space, name)
-
-    def at(length):
-        return {START + 6: function, START + 15: before}.get(length)
-
-    def options():
-        act = Each(lambda length: at(length) and setattr(space, name, at(length)))
-        return {"stopping_criteria": [act]} if within else {}
-
-    if not within:
-        monkeypatch.setattr(space, name, function)
+@pytest.mark.parametrize("name", cases(CHOOSING, ["multinomial"]))
+def test_functions_that_choose_are_asked(llama, name, monkeypatch):
+    agree(llama, dict, do_sample=True, top_k=0)  # draws are known from here on
+    monkeypatch.setattr(*chooses_otherwise(name)[:1], name, chooses_otherwise(name)[1])
     for sampled in (False, True):
-        agree(llama, options, do_sample=sampled, top_k=0, inputs=inputs)
-    assert within == (getattr(space, name) is before)
+        last = agree(llama, dict, do_sample=sampled, top_k=0)
+        assert last.tier == "plain"
+        assert f"{name}, which chooses tokens, is" in last.reason
+    monkeypatch.undo()
+    assert agree(llama, dict, do_sample=True, top_k=0).tier == "tree"
 
 
 def second_best(self, input_ids, logits_processor, stopping_criteria, generation_config, **_):
@@ -113,16 +102,17 @@ def test_a_loop_that_is_exchanged_decodes(whose, monkeypatch):
         assert torch.equal(plain, model.generate(**INPUTS["one row"], **TEXT))
 
 
-@pytest.mark.parametrize(("name", "inputs"), cases(crossed(LOOP_METHODS, INPUTS), 5))
-def test_methods_that_the_loop_asks(name, inputs):
-    """Nobody knows what those of a caller's class say next."""
+@pytest.mark.parametrize("name", cases(LOOP_METHODS, ["prepare_inputs_for_generation"]))
+def test_methods_that_the_loop_asks(name):
+    """Nobody knows what those of a caller's class say next, unless its owner does."""
     model = build()
     before = getattr(type(model), name)
     own = wraps(before)(lambda self, *arguments, **options: before(self, *arguments, **options))
     model.__class__ = type("Own", (LlamaForCausalLM,), {name: own})
-    last = agree(model, dict, inputs=inputs)
+    last = agree(model, dict, assistant=SamAssistant(budget=8))
     assert last.tier == "plain"
     assert f"nobody knows what its {name}" in last.reason
+    assert agree(model, dict).tier == "tree"
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, DynamicCache])
@@ -137,19 +127,5 @@ def test_methods_of_caches_that_are_exchanged_make_calls_plain(llama, kind, monk
     last = agree(llama, dict)
     assert last.tier == "plain"
     assert "update of transformers' caches" in last.reason
-    monkeypatch.undo()
-    assert agree(llama, dict).tier == "tree"
-
-
-def test_a_callers_function_is_tested_with_the_model(llama, monkeypatch):
-    """One that depends on how many tokens it is given serves no drafts."""
-    assert agree(llama, dict).tier == "tree"
-    rope = modeling_llama.apply_rotary_pos_emb
-
-    def crowded(q, k, *more, **options):
-        return rope(q * (1.0 if q.shape[2] == 1 else 0.3), k, *more, **options)
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", crowded)
-    assert agree(llama, dict).tier == "plain"
     monkeypatch.undo()
     assert agree(llama, dict).tier == "tree"

@@ -57,7 +57,7 @@ def test_plain_calls_are_recorded_up_to_their_rows_ends(model, texts):
     ("options", "why"),
     [
         ({"use_cache": False}, "use_cache is False; set it to True"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "pass one row at a time"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "ask for none"),
         ({}, "; call model.eval()"),  # the model is in train mode
     ],
 )

@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.decoding import loop, prompt_parts
+from hf_retrieval_assist.decoding import prompt_parts
 from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
-from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases, crossed
@@ -101,16 +100,6 @@ def test_what_parts_were_fed_into_moves_into_static_buffers(kind, monkeypatch):
         assert torch.equal(found, plain)
         assert (looked, assistant.stats.last.tier) == (LOOKS, "tree")
     assert assistant.stats.last.repeated > 0
-
-
-def test_plain_steps_are_not_timed_behind_windows_that_have_passed(monkeypatch):
-    """No cache of plain decoding's could be made of what is left."""
-    made = []
-    monkeypatch.setattr(loop, "plain_step", lambda call, make, first: made.append(make()))
-    model = build(Gemma3ForCausalLM)
-    run(model, assistant=SamAssistant(costs=CostModels()))
-    in_parts(model, assistant=SamAssistant(costs=CostModels()))
-    assert [kwargs is None for kwargs in made] == [False, True]
 
 
 def test_a_prefill_of_the_callers_is_asked_as_often_as_by_plain_decoding():

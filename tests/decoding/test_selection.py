@@ -7,9 +7,8 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from hf_retrieval_assist.decoding.selection import ROWWISE, TokenSelector
+from hf_retrieval_assist.decoding.selection import TokenSelector, known_kinds
 from hf_retrieval_assist.decoding.stopping import Stopping
-from hf_retrieval_assist.host.plain_step import Rules
 from hf_retrieval_assist.types.row_text import Path, RowText
 
 ROWS, LENGTH, VOCAB = 3, 9, 67
@@ -75,7 +74,7 @@ def classes():
 
 
 def follows_rows(member):
-    return Rules([member], ROWWISE).kind(member) is None
+    return not known_kinds([member])
 
 
 def bare(found):

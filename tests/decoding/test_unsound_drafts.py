@@ -8,7 +8,7 @@ import torch
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.token_tree import TokenTree
-from tests.support.lossless import PROMPT, build, run, same
+from tests.support.lossless import PROMPT, build, knowing, run, same
 from tests.support.oracle_drafter import OracleDrafter, oracle_assistant
 from tests.support.quick import cases, crossed
 
@@ -88,3 +88,33 @@ def test_a_text_that_is_not_finite_itself_is_drafted_for_no_more(told):
     plain, _, assistant = same(model, assistant=oracle_assistant)
     assert assistant.stats.last.forwards < 2 * plain.shape[1]
     assert told.text.count("were not finite") == 1
+
+
+# The tiers: tree, chain, convolutions, replay.
+RAISING = ["LlamaForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
+
+
+@pytest.mark.parametrize(("name", "rows"), cases(crossed(RAISING, [3, 1]), 1))
+def test_a_forward_that_raises_over_a_draft_is_repeated_without(name, rows, told):
+    model = build(name)
+    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3, 1)])[:rows]
+    plain = run(model, ids)
+    run(model, ids, assistant=knowing(plain))
+    blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+
+    def expect_one(module, args):
+        if args[0].shape[-2] not in (1, ids.shape[1]):
+            raise ValueError("expected one token")
+
+    blocks[1].register_forward_pre_hook(expect_one)
+    assistant = SamAssistant(plain.tolist(), budget=4, trust_forward=True)
+    assert run(model, ids, assistant=assistant).tolist() == plain.tolist()
+    assert assistant.stats.last.accepted == 0
+    assert "expected one token" in told.text
+    # Rows that are left when others have ended are not fed behind one another either.
+    late = plain[0, -3].item()
+    options = {"eos_token_id": late, "return_dict_in_generate": True}
+    shorter = run(model, ids, **options).sequences
+    for helper in (assistant, SamAssistant()):
+        found = run(model, ids, **options, assistant=helper).sequences
+        assert found.tolist() == shorter.tolist()

@@ -12,7 +12,7 @@ from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.call_view import CallView
 from hf_retrieval_assist.policy.cost_store import CostModels
-from tests.support.lossless import PHRASE, PROMPT, build, run, same
+from tests.support.lossless import INPUTS, PHRASE, PROMPT, build, run, same
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
@@ -232,3 +232,25 @@ def test_drafts_end_at_the_draft_models_table_of_positions(draft_class, rows):
     for length, drafted in ((31, True), (32, False)):
         session = start(drafter, (PHRASE * 5)[:length], target.config.vocab_size)
         assert bool(len(session.propose(4))) == drafted
+
+
+@pytest.mark.parametrize("rows", ["one row", "padded"])
+@pytest.mark.parametrize("size", [40, 80])
+def test_tables_of_one_tokenizer_may_differ_by_rows_that_fill_them_up(size, rows):
+    """A draft model lacks the target's last ids, or has more; the drafts have what both have."""
+    target, draft_model = build(), build(vocab_size=size)
+    with torch.no_grad():
+        draft_model.lm_head.weight[-1] = 100  # its own favourite
+    for options in ({}, {"do_sample": True, "seed": 3}):
+        assistant = Assistant([DraftModelDrafter(draft_model, width=2)], budget=6)
+        same(target, INPUTS[rows]["input_ids"], assistant=assistant, **options)
+        assert assistant.stats.last.drafted
+
+
+def test_another_vocabulary_is_refused():
+    drafter = DraftModelDrafter(build(vocab_size=2000))
+    with pytest.raises(ValueError, match=r"vocabulary of 67 ids, got LlamaForCausalLM with 2000"):
+        same(build(), assistant=Assistant([drafter]))
+    drafter = DraftModelDrafter(build(vocab_size=68), temperature=1.0)
+    with pytest.raises(ValueError, match="vocabulary of 67 ids"):
+        drafter.start(np.zeros(3, np.int32), Target(67))

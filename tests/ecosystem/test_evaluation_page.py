@@ -14,7 +14,7 @@ from .small_world import small_world
 
 pytest.importorskip("lm_eval")
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "evaluation.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "loops.md"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 
 

@@ -10,7 +10,12 @@ import transformers
 from transformers import GenerationMixin
 
 import hf_retrieval_assist
-from hf_retrieval_assist.host import plain_step, private_names, transformers_private
+from hf_retrieval_assist.host import (
+    callers_code,
+    plain_step,
+    private_names,
+    transformers_private,
+)
 from hf_retrieval_assist.host.transformers_private import loop
 from tests.support.lossless import build, equal, knowing, run, same
 
@@ -97,12 +102,17 @@ def test_a_cache_is_found_under_any_name_of_it():
     assert given({})[1] is None
 
 
-def test_the_page_shows_the_lists():
-    for groups in LISTS.values():
-        assert private_names.table(groups) in PAGE.read_text(), (
-            "write what `python -m` prints of the modules `private_names` into the page"
-        )
-    assert private_names.NEWEST in PAGE.read_text()
+def test_the_page_names_the_commands_that_print_the_lists():
+    page = " ".join(PAGE.read_text().split())
+    for folder, groups in LISTS.items():
+        module = ".".join((PACKAGE.name, *folder.relative_to(PACKAGE).parts, "private_names"))
+        assert f"`python -m {module}`" in page
+        table = private_names.table(groups)
+        assert not [name for names in groups.values() for name in names if _name(name) not in table]
+
+
+def _name(listed):
+    return f"`{listed.text.partition('(')[0]}`"
 
 
 HOST = Path(transformers_private.__file__)
@@ -164,22 +174,12 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
     assert not foreign, {name: read[name] for name in foreign}
 
 
-WATCHED = Path(__file__).parents[2] / "docs" / "concepts" / "watched.md"
-
-
-def test_the_page_shows_the_table_of_what_is_watched():
-    assert plain_step.table() in WATCHED.read_text(encoding="utf-8")
-
-
 def test_every_name_of_the_loop_is_known():
     """A release whose loop asks something else is met here first."""
-    assert not isinstance(plain_step._of_loop(), str)
-    assert not isinstance(plain_step._of_caches(), str)
-    asked = {*plain_step.names_in(loop().__code__)}
-    known = {*plain_step.LOOP_METHODS, *(name for _, name in plain_step._CHOOSERS)}
-    rows = " ".join(row.what for row in plain_step.TABLE)
+    assert plain_step.why_other_loop(build(), trusts=False) is None
+    asked = {*callers_code.names_in(loop().__code__)}
     for name in asked & vars(GenerationMixin).keys():
-        assert name in known or f"`{name}`" in rows or name in ONCE, name
+        assert name in plain_step.LOOP_METHODS or name in ONCE, name
 
 
 # What the loop asks once, before the first token.

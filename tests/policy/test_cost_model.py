@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.policy.cost_model import CostModel, CostView
-from hf_retrieval_assist.policy.cost_store import CallCosts, CostKey, CostModels, PlainStep
+from hf_retrieval_assist.policy.cost_store import CallCosts, CostKey, CostModels
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.fixed_costs import CURVES
@@ -192,19 +192,11 @@ def test_a_step_is_priced_by_what_it_is_now():
     assert costs.at(100, "") is first
 
 
-def test_a_plain_step_is_timed_again_for_a_share_of_the_time_and_busy_moments_do_not_last():
-    plain, found = PlainStep(), []
-    assert plain.is_due
-    assert plain.seconds is None
-    for seconds in (0.5, 0.04, 0.05, 0.06, 0.3):
-        plain.observe(seconds, spent=4 * seconds)
-        found.append(plain.seconds)
-        plain.count(199 * seconds)
-        assert not plain.is_due
-        plain.count(1.01 * seconds)
-        assert plain.is_due
-    # Alone; the shorter of two; then the middle one of the last three.
-    assert found == [0.5, 0.04, 0.05, 0.05, 0.06]
-    plain.observe(None, spent=1.0)
-    plain.count(1e9)
-    assert not plain.is_due
+def test_only_widths_that_were_fed_have_a_time():
+    cost = CostModel()
+    assert cost.timed(1) is None
+    cost.observe(3, 0.5)
+    assert (cost.timed(1), cost.timed(3)) == (None, 0.5)
+    assert CostView(cost, (3, 8)).timed(1) == 0.5
+    assert CostView(cost, rows=3).timed(1) == 0.5
+    assert CostView(cost, rows=2).timed(1) is None

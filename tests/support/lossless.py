@@ -100,9 +100,10 @@ def static(**options):
 
 
 def knowing(*results, **options):
-    """An assistant whose corpus holds these results, so that its drafts are accepted."""
+    """An assistant whose corpus holds these results, so that its drafts are accepted; it drafts for
+    parts that tests have written."""
     corpus = [sequences_of(result)[0].tolist() for result in results]
-    return SamAssistant(corpus, **({"budget": 16} | options))
+    return SamAssistant(corpus, **({"budget": 16, "trust_forward": True} | options))
 
 
 def same(model, ids=PROMPT, assistant=knowing, plain=None, calls=1, tier=None, **options):

@@ -81,14 +81,16 @@ class _OracleSession(DraftSession):
 def oracle_assistant(
     result, attention_mask=None, budget=64, drafter=OracleDrafter, fixed_width=None, **options
 ):
-    """An assistant for a call whose result is known from a plain run; options are the drafter's."""
+    """An assistant for a call whose result is known from a plain run, which drafts for parts that
+    tests have written; options are the drafter's."""
     rows = sequences_of(result).tolist()
     if attention_mask is not None:
         padding = (attention_mask == 0).sum(dim=1).tolist()
         rows = [row[skip:] for row, skip in zip(rows, padding, strict=True)]
     # Every node of a draft is verified, whatever it costs.
     drafters = [drafter(rows, **options)]
-    return Assistant(drafters, budget=budget, fixed_width=fixed_width, reroute=False)
+    options = {"fixed_width": fixed_width, "reroute": False, "trust_forward": True}
+    return Assistant(drafters, budget=budget, **options)
 
 
 def sequences_of(result):

@@ -16,7 +16,7 @@ from hf_retrieval_assist import Datastore, SamAssistant
 from hf_retrieval_assist.engines.cpu import attention, tuning
 from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import replacing
-from hf_retrieval_assist.tools import cli, demo_model
+from hf_retrieval_assist.tools import demo_model
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.lossless import run
 
@@ -169,7 +169,6 @@ def test_nothing_needs_a_home(no_home, model, monkeypatch):
         assert torch.equal(plain, run(model, assistant=SamAssistant()))
         choices = tuning.Tuning({"kernel", "pytorch"}, "linear")
         assert choices.name("a", lambda: "pytorch") == choices.name("a", lambda: "kernel")
-        assert cli.main(["cache", "clear"]) == 0
     told = [str(one.message) for one in caught if "XDG_CACHE_HOME" in str(one.message)]
     assert [text.partition(",")[0] for text in told] == [
         "nothing is kept from one process to the next"

@@ -8,9 +8,9 @@ import torch
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
+from hf_retrieval_assist.host.model_key import key_of
 from hf_retrieval_assist.verification import service
 from hf_retrieval_assist.verification.engine import Engine
-from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
@@ -88,7 +88,7 @@ def test_activations_of_fewer_bits_leave_float32_to_plain_decoding(kind, name, t
 def test_a_model_that_is_quantised_in_place_is_tested_anew(change, tier):
     model = build()
     same(model)
-    assistant = SamAssistant()
+    assistant = SamAssistant(trust_forward=True)
     run(change(model), assistant=assistant)
     assert assistant.stats.last.tier == tier
 
@@ -109,7 +109,7 @@ def test_hooks_of_trainers_and_of_our_own_taps_mean_nothing():
     model = build()
 
     def known():
-        return service.model_settings(model), recorded_state(model, {}, torch.device("cpu"))
+        return key_of(model)
 
     before = known()
     for _ in range(12):
@@ -131,11 +131,9 @@ def test_wider_forwards_are_tested_when_they_are_wanted():
     assert choose_service(model, {}, demand=ServiceDemand(width=129)).width == 129
 
 
-@pytest.mark.parametrize("options", [{}, {"output_hidden_states": True}])
-def test_the_verifier_that_serves_is_the_one_that_was_tested(options, monkeypatch):
+def test_the_verifier_that_serves_is_the_one_that_was_tested(monkeypatch):
     made, model = results_of(monkeypatch, Engine, "verifier"), build()
-    returned = {"return_dict_in_generate": True} | options if options else {}
-    run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4), **returned)
+    run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4))
     assert len(set(map(type, made))) == 1
 
 
@@ -150,7 +148,8 @@ def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
             return forward(*args, **kwargs)
 
     model.forward = wrapped
-    assert choose_service(model, {}).tier is Tier.TREE
+    trusted = ServiceDemand(trusts=True)
+    assert choose_service(model, {}, demand=trusted).tier is Tier.TREE
 
 
 def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):

@@ -14,12 +14,17 @@ from torch import nn
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification import traces
-from hf_retrieval_assist.verification.service import choose_service
+from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import REMEMBERS
 from tests.support.lossless import PROMPT, build, knowing, run, same
 
 WIDTH = 32
+
+
+def verdict(model):
+    """What is found out about a model on its owner's word."""
+    return choose_service(model, {}, demand=ServiceDemand(trusts=True))
 
 
 class Part(nn.Module):
@@ -166,7 +171,7 @@ def test_models_whose_forwards_remember_are_plain(kind):
     plain = run(copy.deepcopy(before))
     same(model, plain=plain, tier="plain")
     again = copy.deepcopy(before)
-    assert "later forwards" in choose_service(again, {}).reason
+    assert "later forwards" in verdict(again).reason
     assert torch.equal(run(again), plain)
 
 
@@ -242,7 +247,7 @@ def test_the_test_leaves_nothing_behind(kind):
     logs = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
     names = [set(vars(module)) for module in model.modules()]
     tensors, plain = kept(model)
-    choose_service(model, {})
+    verdict(model)
     now, others = kept(model)
     assert all(torch.equal(tensors[name], now[name]) for name in tensors)
     assert others == plain
@@ -304,7 +309,7 @@ def test_the_test_draws_nothing(kind):
     np.random.seed(3)
     torch.manual_seed(3)
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    assert choose_service(model, {}).tier is Tier.PLAIN
+    assert verdict(model).tier is Tier.PLAIN
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert str(np.random.get_state()) == states[2]
@@ -336,9 +341,9 @@ def test_numbers_of_a_models_own(forward, make):
 def test_a_model_that_is_told_to_observe_later():
     model = with_observer()
     model.apply(quantization.disable_observer)
-    assert choose_service(model, {}).tier is not Tier.PLAIN
+    assert verdict(model).tier is not Tier.PLAIN
     model.apply(quantization.enable_observer)
-    assert choose_service(model, {}).reason == REMEMBERS
+    assert verdict(model).reason == REMEMBERS
 
 
 def test_a_model_that_was_made_in_inference_mode():
@@ -393,8 +398,8 @@ def test_numbers_that_another_thread_draws_all_the_time(draw):
     done, and then it is asked again."""
     model, strange = build(), with_part(lambda own, x: x * 0.9)
     with another_drawing(draw):
-        assert choose_service(model, {}).tier is Tier.TREE
-        assert choose_service(strange, {}).reason == traces.MAY_DRAW
+        assert verdict(model).tier is Tier.TREE
+        assert verdict(strange).reason == traces.MAY_DRAW
     SamAssistant.model_changed()
-    assert choose_service(strange, {}).tier is Tier.TREE
-    assert choose_service(numpy_noise(), {}).reason == traces.DRAWS
+    assert verdict(strange).tier is Tier.TREE
+    assert verdict(numpy_noise()).reason == traces.DRAWS

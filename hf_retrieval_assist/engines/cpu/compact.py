@@ -79,15 +79,10 @@ def compactable(model: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class CompactProduct:
-    """Multiplies in a weight's place, by its copy while that stands for it.
-
-    Attributes:
-        sampled: look at an element of each row each time.
-    """
+    """Multiplies in a weight's place, by its copy while that stands for it."""
 
     weight: torch.Tensor
     kept: Kept[CompactWeight]
-    sampled: bool
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         values = self.kept.copy.values
@@ -97,7 +92,7 @@ class CompactProduct:
             or not few
             or x.dtype != torch.float32
             or torch.is_autocast_enabled("cpu")
-            or not self.kept.stands_for(self.weight, self.sampled)
+            or not self.kept.stands_for(self.weight)
         ):
             return routed_linear(x, self.weight, bias)
         return skinny_linear(x, values, bias)

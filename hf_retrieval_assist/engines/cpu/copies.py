@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ...decoding.selection import TokenSelector
-from ...host.callers_hooks import has_callers_hooks
 from ...host.transformers_private import global_hooks, hooks_of
 from ...system.memory import may_take
 from ...types.row_text import RowText
@@ -100,7 +99,6 @@ class Copies:
         self._output, self._compact = _Part(WEIGHTS), _Part(COMPACT)
         self._limit = limit
         self._begins = True  # nobody has looked for copies yet
-        self._sampled = False  # whether hooks may write to weights while forwards run
         self._screen: Screen | None = None
         self._products: dict[int, Override] = {}
         # What the last forward's rows looked like, and what the output layer returned.
@@ -120,7 +118,6 @@ class Copies:
             extra_memory: bytes that copies may take; None: as the machine has them.
         """
         copies = cls(extra_memory)
-        copies._sampled = has_callers_hooks(model)
         if select is not None and may_screen(select):
             output = _output_weight(model)
             if output is not None and _pays(output, select):
@@ -188,7 +185,7 @@ class Copies:
             self._screen = Screen(self._output.weights[0], self._output.kept[0].copy)
         if self._compact in parts:
             self._products = {
-                id(weight): CompactProduct(weight, kept, self._sampled)
+                id(weight): CompactProduct(weight, kept)
                 for weight, kept in zip(self._compact.weights, self._compact.kept, strict=True)
                 if kept.copy.values is not None
             }
@@ -203,7 +200,7 @@ class Copies:
             self._screen is None
             or rows > MOST_SCREENED
             or x.dtype != weight.dtype
-            or not self._output.kept[0].stands_for(weight, self._sampled)
+            or not self._output.kept[0].stands_for(weight)
         ):
             returned = routed_linear(x, weight, bias)
         else:

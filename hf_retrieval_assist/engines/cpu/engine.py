@@ -77,7 +77,7 @@ class CpuEngine(Engine):
             attention=attention,
             scope=self.scope(options.by_kernels),
             packed=service.packed,
-            repeats=service.lookups if repeats else None,
+            repeats=repeats,
         )
 
 
@@ -110,9 +110,6 @@ class CpuCall(EngineCall):
         if self._copies is None:
             return verifier.forward(rows, trees)
         return self._copies.forward(verifier, rows, trees)
-
-    def stop_drafting(self) -> None:
-        self._copies = None
 
     def cost_variant(self, verifier: Verifier) -> str:
         if self._copies is None:

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...structures.lookups import Lookups
 from ...system.locks import Lock
 from ...system.tensors import thread
 from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
@@ -62,7 +61,9 @@ class _Form:
 
 _lock = Lock()
 _forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
-_forwards: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any], Lookups]] = {}
+_forwards: dict[
+    type[nn.Module], tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
+] = {}
 """Each class that a known norm has: its own `forward`, the one that takes its place, and what
 names in its own led to when it was learned."""
 
@@ -78,14 +79,14 @@ def learn_norms(model: nn.Module) -> None:
             _forms[module] = form
             kind = type(module)
             if kind not in _forwards:
-                _forwards[kind] = kind.forward, _fused_forward(kind), _names_in(kind.forward)
+                _forwards[kind] = kind.forward, _fused_forward(kind), _looked_up(kind.forward)
 
 
 def put() -> None:
     """Exchange the `forward` of known classes; one that somebody else has replaced stays, and one
     whose operators somebody has."""
-    for kind, (plain, fused, names) in tuple(_forwards.items()):
-        if kind.forward is plain and names.changed() is None:
+    for kind, (plain, fused, found) in tuple(_forwards.items()):
+        if kind.forward is plain and found == _looked_up(plain):
             kind.forward = fused
 
 
@@ -119,13 +120,14 @@ def _fused_forward(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _names_in(forward: Callable[..., Any]) -> Lookups:
-    """What a forward looks up: globals of its module, functions of PyTorch, methods of tensors."""
-    found, code = Lookups(), getattr(forward, "__code__", None)
-    for name in () if code is None else code.co_names:
-        for space in (forward.__globals__, vars(torch), torch.Tensor):
-            found.add(space, name)
-    return found
+def _looked_up(forward: Callable[..., Any]) -> tuple[Any, ...]:
+    """What a forward's names lead to: globals of its module, functions of PyTorch, methods of
+    tensors."""
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return ()
+    spaces = forward.__globals__, vars(torch), vars(torch.Tensor)
+    return tuple([space.get(name) for space in spaces for name in code.co_names])
 
 
 def _may_be_norm(module: nn.Module) -> bool:

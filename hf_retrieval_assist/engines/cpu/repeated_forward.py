@@ -7,23 +7,20 @@ has been computed so often that recording would have paid, and compared to the b
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
-from ...host.callers_hooks import callers_global_hooks
-from ...host.hook_state import LIBRARIES, written_in
-from ...host.lookups import ForwardLookups
+from ...host.model_key import recording_key
 from ...host.transformers_private import CACHE, attention_of, hooks_of
 from ...structures.modules import modules_of
+from ...system import changes
 from ...system.tensors import same_bits
-from ...verification.recorded_state import recorded_state
 from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, Recordings
 from ...verification.verifiers import ModelForward
 from .linear import MAX_ROWS
@@ -103,21 +100,7 @@ def _undone(layers: list[Any]) -> Iterator[list[Any]]:
 
 
 class Programs(Recordings):
-    """Those of a model in one state, whose names lead where they led when they were recorded; a
-    fault is one of the shape of ids that it was met at."""
-
-    def __init__(self, state: Any, faults: dict[Hashable, str], lookups: ForwardLookups) -> None:
-        super().__init__(state, faults)
-        self.lookups = lookups
-
-    def fit(self, state: Any) -> bool:
-        return super().fit(state) and self.lookups.changed() is None
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether not even a forward of one token of each row could be recorded."""
-        shapes: Any = self.faults
-        return not self.made and any(tokens == 1 for _, tokens in shapes)
+    """Those of a model in one state; a fault is one of the shape of ids that it was met at."""
 
     @property
     def nbytes(self) -> int:
@@ -127,25 +110,15 @@ class Programs(Recordings):
 PROGRAMS: Pool[Programs] = Pool(MOST_STATES, MOST_BYTES)
 
 
-def can_repeat(model: Any, cache: Any, lookups: ForwardLookups) -> bool:
+def can_repeat(model: Any, cache: Any) -> bool:
     """Whether forwards over a cache may be repeated, as far as can be seen: attention is what the
-    kernels compute, the cache is one of plain keys and values on the CPU, and nothing of the model
-    is called but modules and functions of libraries, without hooks."""
+    kernels compute, the cache is one of plain keys and values on the CPU, and there are no hooks.
+    """
     layers = cache.layers if type(cache) is SlotCache else []
     if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
         return False
-    # Looking at the state of a model takes milliseconds.
-    known = [one for one in PROGRAMS.report(model).idle if one.lookups is lookups]
-    if known and all(one.is_hopeless for one in known):
-        return False
-    modules = modules_of(model)
-    kinds: set[Any] = set(map(type, modules))
-    return (
-        all(type(layer) is SlotLayer and layer.store.block_refs for layer in layers)
-        and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
-        and lookups.strange is None
-        and not (callers_global_hooks() or hooks_of(*modules))
-    )
+    slots = all(type(layer) is SlotLayer and layer.store.block_refs for layer in layers)
+    return slots and not hooks_of(*modules_of(model))
 
 
 class RepeatedForward(Borrower[Programs]):
@@ -155,7 +128,6 @@ class RepeatedForward(Borrower[Programs]):
         compute: a model's forward.
         cache: the call's.
         arguments: of the call.
-        lookups: of the model's forward; nothing is repeated once one of them leads elsewhere.
 
     Attributes:
         repeats: whether some forwards were repeated when the call began: a step then takes as long
@@ -167,11 +139,7 @@ class RepeatedForward(Borrower[Programs]):
     _told = logging.INFO, "are not recorded"
 
     def __init__(
-        self,
-        compute: ModelForward,
-        cache: SlotCache,
-        arguments: Mapping[str, Any],
-        lookups: ForwardLookups,
+        self, compute: ModelForward, cache: SlotCache, arguments: Mapping[str, Any]
     ) -> None:
         model = compute.model
         # Programs know where weights lie: they stay there until the end of the call, whoever gives
@@ -185,14 +153,14 @@ class RepeatedForward(Borrower[Programs]):
         ]
         self._compute, self._cache = compute, cache
         self._single: Program | None = None
-        self._handles, self.typical = RemovableHandle.next_id, True
-        read = partial(recorded_state, model, arguments, torch.device("cpu"))
+        self._said, self.typical = changes.said(), True
+        read = partial(recording_key, model, arguments, torch.device("cpu"))
         super().__init__(PROGRAMS, model, read)
         self._programs: Programs | None = None
         if self._state is not None:
             self._programs = PROGRAMS.lend(
                 model,
-                lambda: Programs(self._state, PROGRAMS.faults_in(model, self._state), lookups),
+                lambda: Programs(self._state, PROGRAMS.faults_in(model, self._state)),
                 lambda kept: kept.fit(self._state),
             )
         programs = self._programs
@@ -202,10 +170,8 @@ class RepeatedForward(Borrower[Programs]):
         self.widths = WIDTHS if hopes else ()
 
     def is_current(self) -> bool:
-        """Whether what was recorded is what the model computes now; otherwise it is left."""
-        if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
-            self._check()
-        if self._programs is not None and self._programs.lookups.changed() is not None:
+        """Whether what was recorded is what the model computes; otherwise it is left."""
+        if self._said != changes.said():
             self._programs = self._single = None
         return self._programs is not None
 
@@ -252,12 +218,6 @@ class RepeatedForward(Borrower[Programs]):
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
         self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
         return outputs
-
-    def _check(self) -> None:
-        """Repeat nothing more where the model is no longer as it was."""
-        self._handles = RemovableHandle.next_id
-        if self._programs is not None and not self._is_current(self._programs):
-            self._programs = self._single = None
 
     def give_back(self) -> None:
         """Leave what was recorded to the model's next calls, if the model is as it was."""

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...host.plain_step import is_own
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
 from ...host.transformers_private import exchange_prefill, prefill_method
+from ...host.written import is_librarys
 from . import norms, skinny
 from .attention import attention, plain_attention
 from .linear import Override, linear, plain_linear
@@ -41,7 +41,7 @@ __all__ = ["all_scopes_left", "overriding", "reroute"]
 def _plain_method() -> Any:
     """transformers' own; None: a caller's stands there, which must be seen to be a caller's."""
     method = prefill_method()
-    return method if is_own(method, "_prefill") else None
+    return method if is_librarys(method) else None
 
 
 _plain_prefill = _plain_method()
@@ -55,6 +55,9 @@ def _prefill(model: Any, *arguments: Any, **options: Any) -> Any:
         return _plain_prefill(model, *arguments, **options)
     finally:
         set_prompts(outer)
+
+
+_prefill.stands_for = _plain_prefill  # type: ignore[attr-defined]
 
 
 def _put() -> None:

@@ -31,8 +31,6 @@ def shortlist_of(select: TokenSelector) -> int:
     What follows on a top-k warper sees nothing else. So does whoever takes the greatest.
     """
     kinds = select.kinds
-    if kinds is None:
-        return 0
     count = 0 if select.do_sample else 1
     for processor, kind in zip(select.processors, kinds, strict=True):
         if count and kind in BLIND and select.do_sample:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from ...cache.slot_layers import NO_VIEWS
-from ...host.lookups import ForwardLookups
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
 from ...verification.tree_attention import TreeTokens
@@ -34,15 +33,14 @@ class CpuTreeVerifier(TreeVerifier):
 
     Args:
         packed: whether rows that would need filler are packed.
-        repeats: what the model's forward looks up, where forwards may be repeated from what was
-            recorded of earlier ones; None: they may not.
+        repeats: whether forwards may be repeated from what was recorded of earlier ones.
     """
 
     def __init__(
         self,
         *args: Any,
         packed: bool = False,
-        repeats: ForwardLookups | None = None,
+        repeats: bool = False,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -51,11 +49,9 @@ class CpuTreeVerifier(TreeVerifier):
 
     def prepare(self) -> None:
         super().prepare()
-        repeats, self._repeats = self._repeats, None
-        if repeats is not None and can_repeat(self.model, self.cache, repeats):
-            self.call = self._repeated = RepeatedForward(
-                self.compute, self.cache, self.kwargs, repeats
-            )
+        repeats, self._repeats = self._repeats, False
+        if repeats and can_repeat(self.model, self.cache):
+            self.call = self._repeated = RepeatedForward(self.compute, self.cache, self.kwargs)
             self.cost_variant = "repeated" if self._repeated.repeats else ""
             if len(self.prompt_ids) == 1 and not self.packed:
                 self.widths = self._repeated.widths

@@ -71,10 +71,9 @@ class Kept(Generic[C]):
     sample: int
     turn: int = field(default_factory=_turns.__next__)
 
-    def stands_for(self, weight: torch.Tensor, sampled: bool = False) -> bool:
-        """Whether the weight is what was packed, as far as PyTorch counts; `sampled`: as far as an
-        element of each row and column tells, too."""
-        return self.mark == mark_of(weight) and not (sampled and self.sample != _sample_of(weight))
+    def stands_for(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is what was packed, as far as PyTorch counts."""
+        return self.mark == mark_of(weight)
 
     def compare_band(self, weight: torch.Tensor) -> bool:
         """Whether the next band of rows is what was packed, if it is time to look."""
@@ -94,8 +93,7 @@ class WeightCopies(Generic[C]):
     * at the next product, where PyTorch counts it (operators in place, optimisers, `copy_`), or
       where the weight was replaced, moved or resized;
     * where PyTorch does not count it (through `.data` or NumPy; of inference tensors), when a call
-      begins and at each product of calls that hooks of the caller see, if it reaches all of a row
-      or of a column;
+      begins, if it reaches all of a row or of a column;
     * within `EVERY * BANDS` calls, about a thousand, in any case. So much later may a few elements
       show that were written so.
 

@@ -38,9 +38,6 @@ class CudaEngine(Engine):
     def candidates(
         self, model: Any, trees: Sequence[Service], demand: ServiceDemand, packs: bool
     ) -> list[Service]:
-        # Attentions that a call returns have as many columns as slots are in use.
-        if demand.states:
-            return list(trees)
         found = [replace(tree, static_buffers=demand.static_buffers) for tree in trees]
         if has_triton(input_device(model)):
             by_triton = [replace(x, static_buffers=True, attention_by="triton") for x in found]
@@ -88,4 +85,4 @@ class CudaEngine(Engine):
     ) -> Any:
         if not can_stay(cache, model.device):
             return None
-        return RecordedDrafts(model, cache, service, most, recorded)
+        return RecordedDrafts(model, cache, service, most, recorded and not service.foreign)

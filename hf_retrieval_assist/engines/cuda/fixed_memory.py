@@ -14,8 +14,8 @@ import torch
 
 from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
+from ...host.model_key import recording_key
 from ...system.memory import SHORTAGES
-from ...verification.recorded_state import recorded_state
 from ...verification.recordings import Borrower
 from .arena import Shape, capacity_bucket, with_room
 from .replay import Shown
@@ -79,7 +79,7 @@ class FixedMemory(Borrower[Workspace]):
         prompt_mask: torch.Tensor | None = None,
         reserved: Workspace | None = None,
     ) -> None:
-        read = partial(recorded_state, model, arguments, shape.device)
+        read = partial(recording_key, model, arguments, shape.device)
         recorded = recorded and not WORKSPACES.skips(model)
         super().__init__(WORKSPACES, model, read if recorded else None)
         self._caches, self._shape, self._room = caches, shape, room

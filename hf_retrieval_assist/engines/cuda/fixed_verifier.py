@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...cache.blocks import View
-from ...host.callers_hooks import has_callers_hooks
 from ...host.feature_taps import FeatureTaps
-from ...host.transformers_private import attention_of, why_no_mask
+from ...host.transformers_private import attention_of
 from ...system.lazy import cached_property
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
@@ -137,9 +136,7 @@ class FixedVerifier(TreeVerifier):
         self._by_kernels = by != "mask"
         if self._by_kernels:
             self.attention_by = by
-        # The model's own test shows whether it reads its masks; what hooks read no test shows.
-        looks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
-        self._tells_masks = looks or not self._by_kernels
+        self._tells_masks = not self._by_kernels
         # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
         self.chains = options.fixed_width is not None
         self._first = self.next_position.cpu().numpy()

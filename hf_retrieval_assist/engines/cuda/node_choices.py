@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 
 from ...decoding.quotients import argmax_quotients
 from ...decoding.selection import TokenSelector, process_blindly
-from ...structures.lookups import Snapshot
 from ...types.row_text import RowText
 from ...types.token_tree import Forest, TokenTree
 
@@ -42,7 +42,7 @@ class NodeChoices:
 
     select: TokenSelector
     width: int | None = None
-    settings: Snapshot | None = None
+    settings: list[Any] | None = None
     anchors: int = 0
     vocab_size: int = 0
 
@@ -74,7 +74,7 @@ class NodeChoices:
 
     def confirms(self, rows: Sequence[RowText], tokens: Sequence[int]) -> bool:
         select, draws = self.select, self.select.draws
-        if self.settings is None or not (select.blind and self.settings.is_same()):
+        if self.settings is None or not select.blind or self.settings != select.settings():
             return False
         if not select.do_sample:
             return True

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...cache.slot_layers import SlotLayer
-from ...verification import recorded_state
+from ...host.model_key import is_autocast
 from ...verification.recordings import MOST_STATES, Pool, Recordings
 from . import replay
 from .arena import Arena, Shape
@@ -271,7 +271,7 @@ class Workspaces(Pool[Workspace]):
 
     def records(self, model: Any, device: torch.device) -> bool:
         """Whether forwards of a model are recorded, as far as that is known."""
-        return not self.skips(model) and recorded_state.why_unrecorded(model, device) is None
+        return not self.skips(model) and not is_autocast(device)
 
     def reserve(self, model: Any, batch: int, slots: int) -> Workspace | None:
         """An idle workspace for a call whose prompt may be written into it; None: none fits.

@@ -207,7 +207,6 @@ def test_logits_that_a_model_changes(mode):
 def test_hooks_on_the_layer(llama):
     handle = llama.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
     try:
-        run(llama, assistant=SamAssistant())  # which finds that the hook changes something
         assert both(llama)[0].screened == 0
     finally:
         handle.remove()
@@ -317,6 +316,7 @@ def test_what_is_changed_within_a_call_is_read(llama, change):
             hooks.pop().remove()
         else:
             hooks.append(llama.register_forward_hook(negated))
+        SamAssistant.model_changed()
 
     def negated(module, arguments, outputs):
         outputs.logits = -outputs.logits
@@ -328,4 +328,3 @@ def test_what_is_changed_within_a_call_is_read(llama, change):
         ours = run(llama, **options, stopping_criteria=[Each(act)], assistant=assistant)
     assert torch.equal(plain, ours)
     assert watch.screened
-    assert "changed the model" in assistant.stats.last.reason

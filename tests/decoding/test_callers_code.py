@@ -1,0 +1,279 @@
+"""Code of the caller's in a model's forward: decoded plainly, unless its owner vouches for it."""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.host.written import name_of, strangers_part, written_in
+from tests.support.callers import agree
+from tests.support.changes import COMPUTED, exchanged, first
+from tests.support.lossless import build, knowing, run, same
+from tests.support.quick import cases
+from tests.support.wrapped_models import offloaded, with_lora
+
+
+def passing(function):
+    """A caller's function that does what another does."""
+    return lambda *arguments, **options: function(*arguments, **options)
+
+
+class Same(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states)
+
+
+class Read(LlamaRMSNorm):
+    """A class that computes by the library's forward from what it says itself."""
+
+    @property
+    def variance_epsilon(self):
+        return vars(self)["epsilon"]
+
+    @variance_epsilon.setter
+    def variance_epsilon(self, value):
+        vars(self)["epsilon"] = value
+
+
+class Positions(nn.Module):
+    """A rotary embedding whose base follows the length, as checkpoints bring them."""
+
+    def forward(self, x, position_ids):
+        length = int(position_ids.max()) + 1
+        theta = 1e4 * max(1.0, length / 8 - 1) ** 1.3
+        angles = position_ids[..., None].float() / theta ** (torch.arange(0, 8, 2) / 8)
+        return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+
+
+class Weight(nn.Parameter):
+    pass
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def hooked_everywhere(_):
+    handle = register_module_forward_hook(lambda module, args, out: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def registered(model, attention, mask):
+    AttentionInterface.register("sinks", attention)
+    AttentionMaskInterface.register("sinks", mask)
+    model.set_attn_implementation("sinks")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def in_accelerate(model):
+    hooks = pytest.importorskip("accelerate.hooks")
+    own = type("Own", (hooks.ModelHook,), {"post_forward": lambda self, module, output: output})
+    hooks.add_hook_to_module(first(model).mlp, own())
+    return ExitStack()
+
+
+def norm(model, name, change):
+    return exchanged(model.model.norm, name, change)
+
+
+SAME = {
+    "an own class": lambda m: norm(m, "__class__", lambda _: Same),
+    "a part": lambda m: exchanged(m.model, "norm", lambda part: nn.Sequential(part, Identity())),
+    "a forward in a partial": lambda m: norm(m, "forward", lambda own: partial(passing(own))),
+    "a forward in a library's wrapper": lambda m: norm(
+        m, "forward", lambda own: torch.no_grad()(passing(own))
+    ),
+    "a forward by another's name": lambda m: norm(
+        m, "forward", lambda own: wraps(own)(passing(own))
+    ),
+    "a method of an object's": lambda m: norm(m, "forward", lambda own: MethodType(passed, own)),
+    "a class's method": lambda m: exchanged(LlamaRMSNorm, "forward", passing),
+    "a function of the modeling module": lambda m: exchanged(
+        modeling_llama, "apply_rotary_pos_emb", passing
+    ),
+    "a function for masks": lambda m: exchanged(modeling_llama, "create_causal_mask", passing),
+    "PyTorch's function": lambda m: exchanged(torch, "rsqrt", passing),
+    "PyTorch's attention": lambda m: exchanged(F, "scaled_dot_product_attention", passing),
+    "an attention": lambda m: registered(m, passing(sdpa_attention_forward), sdpa_mask),
+    "a mask": lambda m: registered(m, sdpa_attention_forward, passing(sdpa_mask)),
+    "a hook of all modules": hooked_everywhere,
+}
+
+
+class Identity(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def passed(own, *arguments, **options):
+    return own(*arguments, **options)
+
+
+OTHERS = {
+    "a mode": lambda _: Mode(),
+    "a tensor's class": lambda m: norm(m, "weight", lambda x: Weight(x.data)),
+    "an activation": lambda m: exchanged(first(m).mlp, "act_fn", lambda _: Identity()),
+    "a property of an own class": lambda m: norm(m, "__class__", lambda _: Read),
+    "accelerate's hook": in_accelerate,
+    "a hook": lambda m: hooked_beside(m),
+}
+
+
+@contextmanager
+def hooked_beside(model):
+    handle = model.model.norm.register_forward_hook(passed_on)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def passed_on(module, arguments, out):
+    return out
+
+
+FOREIGN = SAME | OTHERS | {name: COMPUTED[name] for name in COMPUTED if name != "autocast"}
+
+
+@pytest.mark.parametrize("kind", cases(FOREIGN, ["a hook", "a part", "an attention"]))
+def test_code_of_the_callers_is_decoded_plainly(kind, told):
+    model, assistant = build(), SamAssistant(budget=8)
+    with FOREIGN[kind](model):
+        if kind == "a property of an own class":
+            vars(model.model.norm)["epsilon"] = 1e-6
+        last = agree(model, dict, assistant=assistant)
+        assert last.tier == "plain"
+        assert "trust_forward=True" in last.reason
+        assert __name__ in last.reason or "tests.support" in last.reason
+    assert sum("trust_forward=True" in text for text in told.messages) == 1
+    if kind not in ("accelerate's hook", "a property of an own class"):
+        assert agree(model, dict, assistant=assistant).tier == "tree"
+
+
+@pytest.mark.parametrize("kind", cases(SAME, ["an own class", "PyTorch's function"]))
+def test_code_of_the_callers_is_drafted_for_on_its_owners_word(kind):
+    model = build()
+    with SAME[kind](model):
+        last = agree(model, dict, assistant=knowing(run(model), budget=8))
+        assert last.tier in ("tree", "chain")
+        assert last.accepted > 0
+
+
+def test_code_that_acts_by_the_length_of_the_text():
+    model = build(max_position_embeddings=128)
+    model.model.rotary_emb = Positions()
+    same(model, assistant=knowing(run(model), trust_forward=False), tier="plain")
+
+
+@pytest.mark.parametrize("wrap", [with_lora, offloaded])
+def test_code_of_known_libraries_is_drafted_for(wrap):
+    model = wrap(build())
+    _, _, assistant = same(model, assistant=SamAssistant(budget=8), tier="tree")
+    assert assistant.stats.last.drafted > 0
+
+
+def test_classes_of_callers_that_override_nothing_of_a_forward_are_drafted_for():
+    model = build()
+    own = {"training_step": lambda self, batch: self(**batch).loss, "kept": 3}
+    model.__class__ = type("Mine", (type(model),), own)
+    model.callback = len
+    same(model, assistant=SamAssistant(budget=8), tier="tree")
+
+
+def rounded(x):
+    return (x * 8).round() / 8
+
+
+def of_cache(update):
+    return lambda keys, values, *more, **o: update(rounded(keys), rounded(values), *more, **o)
+
+
+def of_instance(model):
+    cache = DynamicCache(config=model.config)
+    cache.update = of_cache(cache.update)
+    return cache
+
+
+def of_layers(model):
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.update = of_cache(layer.update)
+    return cache
+
+
+def of_class(model):
+    own = {"update": lambda self, *more, **options: DynamicLayer.update(self, *more, **options)}
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.__class__ = type("Own", (DynamicLayer,), own)
+    return cache
+
+
+@pytest.mark.parametrize("make", [of_instance, of_layers, of_class])
+def test_methods_of_callers_caches_are_called(make, llama):
+    plain, assistant = (
+        run(llama, **{CACHE: make(llama)}),
+        SamAssistant(budget=8, trust_forward=True),
+    )
+    assert torch.equal(run(llama, **{CACHE: make(llama)}, assistant=assistant), plain)
+    assert assistant.stats.last.tier == "plain"
+    assert f"of {CACHE}" in assistant.stats.last.reason
+
+
+WRITTEN = {
+    "a library's": (F.silu, None),
+    "a builtin": (torch.cat, None),
+    "a method": (nn.Linear(1, 1).forward, None),
+    "a library's partial": (partial(F.silu, inplace=False), None),
+    "Python's": (len, None),
+    "one's own": (passed_on, passed_on),
+    "in a library's wrapper": (torch.no_grad()(passed_on), passed_on),
+    "as an argument": (partial(F.silu, passed_on), passed_on),
+    "in a property": (property(passed_on), passed_on),
+    "an object": (Identity(), None),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_who_wrote_a_callable(kind):
+    function, own = WRITTEN[kind]
+    if kind == "an object":
+        own = function
+    assert strangers_part(function) is own
+    if own is not None:
+        assert written_in(own) == __name__ in name_of(own)
+
+
+def test_a_library_by_another_name_is_none():
+    assert strangers_part(exec_in("numpyro.ops")) is not None
+    assert strangers_part(exec_in("transformers_modules.org.model")) is not None
+    assert strangers_part(exec_in("transformers.models.llama")) is None
+
+
+def exec_in(module):
+    space = SimpleNamespace(made={"__name__": module})
+    exec("def function(x): return x", space.made)
+    return space.made["function"]
