@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from os.path import isdir
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -68,7 +69,7 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
         drafter: Drafter = load("fallbacks", fallback)()
         return drafter
     is_path = isinstance(fallback, (str, PathLike))
-    given = Path(fallback) if is_path and Path(fallback).is_dir() else fallback
+    given = Path(fallback) if is_path and isdir(fallback) else fallback
     if isinstance(given, (nn.Module, Path)):
         for drafter_of in every("heads"):
             found: Drafter | None = drafter_of(given)

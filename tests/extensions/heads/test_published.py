@@ -224,8 +224,9 @@ def test_what_is_no_head_for_the_target_is_refused(message, target, tmp_path):
 
 
 def test_a_folder_without_a_head_and_a_name_without_a_folder(target, tmp_path):
-    with pytest.raises(ValueError, match=r"the folder of a head, a drafter.* got 'nowhere'"):
-        SamAssistant(fallback="nowhere")
+    for nowhere in ("nowhere", "x" * 9999, "\0"):
+        with pytest.raises(ValueError, match=r"the folder of a head, a drafter.*, got '"):
+            SamAssistant(fallback=nowhere)
     with pytest.raises(ValueError, match=r"config.json: expected a readable JSON file"):
         SamAssistant(fallback=tmp_path)
     target.save_pretrained(tmp_path / "model")
