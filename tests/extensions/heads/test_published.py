@@ -13,8 +13,9 @@ from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
 from hf_retrieval_assist.extensions.heads.fallbacks import FolderDrafter
 from hf_retrieval_assist.extensions.heads.published import BLOCKS, read_published
+from tests.support import drafted_texts
 from tests.support.eagle_fixtures import tiny_target
-from tests.support.feature_following import features_of, seen
+from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.lossless import padded, run
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
@@ -153,6 +154,18 @@ def test_a_folder_is_a_fallback_and_changes_nothing(name, call, target, tmp_path
         **PLAIN | sampling,
     )
     assert found.stats.total.drafted > 0
+
+
+@pytest.mark.parametrize("name", cases(FORMATS, DISTINCT[1:]))
+def test_texts_of_a_batch_are_drafted_for_as_each_alone(name, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(drafted_texts, "VOCAB", VOCAB)
+    batch, rows = drafted_texts.Texts(FolderDrafter(saved(tmp_path, name)), target), [0, 1, 3, 5]
+    batch.start(*rows)
+    for _ in range(3):
+        for row, tree in zip(rows, batch.propose(rows), strict=True):
+            assert len(tree) > 3
+            assert_same(tree, batch.fresh(row).propose(12))
+            batch.grow(row, 1 + row % 3)
 
 
 def test_a_head_in_a_folder_is_fitted_to_each_target_once(target, tmp_path):
