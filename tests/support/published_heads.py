@@ -53,10 +53,10 @@ def _block(prefix, fed=WIDTH, qk_norms=False):
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
 
 
-def _eagle3(prefix, qk_norms=False):
+def _eagle3(prefix, qk_norms=False, output=None):
     norms = _norms(f"{prefix}.input_layernorm", f"{prefix}.hidden_norm", "norm")
     shapes = {"fc.weight": (WIDTH, 3 * WIDTH)} | norms | _block(prefix, 2 * WIDTH, qk_norms)
-    return shapes | REDUCED
+    return shapes | (output or REDUCED)
 
 
 def _dflash():
@@ -206,6 +206,19 @@ FORMATS = {
         | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 8}
         | {"num_target_layers": 10, "target_layer_ids": [-1, 4], **SPARK},
         _dspark(VOCAB, VOCAB) | OWN | OUTPUT,
+    ),
+    "DFlash of DeepSpec": (
+        QWEN
+        | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 8, "target_layer_ids": [1, 4]}
+        | MASKED
+        | {"markov_rank": 0, "enable_confidence_head": False},
+        _dflash() | OWN | OUTPUT,
+    ),
+    "EAGLE-3 of DeepSpec": (
+        QWEN
+        | {"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "ttt_length": 7}
+        | {"target_layer_ids": [0, 3, 5]},
+        _eagle3("layers.0", qk_norms=True, output=OUTPUT) | OWN,
     ),
 }
 """Publisher and kind -> (config.json, tensors' shapes)."""
