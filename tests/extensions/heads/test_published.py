@@ -139,7 +139,7 @@ CALLS = {
     "batch": (3, {}),
     "sampled": (2, {"do_sample": True, "temperature": 0.8}),
 }
-PLAIN = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PLAIN = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(("name", "call"), cases(crossed(FORMATS, CALLS)))
