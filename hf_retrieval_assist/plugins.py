@@ -11,7 +11,8 @@ Kinds:
     fallbacks: `() -> Drafter` for the name that a preset's `fallback=` takes.
     automatic: `() -> Drafter` that `fallback="auto"` has besides logit n-grams; idle in calls
         that it cannot draft for.
-    heads: `(module) -> Drafter | None` for a model or head that is given as a fallback.
+    heads: `(module or path) -> Drafter | None` for a model, a head or a head's folder that is given
+        as a fallback.
     memories: `(url, keep_bytes) -> SharedOutputs` for URLs of a scheme.
     methods: `(original, model, assistant, args, kwargs) -> result`, what serves a method of
         `GenerationMixin` beside `generate`.

@@ -49,8 +49,9 @@ class SamAssistant(Assistant):
         fallback: "auto", logit n-grams and, where it can draft and pays, "quantized_self", the
             target itself with weights in few bits, for which it packs a copy of them as far as
             `extra_memory` allows; "logit_ngrams" alone; "mtp", the target's own
-            multi-token-prediction layers; a draft model of the same tokenizer; a DFlash model; an
-            `EagleHead`; a drafter; None. Or a list of these, whose drafts become one tree.
+            multi-token-prediction layers; the folder of a published head; a draft model of the same
+            tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a list of these, whose
+            drafts become one tree.
         memory: earlier outputs to draft from, and to teach; None learns nothing.
         tokenizer: of the model; for a corpus of texts.
         budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
@@ -109,7 +110,7 @@ def _told(corpus: Any, fallback: Any) -> list[str]:
 
 
 def _shown(fallback: Any) -> str:
-    plain = fallback is None or isinstance(fallback, str)
+    plain = fallback is None or isinstance(fallback, (str, os.PathLike))
     return repr(fallback) if plain else f"<{type(fallback).__name__}>"
 
 

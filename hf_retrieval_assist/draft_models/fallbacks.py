@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
+from os.path import isdir
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
@@ -15,7 +18,8 @@ from ..plugins import every, load, paths
 from ..system.arguments import kind_of
 from .draft_model import DraftModelDrafter
 
-Source: TypeAlias = Literal["auto", "logit_ngrams", "mtp", "quantized_self"] | Drafter | nn.Module
+Name: TypeAlias = Literal["auto", "logit_ngrams", "mtp", "quantized_self"]
+Source: TypeAlias = Name | str | PathLike[str] | Drafter | nn.Module
 Fallback: TypeAlias = Source | Sequence[Source] | None
 
 
@@ -48,17 +52,11 @@ def fallback_drafters(fallback: Any, memory: OutputMemory | None = None) -> list
 def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
     if isinstance(fallback, Drafter):
         return fallback
-    if isinstance(fallback, nn.Module):
-        for drafter_of in every("heads"):
-            found: Drafter | None = drafter_of(fallback)
-            if found is not None:
-                return found
-    if isinstance(fallback, PreTrainedModel):
-        return DraftModelDrafter(fallback)
     names = ["auto", "logit_ngrams", *paths("fallbacks")]
     expected = (
         f"{', '.join(map(repr, names))}, a draft model, an EagleHead (of "
-        "EagleHead.from_pretrained(folder, model)), a drafter, a list of these or None"
+        "EagleHead.from_pretrained(folder, model)), the folder of a head, a drafter, a list of "
+        "these or None"
     )
     if fallback == "logit_ngrams":
         return LogitNgramDrafter(memory)
@@ -67,9 +65,18 @@ def _fallback_drafter(fallback: Any, memory: OutputMemory | None) -> Drafter:
             "fallback: expected 'logit_ngrams' where 'token_recycling' was, or "
             "hf_retrieval_assist.papers.TokenRecycling(), which drafts as its paper has it"
         )
-    if isinstance(fallback, str):
-        if fallback not in names:
-            raise ValueError(f"fallback: expected {expected}, got {fallback!r}")
+    if isinstance(fallback, str) and fallback in names:
         drafter: Drafter = load("fallbacks", fallback)()
         return drafter
+    is_path = isinstance(fallback, (str, PathLike))
+    given = Path(fallback) if is_path and isdir(fallback) else fallback
+    if isinstance(given, (nn.Module, Path)):
+        for drafter_of in every("heads"):
+            found: Drafter | None = drafter_of(given)
+            if found is not None:
+                return found
+    if isinstance(fallback, PreTrainedModel):
+        return DraftModelDrafter(fallback)
+    if is_path:
+        raise ValueError(f"fallback: expected {expected}, got {fallback!r}")
     raise TypeError(f"fallback: expected {expected}, got {kind_of(fallback)}")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..host.feature_taps import HiddenLayers
 from ..host.fingerprint import fingerprint
 from ..types.evidence import EvidenceClasses
 from ..types.passages import Source
@@ -31,12 +32,13 @@ class FeedbackNeeds:
         top_k: how many of their largest logits, where those are enough.
         hidden_layers: boundaries of the residual stream, counted as transformers counts
             `hidden_states` (k: before block k; 0: the embeddings); −1 is the last hidden state
-            after the final norm. Their widths are concatenated in this order.
+            after the final norm. Their widths are concatenated in this order. Or what gives them
+            for the number of the target's blocks.
     """
 
     logits: bool = False
     top_k: int = 0
-    hidden_layers: tuple[int, ...] = ()
+    hidden_layers: HiddenLayers = ()
 
 
 @dataclass

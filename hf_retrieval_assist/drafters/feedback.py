@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ..host.feature_taps import FeatureTaps
+from ..host.feature_taps import FeatureTaps, HiddenLayers
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Int32Array, TokenTree
 from ..verification.verified import TopLogits, Verified
 from .base import Feedback, FeedbackNeeds
-
-Layers = tuple[int, ...]
 
 
 @dataclass
@@ -25,10 +23,12 @@ class RowFeedback(Feedback):
         states: for each set of layers that a drafter asked for, its `hidden_states`.
     """
 
-    states: dict[Layers, torch.Tensor] = field(default_factory=dict)
+    states: dict[HiddenLayers, torch.Tensor] = field(default_factory=dict)
 
 
-def of_layers(feedbacks: Sequence[RowFeedback | None], layers: Layers) -> Sequence[Feedback | None]:
+def of_layers(
+    feedbacks: Sequence[RowFeedback | None], layers: HiddenLayers
+) -> Sequence[Feedback | None]:
     """What a drafter that asked for these layers is told of each row; None: nothing was shown."""
     if not layers:
         return feedbacks
@@ -53,7 +53,7 @@ def row_feedbacks(
         needs_all_logits: whether a drafter wants them.
     """
     chosen = {row.index: paths[row.index].chosen for row in rows}
-    states: Sequence[dict[Layers, torch.Tensor]] = [{}] * len(rows)
+    states: Sequence[dict[HiddenLayers, torch.Tensor]] = [{}] * len(rows)
     if taps.layers:
         places = [[verified.roots[n] + i for i in nodes] for n, nodes in chosen.items()]
         states = taps.of_rows(places)
@@ -75,7 +75,7 @@ def prompt_feedback(
     prompt_ids: Int32Array,
     needs: FeedbackNeeds,
     logits: torch.Tensor | None,
-    hidden_states: dict[Layers, torch.Tensor],
+    hidden_states: dict[HiddenLayers, torch.Tensor],
 ) -> Feedback | None:
     """What a drafter is told of the prefill: about as many of the prompt's last tokens as it saw.
 

@@ -7,12 +7,15 @@ stacks its blocks in one `nn.ModuleList`, wrapped (PEFT), quantised or offloaded
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+HiddenLayers: TypeAlias = tuple[int, ...] | Callable[[int], tuple[int, ...]]
+"""Boundaries of a residual stream, or what gives them for a number of blocks."""
 
 
 class FeatureTaps:
@@ -25,18 +28,24 @@ class FeatureTaps:
     Args:
         model: a decoder-only transformers model, or a wrapper around one.
         layers: sets of boundaries k in [0, blocks): the input of block k, which transformers calls
-            `hidden_states[k]`; −1: what the decoder returns, after its final norm. Without any
-            set, entering does nothing.
+            `hidden_states[k]`; −1 and the number of blocks: what the decoder returns, after its
+            final norm. Or what gives them, told that number. Without any set, entering does
+            nothing.
 
     Raises:
         ValueError: a boundary does not exist, or the blocks cannot be found.
     """
 
-    def __init__(self, model: Any, layers: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, model: Any, layers: Sequence[HiddenLayers]) -> None:
         self.layers = tuple(layers)
-        self._boundaries = {boundary for boundaries in layers for boundary in boundaries}
+        self._boundaries_of: dict[HiddenLayers, tuple[int, ...]] = {}
         if layers:
             self._decoder, self._blocks = find_blocks(model)
+            total = len(self._blocks)
+            for asked in layers:
+                named = asked(total) if callable(asked) else asked
+                self._boundaries_of[asked] = tuple(-1 if k == total else k for k in named)
+        self._boundaries = {k for named in self._boundaries_of.values() for k in named}
         for boundary in self._boundaries:
             if not -1 <= boundary < len(self._blocks):
                 raise ValueError(
@@ -48,7 +57,7 @@ class FeatureTaps:
         self._thread = 0
 
     @property
-    def features(self) -> dict[tuple[int, ...], Tensor]:
+    def features(self) -> dict[HiddenLayers, Tensor]:
         """Each set of layers' [batch, n, widths of its boundaries] of the last forward, on one
         device.
 
@@ -63,13 +72,13 @@ class FeatureTaps:
                 "compiled before the tap was entered: run it uncompiled, or compile it later)"
             )
         found = {}
-        for boundaries in self.layers:
+        for asked, boundaries in self._boundaries_of.items():
             parts = [self._captured[k] for k in boundaries]
             device = parts[-1].device
-            found[boundaries] = torch.cat([part.to(device) for part in parts], dim=-1)
+            found[asked] = torch.cat([part.to(device) for part in parts], dim=-1)
         return found
 
-    def of_rows(self, places: Sequence[Sequence[int]]) -> list[dict[tuple[int, ...], Tensor]]:
+    def of_rows(self, places: Sequence[Sequence[int]]) -> list[dict[HiddenLayers, Tensor]]:
         """The same of some rows' tokens, [tokens, width] each, one gather for all rows.
 
         Args:

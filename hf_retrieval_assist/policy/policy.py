@@ -17,6 +17,7 @@ from ..draft_models.residual import ChildDraw
 from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from ..drafters.expected import Expected
 from ..drafters.feedback import RowFeedback, of_layers, prompt_feedback
+from ..host.feature_taps import HiddenLayers
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
@@ -136,8 +137,8 @@ class DraftingPolicy:
         self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
         self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
         self.needs_logits = self.needs_all_logits or self.top_k > 0
-        layers = (drafter.needs.hidden_layers for drafter in self.drafters)
-        self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
+        layers = [drafter.needs.hidden_layers for drafter in self.drafters]
+        self.hidden_layers = tuple(dict.fromkeys(asked for asked in layers if asked))
         self.teaches = True
         self.expected = Expected()
         self._lock = Lock()
@@ -407,7 +408,7 @@ class AssistantSession:
         self,
         token_ids: Sequence[int],
         logits: torch.Tensor | None = None,
-        hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
+        hidden_states: dict[HiddenLayers, torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
         for session, drafter in zip(self.sessions, self.policy.drafters, strict=True):

@@ -56,6 +56,18 @@ def test_the_papers_boundaries_also_of_small_targets(num_layers, boundaries):
 
 
 @torch.no_grad()
+def test_layers_may_depend_on_the_number_of_blocks(token_ids):
+    """The boundary behind the last block is the last hidden state, as transformers counts."""
+    model = build("LlamaForCausalLM")
+    blocks = model.config.num_hidden_layers
+    with FeatureTaps(model, [default_boundaries, (blocks,)]) as taps:
+        model(token_ids)
+    for asked, boundaries in (default_boundaries, default_boundaries(blocks)), ((blocks,), (-1,)):
+        expected = reported(model, token_ids, boundaries)
+        torch.testing.assert_close(taps.features[asked], expected, **within(expected, OF_MODEL))
+
+
+@torch.no_grad()
 def test_the_last_forward_counts_and_nothing_stays(token_ids):
     model = tiny_target(num_layers=3)
     before = hooks_of(model)

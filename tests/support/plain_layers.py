@@ -34,12 +34,14 @@ class PlainLayers:
         ]
         return torch.cat([*turned, x[..., width:]], dim=-1)
 
-    def attention(self, queries, keys, values):
-        """[n, heads, width] each, of keys and values fewer heads; returns that of queries."""
+    def attention(self, queries, keys, values, later=None):
+        """[n, heads, width] each, of keys and values fewer heads; returns that of queries, which
+        do not see the keys that `later` marks, bool [n, n]: as a rule those that come later."""
         groups = queries.shape[1] // keys.shape[1]
         keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", queries, keys) / queries.shape[-1] ** 0.5
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        if later is None:
+            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values)
 

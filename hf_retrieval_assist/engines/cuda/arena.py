@@ -14,6 +14,7 @@ import torch
 
 from ...cache.blocks import Block, BlockRef, BlockShape
 from ...cache.slot_layers import SlotLayer, attach_in_turn, kinds_of
+from ...host.feature_taps import HiddenLayers
 from ...verification.tree_attention import Rules
 
 # The smallest difference of two capacities.
@@ -80,7 +81,7 @@ class Shape:
     positions: tuple[int, ...] = ()
     top_k: int = 0
     vocab_size: int = 0
-    taps: tuple[tuple[int, ...], ...] = ()
+    taps: tuple[HiddenLayers, ...] = ()
     attention_by: str = "mask"
     exact: bool = False
     states: tuple[int, int] = (0, 0)

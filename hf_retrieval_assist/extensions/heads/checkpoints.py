@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 Tensors = dict[str, Tensor]
 
@@ -96,6 +96,35 @@ def _read_file(path: Path) -> Tensors:
                 f"bool of at least 1 dimension, found {found}"
             )
     return tensors
+
+
+def load_weights(head: nn.Module, tensors: Tensors) -> None:
+    """Give a head, which may be on the meta device, the tensors of its checkpoint.
+
+    Raises:
+        ValueError: see `check_fit`; or the ids that it drafts are not the target's.
+    """
+    expected = head.state_dict()
+    if "d2t" not in expected:
+        tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    check_fit(expected, tensors)
+    if "d2t" in tensors:
+        _check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
+    head.load_state_dict(tensors, assign=True)
+
+
+def _check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+    """d2t holds offsets: draft id i stands for the target id i + d2t[i], a member of t2d."""
+    if d2t.is_floating_point() or t2d.is_floating_point():
+        raise ValueError(f"d2t: expected integers, found {d2t.dtype} (t2d: {t2d.dtype})")
+    ids = torch.arange(len(d2t)) + d2t
+    inside = (ids >= 0) & (ids < len(t2d))
+    if not inside.all():
+        raise ValueError(
+            f"d2t: expected offsets to ids in [0, {len(t2d)}), found the id {int(ids[~inside][0])}"
+        )
+    if not torch.equal(ids, t2d.nonzero().flatten()):
+        raise ValueError("d2t: expected offsets to the ids that t2d marks, found others")
 
 
 def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

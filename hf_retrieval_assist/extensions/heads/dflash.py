@@ -1,15 +1,15 @@
-"""Drafts of a DFlash model: the tokens of a whole block at once, as a tree.
+"""Drafts of DFlash and DSpark models: the tokens of a whole block at once, as a tree.
 
 Chen et al. 2026, DFlash: Block Diffusion for Flash Speculative Decoding, arXiv:2602.06036. One
 forward over mask tokens behind the text gives the distribution at each of the next positions, none
-of which knows what the others will hold.
+of which knows what the others will hold, except by the heads that DSpark puts on top.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...draft_models.growth import by_probability
+from ...draft_models.growth import BestFirst, GrowthLimits, by_probability
 from ...draft_models.rows import DraftCache, Group, fed_texts
 from ...drafters.base import FeedbackNeeds, Target
 from ...host.transformers_private import with_cache
@@ -26,6 +26,7 @@ from ...system.arguments import require_at_least
 from ...types.token_tree import Float32Array, TokenTree
 from ...verification.largest import largest
 from ...verification.tree_attention import LayerMask, TreeLayout
+from .block_head import BlockHead, SlotNodes
 from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
 
 
@@ -36,7 +37,7 @@ class DFlashDrafter(FeatureDrafter):
     much a probability is worth at its depth and rank is calibrated.
 
     Args:
-        model: a DFlash model of transformers, shared by all sessions.
+        model: a DFlash model of transformers, or a `BlockHead`; shared by all sessions.
         top_k: ids looked at in each position.
         total: nodes of the tree with its root, so at most `total - 1` are proposed.
 
@@ -50,26 +51,30 @@ class DFlashDrafter(FeatureDrafter):
     def __init__(self, model: Any, top_k: int = 8, total: int = 60) -> None:
         require_at_least(1, top_k=top_k)
         require_at_least(2, total=total)
-        if not is_dflash(model):
+        head = model if isinstance(model, BlockHead) else BlockHead(model)
+        if not is_dflash(head.body):
             raise ValueError(
                 f"model: expected a DFlash model, whose configuration names {DFLASH_SETTINGS}, got "
                 f"{type(model).__name__}"
             )
         self.model, self.top_k, self.total = model, top_k, total
+        self._head = head
         # A layer's output is the next one's input.
-        layers = tuple(layer + 1 for layer in model.config.target_layer_ids)
+        layers = tuple(layer + 1 for layer in head.body.config.target_layer_ids)
         self.needs = FeedbackNeeds(hidden_layers=layers)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        model = target.require_model("DFlashDrafter")
-        self.require_width("DFlash model", self.model.config.hidden_size, model)
+        model, config = target.require_model("DFlashDrafter"), self._head.body.config
+        self.require_width("DFlash model", config.hidden_size, model)
         rows = model.get_input_embeddings().weight.shape[0]
-        if not 0 <= self.model.config.mask_token_id < rows:
+        if not 0 <= config.mask_token_id < rows:
             raise ValueError(
                 f"DFlash model: expected a mask_token_id below the target's {rows} ids, got "
-                f"{self.model.config.mask_token_id}"
+                f"{config.mask_token_id}"
             )
-        follower = BlockFollower(self.model, target, self.top_k)
+        if self._head.lm_head is not None:
+            target.require_ids("DFlash model", rows - 1)
+        follower = BlockFollower(self._head, target, self.top_k)
         return FeatureSession(self, follower, prompt_ids, self.total - 1)
 
 
@@ -80,16 +85,16 @@ class BlockFollower(Follower):
     forgotten when it is done. The newest hidden states are taken in by the draft's own forward.
 
     Args:
-        model: shared with other sessions.
-        target: whose embeddings and output layer the model shares.
+        head: shared with other sessions.
+        target: whose embeddings and output layer the head shares.
         top_k: ids looked at in each position.
     """
 
-    def __init__(self, model: Any, target: Target, top_k: int) -> None:
-        config = model.config
+    def __init__(self, head: BlockHead, target: Target, top_k: int) -> None:
+        self._head, self._model, self._top_k = head, head.body, top_k
+        config = self._model.config
         self.feature_width = len(config.target_layer_ids) * config.hidden_size
-        self.device, self.dtype = model.device, model.dtype
-        self._model, self._top_k = model, top_k
+        self.device, self.dtype = self._model.device, self._model.dtype
         self._embeddings = target.model.get_input_embeddings()
         self._output = target.model.get_output_embeddings()
         self._vocab_size = target.vocab_size
@@ -104,16 +109,23 @@ class BlockFollower(Follower):
     def follow(self, group: Group, text: NewText) -> None:
         self._states(group, text)
 
-    def draft(self, group: Group, asked: Sequence[FeatureSession], keep: int) -> list[TokenTree]:
+    def draft(
+        self, group: Group, asked: Sequence[FeatureSession], keep: int
+    ) -> Sequence[TokenTree]:
         """The `keep` most probable paths over the next block."""
         texts = list(self.waiting(group, self.chunk)) or [self._nothing(len(group.rows))]
         for text in texts:
             states = self._states(group, text)
-        log_probs = self._logits(states).float().log_softmax(dim=-1)
-        best, ids = largest(log_probs, min(self._top_k, keep))
-        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        token_ids = ids.cpu().numpy().astype(np.int32)
-        return [product_tree(*row, keep) for row in zip(token_ids, best.cpu().numpy(), strict=True)]
+        logits, top_k = self._logits(states), self._top_k
+        if self._head.depends_on_tokens:
+            nodes = SlotNodes(self._head, states, logits, self._last_tokens(group), top_k)
+            limits = GrowthLimits(top_k, keep, self._head.slots - 1, keep + 1, min_prob=0.0)
+            # An accelerator is not asked after each level what is worth another.
+            whole = self.device.type != "cpu"
+            growth = BestFirst(limits, keep, choose=nodes.choose, whole=whole)
+            growth.grow(nodes.run)
+            return growth.grown().trees(by_probability)
+        return product_trees(logits, top_k, keep, self._head.to_target_ids)
 
     def _nothing(self, rows: int) -> NewText:
         none = np.empty((rows, 0), np.int64)
@@ -121,7 +133,7 @@ class BlockFollower(Follower):
         return NewText([0] * rows, features, none, none, none)
 
     def _states(self, group: Group, text: NewText) -> Tensor:
-        """[rows, block_size − 1, hidden_size] behind the texts, whose hidden states are kept."""
+        """[rows, slots, hidden_size] behind the texts, whose hidden states are kept."""
         (cache,), size = group.caches, self._model.config.block_size
         width = text.token_ids.shape[1]
         counts, block = torch.tensor(text.counts)[:, None], torch.arange(size)
@@ -134,7 +146,15 @@ class BlockFollower(Follower):
         )
         reached = [[0 if row is None else row.reached] for row in group.rows]
         positions = np.concatenate([text.positions, np.array(reached) + block.numpy()], axis=1)
-        with cache.feeding(fed.to(self.device)) as mask:
+        fed = fed.to(self.device)
+        causal = None
+        if self._head.causal:
+            before = fed.columns[:, None] <= fed.depths[..., None]
+            with cache.feeding(fed._replace(sees=fed.sees & before)) as causal:
+                pass
+        with cache.feeding(fed) as mask:
+            if causal is not None:
+                mask["sliding_attention"] = causal["sliding_attention"]
             output = self._model(
                 noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
                 context_hidden_states=text.features[torch.from_numpy(text.sources).to(self.device)],
@@ -143,22 +163,49 @@ class BlockFollower(Follower):
                 **with_cache(self._model, cache),
             ).last_hidden_state
         cache.keep([range(count) for count in text.counts])
-        return output[:, 1:]
+        return output[:, self._head.first :]
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[rows, block_size − 1, vocab_size] of the target's output layer."""
+        """[rows, slots, ids] of the head's output layer, or of the target's."""
+        if self._head.lm_head is not None:
+            return self._head.lm_head(states)
         weight = self._output.weight
         return self._output(states.to(weight.device, weight.dtype))[..., : self._vocab_size]
 
+    def _last_tokens(self, group: Group) -> Tensor:
+        """int64 [rows, 1]."""
+        last = [0 if row is None else row.tokens[row.reached] for row in group.rows]
+        return torch.tensor(last, device=self.device)[:, None]
+
     def _block_embeddings(self, group: Group) -> Tensor:
         """[rows, block_size, hidden_size]: last tokens and masks, as embedded without a norm."""
-        config, layer = self._model.config, self._embeddings
-        ids = torch.full((len(group.rows), config.block_size), config.mask_token_id)
-        ids[:, 0] = torch.tensor(
-            [0 if row is None else row.tokens[row.reached] for row in group.rows]
-        )
+        config, head, layer = self._model.config, self._head, self._embeddings
+        last = self._last_tokens(group)
+        masks = last.new_full((len(last), config.block_size - 1), config.mask_token_id)
+        ids = torch.cat([last, masks], dim=1)
+        if head.embed_tokens is not None:
+            return head.embed_tokens(ids)
+        if head.borrowed is not None:
+            return head.borrowed.embed(ids)
         ids = ids.to(layer.weight.device)
         return F.embedding(ids, layer.weight) if hasattr(layer, "embed_norm") else layer(ids)
+
+
+def product_trees(
+    logits: Tensor, top_k: int, keep: int, to_target_ids: Callable[[Tensor], Tensor]
+) -> list[TokenTree]:
+    """A `product_tree` of each row.
+
+    Args:
+        logits: [rows, positions, ids].
+        top_k: ids looked at in each position.
+        keep: nodes of a tree.
+        to_target_ids: from columns of the logits.
+    """
+    best, ids = largest(logits.float().log_softmax(dim=-1), min(top_k, keep))
+    best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    token_ids = to_target_ids(ids.to(logits.device)).cpu().numpy().astype(np.int32)
+    return [product_tree(*row, keep) for row in zip(token_ids, best.cpu().numpy(), strict=True)]
 
 
 def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: int) -> TokenTree:

@@ -9,6 +9,7 @@ which all are drafted with here.
 from __future__ import annotations
 
 from os import PathLike
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,12 @@ from ...draft_models.rows import DraftCache
 from ...drafters.base import FeedbackNeeds, Target
 from ...verification.tree_attention import LayerMask
 from .borrowed import BorrowedLayers, TargetShape
-from .checkpoints import check_fit, local_folder
-from .eagle_format import (
-    ATTENTION,
-    HeadConfig,
-    check_draft_vocabulary,
-    layer_config,
-    read_head,
-    rotary_of,
-)
+from .checkpoints import load_weights
+from .eagle_format import ATTENTION, HeadConfig, config_of, layer_config, rotary_of
 from .features import FeatureDrafter, FeatureSession
 from .layers_follower import Layers, LayersFollower
+from .peagle import ParallelFollower
+from .published import EAGLE, PublishedHead, Settings, read_published
 
 
 class EagleDrafter(FeatureDrafter):
@@ -69,7 +65,8 @@ class EagleDrafter(FeatureDrafter):
         config = self.head.config
         target.require_ids("EAGLE head", config.vocab_size - 1)
         self.require_width("EAGLE head", config.target_width, target.model)
-        follower = LayersFollower(self.head, self.limits, config.feature_width, target.call.graphs)
+        kind = LayersFollower if config.slots == 1 else ParallelFollower
+        follower = kind(self.head, self.limits, config.feature_width, target.call.graphs)
         return FeatureSession(self, follower, prompt_ids, self.limits.total - 1)
 
 
@@ -81,13 +78,13 @@ class HeadAttention(nn.Module):
         self.layer = layer
         self.head_dim, self.kv_heads = config.head_dim, config.num_kv_heads
         q_width, kv_width = config.num_heads * config.head_dim, self.kv_heads * config.head_dim
-        bias = ATTENTION + "q_proj.bias" in config.tensors
+        bias = any(f"{ATTENTION}{name}_proj.bias" in config.tensors for name in "qkv")
         self.q_proj = nn.Linear(input_width, q_width, bias=bias)
         self.k_proj = nn.Linear(input_width, kv_width, bias=bias)
         self.v_proj = nn.Linear(input_width, kv_width, bias=bias)
         bias = ATTENTION + "o_proj.bias" in config.tensors
         self.o_proj = nn.Linear(q_width, config.hidden_size, bias=bias)
-        normed = ATTENTION + "q_norm.weight" in config.tensors
+        normed = any(f"{ATTENTION}{name}_norm.weight" in config.tensors for name in "qk")
         self.q_norm, self.k_norm = (_norm(normed * config.head_dim, config) for _ in "qk")
 
     def forward(self, x: Tensor, rotary: Any, mask: Tensor | None, cache: Cache) -> Tensor:
@@ -171,6 +168,8 @@ class EagleHead(Layers):
             norms = [_norm(config.target_width, config) for _ in config.boundaries]
             self.fc_norm = nn.ModuleList(norms) if each else None
             self.input_norm = _norm((joint and not each) * fed, config)
+        if config.slots > 1:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, fed))
 
     @classmethod
     def from_pretrained(
@@ -195,16 +194,33 @@ class EagleHead(Layers):
                 and `rope_theta`.
 
         Raises:
-            ValueError, TypeError: see `read_head`.
+            ValueError, TypeError: see `read_published` and `config_of`.
         """
-        config, tensors = read_head(local_folder(path_or_hub_id), TargetShape.of(target), overrides)
+        published = read_published(path_or_hub_id)
+        if published.kind not in EAGLE:
+            raise ValueError(
+                f"{path_or_hub_id}: expected an EAGLE head, got {published.kind!r}: give the "
+                "folder itself as the fallback"
+            )
+        return cls.of(published, target, dtype, device, overrides)
+
+    @classmethod
+    def of(
+        cls,
+        published: PublishedHead,
+        target: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        overrides: Settings = MappingProxyType({}),
+    ) -> EagleHead:
+        """A head fitted to a target; see `from_pretrained`."""
+        config = config_of(published, TargetShape.of(target), overrides)
         with torch.device("meta"):
             head = cls(config, BorrowedLayers(target))
-        check_fit(head.state_dict(), tensors)
-        if "d2t" in tensors:
-            check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
-        head.load_state_dict(tensors, assign=True)
+        load_weights(head, published.tensors)
         head.to(device or head.borrowed.device, dtype or target.dtype)
+        # Frequencies in half precision would turn positions that lie far apart by other angles.
+        head.rotary_emb = rotary_of(config).to(head.device)
         return head.requires_grad_(False).eval()
 
     def cache(self, layer: int) -> DraftCache:

@@ -1,48 +1,24 @@
-"""EAGLE checkpoints as published: what their tensors are called, and what head they make.
-
-Understood: repositories of SafeAILab (EAGLE-1, -2, -3) and of tools that follow them, EAGLE-3.1
-among them, and the `speculators` format of vLLM. The tensors decide what the architecture is, the
-config says the rest. Files are untrusted input: every shape is compared with what the target needs,
-and every value is checked before anything uses it.
-"""
+"""What EAGLE head a checkpoint makes: the tensors decide what the architecture is, the settings say
+the rest."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .borrowed import TargetShape
-from .checkpoints import Tensors, read_json, read_tensors
+from .published import PublishedHead, Settings, count, number, rope_parameters
 
 Shapes = Mapping[str, tuple[int, ...]]
-Settings = Mapping[str, Any]
 
-# Other names of the tensors that `EagleHead.state_dict` names as `speculators` does.
-RENAMED = (
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
-    (re.compile(r"^fusion_fc\."), "fc."),
-    (re.compile(r"^embedding_layernorm\."), "embed_norm."),
-    (re.compile(r"^pre_lm_head_layernorm\."), "norm."),
-)
-# Constants, and copies of the target's layers that were kept for training.
-IGNORED = re.compile(r"(rotary_emb\.inv_freq|^verifier_(norm|lm_head)\.weight)$")
-
-# The kinds whose frequencies do not change with the length of the text.
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE: Settings = {"rope_type": "default", "rope_theta": 10000.0}
-_LARGEST = 1e12
 
 ATTENTION = "layers.0.self_attn."
 
@@ -63,6 +39,8 @@ class HeadConfig:
         norm_before_residual: EAGLE-3's first residual is the normed hidden state.
         norm_output: the next drafting step is fed the normed output. With a norm of the features of
             each boundary, this is EAGLE-3.1 (arXiv:2605.09992).
+        slots: tokens that a P-EAGLE head drafts at once, behind the last one's features and masks;
+            mask_token_id: which the masks are.
         tensors: names of the checkpoint's, which say what has a bias, what is normed, and whether
             embeddings and output layer are the head's own.
     """
@@ -84,6 +62,8 @@ class HeadConfig:
     hidden_act: str = "silu"
     norm_before_residual: bool = False
     norm_output: bool = False
+    slots: int = 1
+    mask_token_id: int = 0
     tensors: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -131,110 +111,90 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(k for k in wanted if 0 <= k < num_layers))
 
 
-def read_head(folder: Path, target: TargetShape, overrides: Settings) -> tuple[HeadConfig, Tensors]:
-    """The config of a head in a folder and its tensors, named as `EagleHead.state_dict` does.
+def config_of(published: PublishedHead, target: TargetShape, overrides: Settings) -> HeadConfig:
+    """A head's, from its tensors' shapes and its settings.
 
     Raises:
-        ValueError: the files are damaged, or are no head for this target: the message names the
-            first tensor that disagrees, with the expected and the found shape.
+        ValueError: it is no EAGLE head for this target: the message names the first tensor that
+            disagrees, with the expected and the found shape.
         TypeError: an override is not a field of :class:`HeadConfig`.
     """
-    raw, tensors = read_json(folder / "config.json"), {}
-    if not isinstance(layer := raw.get("transformer_layer_config", raw), dict):
-        raise ValueError(f"{folder / 'config.json'}: expected an object, found {layer!r}")
-    for name, tensor in read_tensors(folder).items():
-        for pattern, replacement in RENAMED:
-            name = pattern.sub(replacement, name)
-        if not IGNORED.search(name):
-            tensors[name] = tensor
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config = _config_of(shapes, raw, layer, target).override(**overrides)
-    if config.draft_vocab_size == config.vocab_size:
-        tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
-    return config, tensors
-
-
-def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
-    """d2t holds offsets: draft id i stands for the target id i + d2t[i], a member of t2d."""
-    if d2t.is_floating_point() or t2d.is_floating_point():
-        raise ValueError(f"d2t: expected integers, found {d2t.dtype} (t2d: {t2d.dtype})")
-    ids = torch.arange(len(d2t)) + d2t
-    inside = (ids >= 0) & (ids < len(t2d))
-    if not inside.all():
-        raise ValueError(
-            f"d2t: expected offsets to ids in [0, {len(t2d)}), found the id {int(ids[~inside][0])}"
-        )
-    if not torch.equal(ids, t2d.nonzero().flatten()):
-        raise ValueError("d2t: expected offsets to the ids that t2d marks, found others")
-
-
-def _config_of(shapes: Shapes, raw: Settings, layer: Settings, target: TargetShape) -> HeadConfig:
-    """A checkpoint's, from its tensors' shapes, its config and what that says of its layers."""
-    # Some publishers keep a part of it apart.
-    nested = raw.get("eagle_config") or {}
-    if not isinstance(nested, Mapping):
-        raise ValueError(f"eagle_config: expected an object, got {nested!r}")
-    raw = {**raw, **nested}
-    _refuse_other_kinds(shapes, raw)
-    hidden = _matrix(shapes, ATTENTION + "o_proj.weight")[0]
-    queries, fed = _matrix(shapes, ATTENTION + "q_proj.weight")
-    heads = _count(layer, "num_attention_heads")
+    shapes, settings = published.shapes, published.settings
+    _refuse_other_kinds(published)
+    hidden = count(settings, "hidden_size", _matrix(shapes, ATTENTION + "o_proj.weight")[0])
+    queries = _matrix(shapes, ATTENTION + "q_proj.weight")[0]
+    inner = _matrix(shapes, "layers.0.mlp.gate_proj.weight")[0]
+    heads = count(settings, "num_attention_heads")
     if queries % (2 * heads):
         raise ValueError(
-            f"num_attention_heads: expected even parts of {queries}, got {heads} heads"
+            f"num_attention_heads: expected even parts of {queries}, the rows of "
+            f"{ATTENTION}q_proj.weight, got {heads} heads"
         )
     head_dim = queries // heads
-    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
-    if numbers != set(map(str, range(len(numbers)))):
-        raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
-    is_eagle3 = fed == 2 * hidden
-    activation = layer.get("hidden_act", "silu")
-    return HeadConfig(
-        generation=3 if is_eagle3 else 1,
+    activation = settings.get("hidden_act", "silu")
+    generation = generation_of(published)
+    # Some heads of EAGLE-1 have a last norm, which the original does without.
+    parallel = published.kind == "peagle"
+    normed = generation == 1 and "norm.weight" in shapes
+    config = HeadConfig(
+        generation=generation,
         target_width=target.hidden_size,
-        boundaries=_boundaries(shapes, raw, target, is_eagle3),
+        boundaries=_boundaries(published, target),
         vocab_size=target.vocab_size,
-        draft_vocab_size=_draft_vocabulary(shapes, layer, target),
-        rope_parameters=_rope_parameters(layer),
-        trained_positions=_count(layer, "max_position_embeddings", 2048),
-        rms_norm_eps=float(_number(layer, "rms_norm_eps", 0, 1, default=1e-6)),
+        draft_vocab_size=_draft_vocabulary(shapes, settings, target),
+        rope_parameters=rope_parameters(settings),
+        trained_positions=count(settings, "max_position_embeddings", 2048),
+        rms_norm_eps=float(number(settings, "rms_norm_eps", 0, 1, default=1e-6)),
         hidden_act=activation if isinstance(activation, str) else repr(activation),
         hidden_size=hidden,
-        intermediate_size=_matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
-        num_layers=len(numbers),
+        intermediate_size=count(settings, "intermediate_size", inner),
+        num_layers=published.num_layers,
         num_heads=heads,
         num_kv_heads=max(_matrix(shapes, ATTENTION + "k_proj.weight")[0] // head_dim, 1),
         head_dim=head_dim,
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", not is_eagle3 and "norm.weight" in shapes)),
+        norm_before_residual=bool(settings.get("norm_before_residual", False)),
+        norm_output=bool(settings.get("norm_output", normed)),
+        slots=published.drafts or 8 if parallel else 1,
+        mask_token_id=count(settings, "mask_token_id", least=0) if parallel else 0,
         tensors=frozenset(shapes),
     )
+    return config.override(**overrides)
 
 
-def _refuse_other_kinds(shapes: Shapes, raw: Settings) -> None:
-    """ValueError for relatives of EAGLE-3 that draft in another way, or attend in another way."""
-    if "mask_hidden" in shapes or raw.get("parallel_drafting"):
-        raise ValueError(
-            "P-EAGLE head (arXiv:2602.01469): expected an EAGLE head, which drafts a token from "
-            "the one before it, got one that was trained to draft all positions at once "
-            "(mask_hidden or parallel_drafting)"
-        )
-    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" in shapes:
+def generation_of(published: PublishedHead) -> Literal[1, 3]:
+    """The first block of EAGLE-3 norms hidden states apart, and attends from twice its width."""
+    fed = _matrix(published.shapes, ATTENTION + "q_proj.weight")[1]
+    hidden = _matrix(published.shapes, ATTENTION + "o_proj.weight")[0]
+    return 3 if fed == 2 * hidden or "layers.0.hidden_norm.weight" in published.tensors else 1
+
+
+def _refuse_other_kinds(published: PublishedHead) -> None:
+    """ValueError for relatives of EAGLE-3 that attend in another way, and for a head without the
+    norms that its settings speak of."""
+    if ATTENTION + "kv_a_proj_with_mqa.weight" in published.tensors:
         raise ValueError(
             "EAGLE head with multi-head latent attention: expected one with q_proj, k_proj and "
             "v_proj, got kv_a_proj_with_mqa"
         )
+    for flag, name in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
+        if published.settings.get(flag) and name not in published.tensors:
+            raise ValueError(f"{name}: expected where {flag} is set, found no such tensor")
 
 
 def _matrix(shapes: Shapes, name: str) -> tuple[int, ...]:
     shape = shapes.get(name)
     if shape is None or len(shape) != 2 or 0 in shape:
-        raise ValueError(f"not an EAGLE head: expected a matrix {name}, found {shape}")
+        raise ValueError(
+            f"not an EAGLE head: expected a matrix {name}, found {shape} (a whole model is given "
+            "as the model, not as its folder)"
+        )
     return shape
 
 
-def _draft_vocabulary(shapes: Shapes, layer: Settings, target: TargetShape) -> int:
-    stated = _count(layer, "vocab_size", target.vocab_size)
+def _draft_vocabulary(shapes: Shapes, settings: Settings, target: TargetShape) -> int:
+    stated = count(settings, "vocab_size", target.vocab_size)
+    if "lm_head.weight" not in shapes and "d2t" in shapes:
+        raise ValueError("lm_head.weight: expected beside d2t, found no such tensor")
     if "lm_head.weight" not in shapes:
         return target.vocab_size
     found = _matrix(shapes, "lm_head.weight")[0]
@@ -247,83 +207,40 @@ def _draft_vocabulary(shapes: Shapes, layer: Settings, target: TargetShape) -> i
             f"lm_head.weight: expected {target.vocab_size} rows, one for each id of the target "
             f"(the checkpoint has no d2t), found {found}"
         )
-    return found
+    return count(settings, "draft_vocab_size", found)
 
 
-def _boundaries(
-    shapes: Shapes, raw: Settings, target: TargetShape, is_eagle3: bool
-) -> tuple[int, ...]:
+def _boundaries(published: PublishedHead, target: TargetShape) -> tuple[int, ...]:
     """The boundaries the config names, or the papers'; as many as `fc` has room for.
 
     EAGLE-1 is fed what the target's output layer is fed, so it is as wide as the target.
     """
-    (rows, width), each = _matrix(shapes, "fc.weight"), target.hidden_size
-    if not is_eagle3:
+    (rows, width), each = _matrix(published.shapes, "fc.weight"), target.hidden_size
+    if generation_of(published) == 1:
         if (rows, width) != (each, 2 * each):
             raise ValueError(f"fc.weight: expected {(each, 2 * each)}, found {(rows, width)}")
         return (-1,)
-    named = raw.get("eagle_aux_hidden_state_layer_ids") or default_boundaries(target.num_layers)
-    allowed = range(-1, target.num_layers + 1)
-    if not isinstance(named, list | tuple) or not all(
-        type(k) is int and k in allowed for k in named
-    ):
+    named = published.layers or default_boundaries(target.num_layers)
+    if max(named) > target.num_layers:
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids: expected a list of numbers from -1 to "
-            f"{target.num_layers}, got {named!r}"
+            f"eagle_aux_hidden_state_layer_ids: expected numbers from -1 to {target.num_layers}, "
+            f"got {[*named]}"
         )
     if width != len(named) * each:
         raise ValueError(
             f"fc.weight: expected ({rows}, {len(named) * each}) for the target's boundaries "
             f"{[*named]} of width {each} each, found ({rows}, {width})"
         )
-    return tuple(named)
-
-
-def _number(
-    settings: Settings, name: str, least: float, most: float = _LARGEST, default: Any = None
-) -> Any:
-    """A number, where it is stated; ValueError if it is none, out of range, or neither stated nor
-    known by default."""
-    value = settings.get(name)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{name}: expected a number from {least:g} to {most:g}, got {value!r}")
-    return value
-
-
-def _count(settings: Settings, name: str, default: int | None = None) -> int:
-    """A whole number from 1 on; otherwise as `_number`."""
-    value = _number(settings, name, 1, default=default)
-    if not isinstance(value, int):
-        raise ValueError(f"{name}: expected a whole number, got {value!r}")
-    return value
-
-
-def _rope_parameters(layer: Settings) -> dict[str, Any]:
-    """RoPE as the config of a head's layer states it, in the fields of transformers 5."""
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
-        raise ValueError(f"rope_parameters: expected one set for all layers, got {given!r}")
-    theta = given.get("rope_theta") or layer.get("rope_theta") or 10000.0
-    kind = given.get("rope_type") or given.get("type") or "default"
-    named = {name: value for name, value in given.items() if name != "type"}
-    return {**named, "rope_theta": theta, "rope_type": kind}
+    return named
 
 
 def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
     """Turns positions as `rope_parameters` say.
 
     Raises:
-        ValueError: they do not say it in finite numbers, or the kind is unknown.
+        ValueError: they do not say it in finite numbers.
     """
     given = dict(config.rope_parameters)
-    if given.get("rope_type") not in ROPE_KINDS:
-        raise ValueError(
-            f"rope_parameters: expected rope_type to be one of {ROPE_KINDS}, got {given}"
-        )
-    # A base of 1 turns no position at all.
-    _number(given, "rope_theta", 1 + 1e-6)
     try:
         rotary = LlamaRotaryEmbedding(layer_config(config))
         finite = bool(rotary.inv_freq.isfinite().all()) and math.isfinite(rotary.attention_scaling)

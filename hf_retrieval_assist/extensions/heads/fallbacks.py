@@ -1,23 +1,70 @@
-"""Which head drafts, of those that a preset's `fallback=` is given as objects."""
+"""Which head drafts, of those that a preset's `fallback=` is given as objects or as folders."""
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...drafters.base import Drafter
-from .features import is_dflash
+from ...drafters.base import Drafter, DraftSession, FeedbackNeeds, Target
+from ...host.feature_taps import HiddenLayers
+from ...system.locks import Lock
+from .block_head import BlockHead
+from .dflash import DFlashDrafter
+from .eagle import EagleDrafter, EagleHead
+from .eagle_format import default_boundaries, generation_of
+from .features import FeatureDrafter, is_dflash
+from .published import BLOCKS, read_published
 
 
-def drafter_of(module: nn.Module) -> Drafter | None:
-    """What drafts with a head that was given as a fallback; None: it is none of ours."""
-    if isinstance(module, PreTrainedModel):
+def drafter_of(given: nn.Module | Path) -> Drafter | None:
+    """What drafts with a head that was given as a fallback; None: it is none of ours.
+
+    Raises:
+        ValueError: the folder holds no head that is known.
+    """
+    if isinstance(given, Path):
+        return FolderDrafter(given)
+    if isinstance(given, PreTrainedModel):
         # The configuration tells what the model is fed.
-        if not is_dflash(module):
-            return None
-        from .dflash import DFlashDrafter
+        return DFlashDrafter(given) if is_dflash(given) else None
+    return EagleDrafter(given) if isinstance(given, EagleHead) else None
 
-        return DFlashDrafter(module)
-    from .eagle import EagleDrafter, EagleHead
 
-    return EagleDrafter(module) if isinstance(module, EagleHead) else None
+class FolderDrafter(FeatureDrafter):
+    """Drafts with the head in a folder, which is fitted to each target once.
+
+    Args:
+        folder: of a published head; see `read_published`.
+
+    Raises:
+        ValueError: it holds no head that is known; from `start`, it is for another target.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._published = published = read_published(folder)
+        self._drafters: weakref.WeakKeyDictionary[Any, FeatureDrafter] = weakref.WeakKeyDictionary()
+        self._lock = Lock()
+        self.name = published.kind if published.kind in BLOCKS else "eagle"
+        layers: HiddenLayers = published.layers or default_boundaries
+        if self.name == "eagle" and generation_of(published) == 1:
+            layers = (-1,)
+        self.needs = FeedbackNeeds(hidden_layers=layers)
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+        model = target.require_model("the head in a folder")
+        with self._lock:
+            if model not in self._drafters:
+                self._drafters[model] = self._fitted(model)
+            drafter = self._drafters[model]
+        return drafter.start(prompt_ids, target)
+
+    def _fitted(self, model: Any) -> FeatureDrafter:
+        if self._published.kind in BLOCKS:
+            return DFlashDrafter(BlockHead.of(self._published, model))
+        return EagleDrafter(EagleHead.of(self._published, model))

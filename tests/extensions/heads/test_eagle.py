@@ -13,7 +13,7 @@ from tests.support.eagle_fixtures import CASES, load_case, tiny_target
 from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import eagle_head
 from tests.support.one_text import OneText
-from tests.support.plain_layers import PlainLayers
+from tests.support.plain_heads import plain_head
 from tests.support.threads import in_threads
 
 VOCAB = 128
@@ -219,7 +219,7 @@ def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
         np.testing.assert_allclose(small.probs, full.probs, rtol=1e-4, atol=0)
 
 
-BOUNDARIES, HEAD_DIM = (2, 5, 7), 16
+BOUNDARIES = (2, 5, 7)
 WRITTEN = torch.randint(3, 128, (14,), generator=torch.Generator().manual_seed(1)).tolist()
 STEPS = 4
 
@@ -232,44 +232,6 @@ def case_of_3_1():
     return replace(case, weights=case.weights | norms), {"fc_norm": True, "norm_output": True}
 
 
-class Plain31(PlainLayers):
-    """An EAGLE-3.1 head without a cache, written out from its tensors."""
-
-    def __init__(self, case):
-        tensors = {k.replace("midlayer.", ""): v for k, v in case.weights.items()}
-        super().__init__(tensors, case.config["rms_norm_eps"], theta=1e4)
-        self.embeddings = tensors["embed_tokens.weight"]
-
-    def mixed(self, x):
-        queries, keys, values = (
-            self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, HEAD_DIM)) for name in "qkv"
-        )
-        mixed = self.attention(self.rotate(queries), self.rotate(keys), values)
-        return self.linear(mixed.flatten(1), "self_attn.o_proj")
-
-    def outputs(self, hidden, tokens):
-        """[n, width], normed; each hidden state with the token one place later."""
-        embedded = self.norm(self.embeddings[tokens], "input_layernorm")
-        x = torch.cat([embedded, self.norm(hidden, "hidden_norm")], dim=-1)
-        x = hidden + self.mixed(x)
-        inner = self.norm(x, "post_attention_layernorm")
-        return self.norm(x + self.swiglu(inner, "mlp"), "norm")
-
-    def chain(self, features, text):
-        """The likeliest token behind the text, and so on, with the products of their odds."""
-        parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(features.chunk(3, -1))]
-        hidden, tokens = self.linear(torch.cat(parts, dim=-1), "fc"), list(text[1:])
-        odds = [1.0]
-        for _ in range(STEPS):
-            output = self.outputs(hidden, tokens)
-            probs = self.linear(output[-1], "lm_head").softmax(-1)
-            best = int(probs.argmax())
-            tokens.append(best + int(self.tensors["d2t"][best]))
-            odds.append(odds[-1] * float(probs.max()))
-            hidden = torch.cat([hidden, output[-1:]])
-        return tokens[len(text) - 1 :], odds[1:]
-
-
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "eagle_config"])
 def test_eagle_3_1_drafts_as_written_out(case_of_3_1, nested, tmp_path):
     case, flags = case_of_3_1
@@ -279,6 +241,9 @@ def test_eagle_3_1_drafts_as_written_out(case_of_3_1, nested, tmp_path):
     assert head.config.norm_output
     features = features_of(case.target(), BOUNDARIES, WRITTEN)[:-1]
     tree = draft_at_once(head, WRITTEN, features, top_k=1, depth=STEPS - 1, min_prob=0.0)
-    tokens, odds = Plain31(case).chain(features, WRITTEN)
-    assert tree.token_ids.tolist() == tokens
-    np.testing.assert_allclose(tree.probs, odds, rtol=1e-4, atol=0)
+    plain, path, above = plain_head(case.weights, case.config, case.target()), [], 1.0
+    for token, prob in zip(tree.token_ids.tolist(), tree.probs.tolist(), strict=True):
+        probs = plain.given(features, WRITTEN, path)
+        assert token == plain.target_id(int(probs.argmax()))
+        assert prob / above == pytest.approx(float(probs.max()), rel=1e-4)
+        path, above = [*path, token], prob

@@ -1,0 +1,279 @@
+"""DFlash and DSpark heads as published: the layers of transformers' DFlash models, and beside them
+what a folder has of its own.
+
+DFlash: arXiv:2602.06036. DSpark (DeepSpec) drafts each slot of a block given the token before it,
+by a Markov head, and estimates how likely the draft is accepted there, by a confidence head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+from ...draft_models.growth import Chosen, Level
+from ...host.transformers_private import compute_device
+from ...verification.largest import largest
+from .borrowed import BorrowedLayers, TargetShape
+from .checkpoints import load_weights
+from .published import PublishedHead, count, number, rope_parameters
+
+_LONGEST = 1024  # slots of a block
+# Settings of the layers, as transformers names them.
+_COUNTS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+class BlockHead(nn.Module):
+    """What drafts the tokens of a block at once, and whose are the embeddings and the output layer.
+
+    Args:
+        body: a DFlash model of transformers, which has none of its own.
+
+    Attributes:
+        first: the slot of a block that drafts the next token: 1, since slot 0 holds the last token
+            and stands for it; 0 in a head that drafts with all slots.
+        causal: whether slots of layers with a window see those before them alone.
+        borrowed: the target's embeddings as stored; None: as its own layer gives them, which may
+            apply a factor.
+        embed_tokens, lm_head: its own; None: the target's.
+        markov_head, confidence_head: see :class:`MarkovHead`; how likely drafts are accepted.
+    """
+
+    body: Any
+    first, causal = 1, False
+    borrowed: BorrowedLayers | None = None
+    d2t: Tensor | None  # see `EagleHead`
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        # Hidden from nn.Module: a folder's tensors have the names of its parts.
+        self.__dict__["body"] = body
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        self.register_buffer("d2t", None)
+
+    @property
+    def slots(self) -> int:
+        """How many tokens of a block are drafted."""
+        return int(self.body.config.block_size) - self.first
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether what a slot drafts depends on the token before it."""
+        return self.markov_head is not None or self.confidence_head is not None
+
+    @classmethod
+    def of(cls, published: PublishedHead, target: Any) -> BlockHead:
+        """A head fitted to a transformers model.
+
+        Raises:
+            ValueError: it is no head for this target; the message names the first setting or
+                tensor that disagrees.
+        """
+        with torch.device("meta"):
+            head = cls(_body(published))
+            head._add_parts(published, TargetShape.of(target).vocab_size)
+        load_weights(head, published.tensors)
+        device = compute_device(target.get_input_embeddings())
+        head.to(device, target.dtype).requires_grad_(False).eval()
+        with device:
+            # No file holds its frequencies, which are no weights.
+            head.body.rotary_emb = type(head.body.rotary_emb)(head.body.config)
+        if published.is_speculators and head.embed_tokens is None:
+            head.borrowed = BorrowedLayers(target)
+        return head
+
+    def _add_parts(self, published: PublishedHead, rows: int) -> None:
+        """What the folder has, where embeddings have so many rows."""
+        settings, body = published.settings, self.body
+        self.fc, self.hidden_norm = body.encoder.fc, body.encoder.output_norm_enc
+        self.layers, self.norm = body.layers, body.norm
+        width = body.config.hidden_size
+        known = len(published.tensors.get("d2t", range(rows)))
+        drafted = count(settings, "draft_vocab_size", known)
+        if "embed_tokens.weight" in published.tensors:
+            self.embed_tokens = nn.Embedding(rows, width)
+        if "lm_head.weight" in published.tensors or drafted != rows:
+            self.lm_head = nn.Linear(width, drafted, bias=False)
+        if drafted != rows:
+            self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(rows, dtype=torch.bool))
+        self.causal = published.is_speculators and not settings.get("sliding_window_non_causal")
+        self.first = 0 if _drafts_with_all_slots(published) else 1
+        if published.kind != "dspark":
+            return
+        rank = count(settings, "markov_rank", 256, least=0)
+        if rank:
+            kind = settings.get("markov_head_type", "vanilla")
+            self.markov_head = MarkovHead(kind, rows, drafted, rank, width)
+        if settings.get("enable_confidence_head", True):
+            joint = rank if settings.get("confidence_head_with_markov", True) else 0
+            self.confidence_head = ConfidenceHead(width + joint)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for columns of the logits; any shape."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+def _drafts_with_all_slots(published: PublishedHead) -> bool:
+    """DSpark heads do unless they say otherwise, as some do by the number of their drafts alone."""
+    settings = published.settings
+    stated = settings.get("sample_from_anchor")
+    if stated is not None or published.kind != "dspark":
+        return bool(stated)
+    return published.drafts != count(settings, "block_size") - 1
+
+
+def _body(published: PublishedHead) -> Any:
+    """transformers' DFlash model of the settings, without weights."""
+    settings = published.settings
+    sizes = {name: count(settings, name) for name in _COUNTS}
+    share = max(1, sizes["hidden_size"] // sizes["num_attention_heads"])
+    if published.layers is None:
+        raise ValueError("target_layer_ids: expected them in config.json, found none")
+    # A layer too many, so that what is missing of it is named.
+    layers = min(count(settings, "num_hidden_layers"), published.num_layers + 1)
+    kinds, windowed = settings.get("layer_types"), settings.get("use_sliding_window", True)
+    if kinds is None or not (windowed and settings.get("sliding_window")):
+        kinds = ["full_attention"] * layers
+    try:
+        config = MuseGlimmerAssistantConfig(
+            **sizes,
+            num_hidden_layers=layers,
+            head_dim=count(settings, "head_dim", share),
+            rms_norm_eps=float(number(settings, "rms_norm_eps", 0, 1, default=1e-6)),
+            rope_parameters=rope_parameters(settings),
+            max_position_embeddings=count(settings, "max_position_embeddings", 32768),
+            hidden_act=settings.get("hidden_act", "silu"),
+            layer_types=kinds[:layers],
+            sliding_window=count(settings, "sliding_window", 4096),
+            block_size=count(settings, "block_size", least=2, most=_LONGEST),
+            mask_token_id=count(settings, "mask_token_id", least=0),
+            target_layer_ids=[layer - 1 for layer in published.layers],
+        )
+        return MuseGlimmerAssistantModel(config)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever values of another kind make of it
+        raise ValueError(f"config.json: expected settings of DFlash layers ({error})") from error
+
+
+class MarkovHead(nn.Module):
+    """What a token adds to the logits behind it, by the product of two narrow matrices.
+
+    Args:
+        kind: "vanilla"; "gated", by the hidden state too; "rnn", by all tokens of the block.
+        vocab_size, draft_vocab_size: ids that may stand before, and that may be drafted.
+        rank: of the product (r).
+        width: of hidden states.
+    """
+
+    def __init__(
+        self, kind: str, vocab_size: int, draft_vocab_size: int, rank: int, width: int
+    ) -> None:
+        super().__init__()
+        if kind not in ("vanilla", "gated", "rnn"):
+            raise ValueError(f"markov_head_type: expected vanilla, gated or rnn, got {kind!r}")
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def forward(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """What the second matrix is applied to, and the memory behind a token.
+
+        Args:
+            before: [..., r], rows of the first matrix.
+            hidden: [..., width] of the slot.
+            memory: [..., r], of what stands before; at first 0.
+        """
+        if self.kind == "vanilla":
+            return before, memory
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([hidden, before], dim=-1)).sigmoid()
+            return gate * before, memory
+        joint = self.joint_proj(torch.cat([memory, before, hidden], dim=-1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * memory + (1 - gate) * candidate.tanh()
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a slot's draft is accepted."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logits [..., 1] of hidden states of slots, and rows of the Markov head's first matrix,
+        which some heads leave out."""
+        read = torch.cat([hidden, before], dim=-1)
+        return self.proj(read[..., : self.proj.in_features])
+
+
+class SlotNodes:
+    """The nodes of a block whose slots depend on the tokens before them: a `Run` and a `Choice`.
+
+    Only the likeliest ids of each slot get a Markov head's share, which reads a row for each. The
+    confidence head's estimate stands for the probability of the first choice; the others share what
+    it leaves.
+
+    Args:
+        head: with a Markov head or a confidence head.
+        states: [rows, slots, hidden_size].
+        logits: [rows, slots, ids], without the Markov head.
+        last: int64 [rows, 1], the last token of each text.
+        top_k: ids looked at in each slot.
+    """
+
+    def __init__(
+        self, head: BlockHead, states: Tensor, logits: Tensor, last: Tensor, top_k: int
+    ) -> None:
+        self._head, self._states, self._last = head, states, last
+        found = largest(logits.float().log_softmax(dim=-1), top_k)
+        self._base, self._columns = (part.to(states.device) for part in found)
+        self._ids = head.to_target_ids(self._columns)
+        self._memory = states.new_zeros(())
+
+    def run(self, level: Level | None) -> Tensor:
+        """float32 [rows, w, top_k], log-probabilities of the slot's ids behind each node."""
+        slot, tokens = 0, self._last
+        if level is not None:
+            slot, tokens = level.depth, level.token_ids
+        scores = self._base[:, slot, None]
+        hidden = self._states[:, slot, None].expand(-1, tokens.shape[1], -1)
+        before, markov = hidden[..., :0], self._head.markov_head
+        if markov is not None:
+            before = markov.markov_w1(tokens)
+            if level is None:
+                self._memory = torch.zeros_like(before)
+            else:
+                parents = level.parent_rows[..., None].expand_as(before)
+                self._memory = self._memory.gather(1, parents)
+            inner, self._memory = markov(before, hidden, self._memory)
+            rest = (1 - scores.exp().sum(-1, keepdim=True)).clamp_min(0).log()
+            rows = markov.markov_w2.weight[self._columns[:, slot]]
+            scores = scores + (inner @ rows.mT).float()
+            scores = scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
+        confidence = self._head.confidence_head
+        scores = scores.expand(-1, tokens.shape[1], -1)
+        if confidence is None:
+            return scores
+        sure = confidence(hidden, before).float()
+        best, first = scores.max(-1, keepdim=True)
+        left = logsigmoid(-sure) - (-torch.expm1(best)).clamp_min(1e-6).log()
+        return (scores + left).scatter(-1, first, logsigmoid(sure))
+
+    def choose(self, log_probs: Tensor, wanted: int, levels: Any) -> Chosen:
+        best, places = log_probs.topk(min(wanted, log_probs.shape[-1]))
+        ids = self._ids[:, len(levels), None].expand_as(log_probs).gather(2, places)
+        return Chosen(ids, best, best)

@@ -1,0 +1,178 @@
+"""What the folder of a published head holds: one reader in front of the loaders.
+
+Understood: EAGLE-1, -2 and -3 of SafeAILab and of tools that follow them (SpecForge, AngelSlim),
+DFlash of z-lab, DSpark of DeepSpec, and the format of `speculators`, which nests the configuration
+of the layers. Files are untrusted input: every value is checked before anything uses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from .checkpoints import Tensors, local_folder, read_json, read_tensors
+
+Settings = Mapping[str, Any]
+
+EAGLE, BLOCKS = ("eagle", "eagle3", "peagle"), ("dflash", "dspark")
+
+# Other names of the tensors that `speculators` names as the loaders do.
+RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
+    (re.compile(r"^(fusion_|encoder\.)fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+    (re.compile(r"^embedding_layernorm\."), "embed_norm."),
+    (re.compile(r"^pre_lm_head_layernorm\."), "norm."),
+)
+# Constants, and copies of the target's layers that were kept for training.
+IGNORED = re.compile(r"(rotary_emb\.inv_freq|^verifier_(norm|lm_head)\.weight)$")
+
+# What names the target's hidden states that feed a head, and by how much less than their index.
+_LAYER_IDS = (
+    ("eagle_aux_hidden_state_layer_ids", 0),
+    ("aux_hidden_state_layer_ids", 0),
+    ("target_layer_ids", 1),
+)
+_LARGEST = 1e12
+# The kinds of RoPE whose frequencies do not change with the length of the text.
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class PublishedHead:
+    """A head as its folder has it, not yet fitted to a target.
+
+    Attributes:
+        kind: as `speculators` names it, one of `EAGLE` or `BLOCKS`.
+        is_speculators: whether `speculators` wrote it, whose embeddings have no factor.
+        settings: of the head and of its layers, in one.
+        layers: indices of the target's `hidden_states` that feed it; None: it names none.
+        tensors: by the names of `speculators`.
+    """
+
+    kind: str
+    is_speculators: bool
+    settings: Settings
+    layers: tuple[int, ...] | None
+    tensors: Tensors
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has tensors of."""
+        numbers = {name.split(".")[1] for name in self.tensors if name.startswith("layers.")}
+        if numbers != set(map(str, range(len(numbers)))):
+            raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
+        return len(numbers)
+
+    @property
+    def drafts(self) -> int | None:
+        """How many tokens its writer drafted with it; None: that is not said."""
+        try:
+            methods = self.settings["speculators_config"]["proposal_methods"]
+            return count(methods[0], "speculative_tokens", most=1024)
+        except (KeyError, IndexError, TypeError):
+            return None
+
+
+def read_published(path_or_hub_id: str | PathLike[str]) -> PublishedHead:
+    """The head in a folder, or in a repository of the hub.
+
+    Raises:
+        ValueError: the files are damaged, or are of a head that no loader knows; names it.
+    """
+    folder = local_folder(path_or_hub_id)
+    raw = read_json(folder / "config.json")
+    settings = dict(raw)
+    # The layers' own settings, and what some publishers keep apart.
+    for part in ("transformer_layer_config", "eagle_config", "dflash_config"):
+        nested = raw.get(part) or {}
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{folder}: {part}: expected an object, got {nested!r}")
+        settings |= nested
+    tensors = {}
+    for name, tensor in read_tensors(folder).items():
+        for pattern, replacement in RENAMED:
+            name = pattern.sub(replacement, name)
+        if not IGNORED.search(name):
+            tensors[name] = tensor
+    named = raw.get("speculators_model_type")
+    kind = _kind_of(settings, tensors) if named is None else named
+    # A block's layers with another output, of which only its name tells.
+    projector = settings.get("projector_type", "dflash")
+    kind = kind if projector == "dflash" else projector
+    if kind not in (*EAGLE, *BLOCKS):
+        raise ValueError(f"{folder}: expected a head of {(*EAGLE, *BLOCKS)}, got {kind!r}")
+    return PublishedHead(kind, named is not None, settings, _layers(settings), tensors)
+
+
+def _kind_of(settings: Settings, tensors: Tensors) -> str:
+    """What a head is whose writer does not say it."""
+    if "selector_rank" in settings:
+        return "dflash2"
+    if "mask_hidden" in tensors or settings.get("parallel_drafting"):
+        return "peagle"
+    if "block_size" not in settings:
+        return "eagle"
+    return "dspark" if "markov_rank" in settings else "dflash"
+
+
+def _layers(settings: Settings) -> tuple[int, ...] | None:
+    for name, less in _LAYER_IDS:
+        if ids := settings.get(name):
+            if not isinstance(ids, list) or not all(type(k) is int and k >= -1 for k in ids):
+                raise ValueError(f"{name}: expected a list of numbers from -1 on, got {ids!r}")
+            return tuple(k + less for k in ids)
+    return None
+
+
+def number(
+    settings: Settings, name: str, least: float, most: float = _LARGEST, default: Any = None
+) -> Any:
+    """A number, where it is stated; ValueError if it is none, out of range, or neither stated nor
+    known by default."""
+    value = settings.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name}: expected a number from {least:g} to {most:g}, got {value!r}")
+    return value
+
+
+def count(
+    settings: Settings,
+    name: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: float = _LARGEST,
+) -> int:
+    """A whole number; otherwise as `number`."""
+    value = number(settings, name, least, most, default)
+    if not isinstance(value, int):
+        raise ValueError(f"{name}: expected a whole number, got {value!r}")
+    return value
+
+
+def rope_parameters(layer: Settings) -> dict[str, Any]:
+    """RoPE as the config of a head's layer states it, in the fields of transformers 5."""
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        raise ValueError(f"rope_parameters: expected one set for all layers, got {given!r}")
+    theta = given.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    # A base of 1 turns no position at all.
+    number({"rope_theta": theta}, "rope_theta", 1 + 1e-6)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"rope_parameters: expected rope_type to be one of {ROPE_KINDS}, got {given}"
+        )
+    named = {name: value for name, value in given.items() if name != "type"}
+    return {**named, "rope_theta": theta, "rope_type": kind}
