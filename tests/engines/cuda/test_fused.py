@@ -23,6 +23,8 @@ def compile_as(monkeypatch):
     """Let a function run whatever is compiled, given that and its arguments."""
 
     def install(run):
+        run = a_librarys(run)
+
         def compile(function, backend):
             return lambda *args, **kwargs: run(function, *args, **kwargs)
 

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 
 import openai
 import pytest
@@ -30,6 +31,7 @@ def slow(monkeypatch):
     """Parts of prompts that are small and take their time; how many were fed."""
     fed = []
 
+    @wraps(FORWARD)
     def forward(self, input_ids=None, **options):
         if input_ids is not None and input_ids.shape[1] > 1:
             fed.append(input_ids.shape[1])
