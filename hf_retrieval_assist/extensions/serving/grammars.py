@@ -39,8 +39,9 @@ class Grammars:
         self._process: subprocess.Popen[str] | None = None
         self.compiled = lru_cache(_KEPT)(self._compile)
 
-    def _compile(self, forms: tuple[Form, ...]) -> Any:
-        """The grammar of a text of one of several forms, as xgrammar has it compiled.
+    def _compile(self, forms: tuple[Form, ...], tenant: str | None) -> Any:
+        """The grammar of a text of one of several forms, as xgrammar has it compiled; for each
+        tenant, to whom no time tells what others have asked for.
 
         Raises:
             ValueError: no grammar can be made of it, or none in time.

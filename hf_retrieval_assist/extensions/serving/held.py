@@ -52,14 +52,14 @@ class Held:
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
         self._grammars: Grammars | None = None
 
-    def to_schema(self, field: str, schema: Mapping[str, Any]) -> Holding:
-        """Hold answers to a JSON schema.
+    def to_schema(self, field: str, schema: Mapping[str, Any], tenant: str | None) -> Holding:
+        """Hold answers of a tenant's to a JSON schema.
 
         Raises:
             RefusedError: the library is missing, or cannot hold a text to such a schema.
         """
         _check(field, "", schema)
-        return self._holding(field, (("", json.dumps(schema), ""),))
+        return self._holding(field, (("", json.dumps(schema), ""),), tenant)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse tools whose arguments are strictly of a schema that no text can be held to."""
@@ -69,9 +69,9 @@ class Held:
                 _check("tools", f"{function['name']}: ", schema)
 
     def to_call(
-        self, tools: Sequence[Mapping[str, Any]], name: str | None
+        self, tools: Sequence[Mapping[str, Any]], name: str | None, tenant: str | None
     ) -> tuple[Holding, Callable[[str], Call | None]]:
-        """Hold answers to one call of a tool, by its name or of any.
+        """Hold answers of a tenant's to one call of a tool, by its name or of any.
 
         Returns:
             What does so, and what gives the call that such an answer spells.
@@ -98,7 +98,7 @@ class Held:
                     return Call(one, text[len(before) : len(text) - len(after)])
             return None
 
-        return self._holding("tools", tuple(forms)), read
+        return self._holding("tools", tuple(forms), tenant), read
 
     def _around(self, tool: Mapping[str, Any]) -> tuple[str, str]:
         """What a chat template writes before and behind the arguments of a call."""
@@ -129,7 +129,7 @@ class Held:
             "unsupported_value",
         )
 
-    def _holding(self, field: str, forms: tuple[Form, ...]) -> Holding:
+    def _holding(self, field: str, forms: tuple[Form, ...], tenant: str | None) -> Holding:
         try:
             import xgrammar
         except ImportError as error:
@@ -149,7 +149,7 @@ class Held:
             )
             self._grammars = Grammars(info)
         try:
-            grammar = self._grammars.compiled(forms)
+            grammar = self._grammars.compiled(forms, tenant)
         except (RuntimeError, ValueError) as error:
             raise RefusedError(f"{field}: {error}", field) from error
         return lambda: xgrammar.contrib.hf.LogitsProcessor(grammar)

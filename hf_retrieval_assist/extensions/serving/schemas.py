@@ -203,34 +203,31 @@ def _followed(root: _Schema, schema: Any) -> _Schema:
 
 
 def _apart(branches: Sequence[_Schema]) -> bool:
-    """Whether no value fulfils two schemas: of those with a common type, all have other values, or
-    other ones of a property that all require."""
-    values = [_values(one) for one in branches]
-    kinds = [
-        _kinds_of(own[""]) if "" in own else _kinds(_types(one)) or {*_OF_TYPES}
-        for one, own in zip(branches, values, strict=True)
-    ]
-    for kind in _OF_TYPES:
-        alike = [own for own, among in zip(values, kinds, strict=True) if kind in among]
-        common = set.intersection(*map(set, alike)) if alike else set()
-        told = (
-            sum(map(len, ones)) == len({json.dumps(x) for one in ones for x in one})
-            for ones in ([own[name] for own in alike] for name in common)
-        )
-        if len(alike) > 1 and not any(told):
-            return False
-    return True
+    """Whether no value fulfils two schemas: they are of one value each or of different types, and
+    those of objects require a property of another value each."""
+    if len(branches) < 2:
+        return True
+    if all("const" in one for one in branches):
+        return _differ(one["const"] for one in branches)
+    objects = [one for one in branches if one.get("type") == "object"]
+    others = [one for one in branches if one.get("type") != "object"]
+    kinds = [kind for one in others for kind in _kinds(_types(one)) or [""]]
+    kinds += ["object"] if objects else []
+    tags = [_tags(one) for one in objects]
+    common = set.intersection(*map(set, tags)) if tags else set()
+    told = any(_differ(own[name] for own in tags) for name in common)
+    return _differ(kinds) and "" not in kinds and (len(objects) < 2 or told)
 
 
-def _values(schema: _Schema) -> dict[str, list[Any]]:
-    """The values that a schema names: its own, by "", and those of properties that it requires."""
-    found = {"": schema}
-    required = schema.get("required")
+def _differ(values: Iterable[Any]) -> bool:
+    texts = [json.dumps(one) for one in values]
+    return len({*texts}) == len(texts)
+
+
+def _tags(schema: _Schema) -> dict[str, Any]:
+    """The properties that are required and have one value."""
     properties = _object(schema.get("properties"))
-    for name in required if isinstance(required, list) else ():
-        if isinstance(name, str):
-            found[f".{name}"] = _object(properties.get(name))
-    named = {
-        name: [one["const"]] if "const" in one else one.get("enum") for name, one in found.items()
-    }
-    return {name: values for name, values in named.items() if isinstance(values, list)}
+    named = schema.get("required")
+    required = [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
+    found = {name: _object(properties.get(name)) for name in required}
+    return {name: one["const"] for name, one in found.items() if "const" in one}

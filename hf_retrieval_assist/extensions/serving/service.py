@@ -36,6 +36,8 @@ REQUEST_ID = "x-request-id"
 _DEFAULT = 1024  # tokens of an answer, where nobody says how many, as transformers' server has it
 _GREEDY = 1e-5  # a temperature that logits are divided by is above this
 _WARM_UP = 8  # tokens
+LONGEST_STEP = 60.0
+"""Seconds that any step may take, of a CPU or a GPU that compiles something first."""
 _LONGEST_WAIT = 60  # seconds that a client is asked to wait at most
 _COUNTING = 100  # looks whether that answer was counted, as side by side the next step does
 # Where answers are decoded together, they share how tokens are chosen.
@@ -174,11 +176,13 @@ class Service:
     @property
     def health(self) -> dict[str, Any]:
         """Whether it goes on: how many answers are generated and wait, and how many seconds ago
-        the last step was; None: nothing is generated. No step takes longer than a request may."""
+        the last step was; None: nothing is generated. It is not alive where the model, once it is
+        tested, has been in a step for longer than a request may take, and for a minute."""
         going_on = self.worker.going_on
         steps = [job.stepped for job in going_on]
         since = time.monotonic() - max(steps) if steps else None
-        alive = self.worker.is_alive and self.is_sound and (since or 0) <= self.limits.seconds
+        stuck = self.is_ready and (since or 0) > max(self.limits.seconds, LONGEST_STEP)
+        alive = self.worker.is_alive and self.is_sound and not stuck
         return {
             "status": "alive" if alive else "not alive",
             "running": len(going_on),
@@ -209,8 +213,9 @@ class Service:
         request_id = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
         headers = {REQUEST_ID: request_id}
         try:
-            # Bodies are here as a whole, and bounded.
-            heavy = len(await request.body()) > LIGHT or self._holds(fields)
+            # The body is here as a whole, and each answer takes its prompt apart anew.
+            size = len(await request.body()) * fields.answers
+            heavy = size > LIGHT or self._holds(fields)
             reading = self._readers.read(running.tenant, heavy, lambda: self._read(fields, running))
             await unless_gone(request, running.within(reading))
             written = [job.written for job in running.jobs]
@@ -283,7 +288,7 @@ class Service:
             expected = expected_ids(fields.prediction.text, self.tokenizer)
         prompts = self._prompts.of(fields)
         config = self._configured(fields)
-        hold, read = self._holding(fields)
+        hold, read = self._holding(fields, running.tenant)
         for inputs in prompts:
             prompt_ids = inputs["input_ids"][0].tolist()
             most = self._most(fields, len(prompt_ids))
@@ -312,7 +317,7 @@ class Service:
                 self._give(job, expected, running.assistant)
 
     def _holding(
-        self, fields: Fields
+        self, fields: Fields, tenant: str | None
     ) -> tuple[Holding | None, Callable[[str], Call | None] | None]:
         """What holds an answer, and what gives the call that one spells which is held to one."""
         choice = getattr(fields, "tool_choice", None)
@@ -320,11 +325,11 @@ class Service:
         self._held.check_tools(tools)
         if name is not None or choice == "required":
             self._refuse_longer(fields, "tool_choice")
-            return self._held.to_call(tools, name)
+            return self._held.to_call(tools, name, tenant)
         if fields.schema_in_json is not None:
             field = _schema_field(fields)
             self._refuse_longer(fields, field)
-            return self._held.to_schema(field, fields.schema_in_json), None
+            return self._held.to_schema(field, fields.schema_in_json, tenant), None
         return None, None
 
     def _give(self, job: Job, expected: Any, assistant: Any) -> None:

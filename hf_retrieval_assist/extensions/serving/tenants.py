@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -138,11 +139,10 @@ def _utf8(value: str) -> str:
 
 def _decoded(value: str) -> str:
     """A tenant's name as a header has it, and as it would stand in a URL."""
-    try:
-        return unquote(_utf8(value), errors="strict")
-    except UnicodeDecodeError as error:
-        said = f"expected a tenant's name in UTF-8, got {value!r:.80}"
-        raise RefusedError(said, code="invalid_value") from error
+    with suppress(UnicodeDecodeError):
+        if "\n" not in (name := unquote(_utf8(value), errors="strict")):
+            return name
+    raise RefusedError(f"expected a tenant's name in one line of UTF-8, got {value!r:.80}")
 
 
 def _bearer(headers: Mapping[str, str]) -> str:
