@@ -73,6 +73,7 @@ def test_every_way_to_ask_for_it_or_not(way):
     same(build(), tier="tree", **WAYS[way])
 
 
+@pytest.mark.slow
 def test_inference_mode_in_one_call_and_not_in_the_next():
     model = build(num_hidden_layers=1)
     options = static(max_new_tokens=8)

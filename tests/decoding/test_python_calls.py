@@ -44,7 +44,7 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
 
 
 COUNTED = [
-    *[(1, 8, False, (299, 182, 34)), (16, 8, False, (900, 224, 37))],
+    *[(1, 8, False, (299, 182, 34)), (16, 8, False, (920, 224, 37))],
     *[(1, 0, False, (193, 139, 33)), (16, 0, False, (340, 140, 33))],
     (208, 0, True, (2380, 184, 38)),
 ]

@@ -234,9 +234,8 @@ def test_drafts_end_at_the_draft_models_table_of_positions(draft_class, rows):
         assert bool(len(session.propose(4))) == drafted
 
 
-@pytest.mark.parametrize("rows", ["one row", "padded"])
-@pytest.mark.parametrize("size", [40, 80])
-def test_tables_of_one_tokenizer_may_differ_by_rows_that_fill_them_up(size, rows):
+@pytest.mark.parametrize(("rows", "size"), cases(crossed(["one row", "padded"], [40, 80]), 2))
+def test_tables_of_one_tokenizer_may_differ_by_rows_that_fill_them_up(rows, size):
     """A draft model lacks the target's last ids, or has more; the drafts have what both have."""
     target, draft_model = build(), build(vocab_size=size)
     with torch.no_grad():
