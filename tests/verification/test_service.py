@@ -212,7 +212,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", cases(MASKS, ["another window", "eager"]))
+@pytest.mark.parametrize("kind", cases(MASKS, ["a window", "eager"]))
 def test_masks_follow_the_configuration_from_call_to_call(kind):
     model_class, name, before, after = MASKS[kind]
     model = build(model_class)
