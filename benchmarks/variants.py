@@ -73,7 +73,6 @@ def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
         "alpha 4, the request's tree alone": lambda: SuffixDecoding().private(),
         "planned": lambda: SamAssistant(memory=OutputMemory(), fallback=None),
         "planned, with fallback": lambda: SamAssistant(memory=OutputMemory()),
-        "planned, paths instead of trees": lambda: Assistant([SuffixDrafter(tree=False)]),
         "planned, without earlier outputs": lambda: Assistant([SuffixDrafter(learn=False)]),
     }
 

@@ -148,7 +148,7 @@ cdef class Mixer:
 
     def draft(
         self, list texts, list memories, list running, SuffixTree corpus, list budgets, *,
-        float min_prob=0, bint path=False,
+        float min_prob=0,
     ):
         """Draft what may follow each of several texts, best first.
 
@@ -160,7 +160,6 @@ cdef class Mixer:
             corpus: a tree for all of them; None: none.
             budgets: number of nodes of each at most.
             min_prob: no node is less probable.
-            path: draft single paths.
 
         Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes] of one text's
         tree behind another's, and int64 [texts + 1], where each begins; parents count from there. The
@@ -182,7 +181,7 @@ cdef class Mixer:
         cdef int32_t[::1] parent_view = parents, class_view = classes
         cdef float[::1] prob_view = probs
         cdef int64_t[::1] offset_view = offsets
-        d.min_prob, d.path = min_prob, path
+        d.min_prob = min_prob
         self._gather(texts, memories, running, corpus)
         for row in range(count):
             self.texts[row].nodes = budgets[row]

@@ -66,7 +66,6 @@ cdef struct Guess:
 cdef struct MixedDraft:
     int32_t budget
     float min_prob
-    bint path            # no branches
     Contexts* contexts   # [budget + 1, SOURCES], of the root and the nodes
     Copy* copies         # [budget + 1]
     Guess* guesses       # [budget], the most probable first
@@ -473,6 +472,6 @@ cdef void draft_text(MixedText* text, MixedDraft* d, Mixture* m) noexcept nogil:
     expand_node(d, -1, m, text)
     while d.queued and d.size < d.budget:
         d.size += 1
-        d.queued = 0 if d.path else d.queued - 1
+        d.queued -= 1
         if d.size < d.budget:
             expand_node(d, d.size - 1, m, text)

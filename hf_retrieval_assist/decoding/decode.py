@@ -71,12 +71,11 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     observer = observe(call.prompts, counts)
-    if service.tier is not Tier.PLAIN:
-        started += feed_parts(call, service.cache_name, policy.reroute, counts)
     if service.tier is Tier.PLAIN:
         counts.reason = service.reason
         result = decode_plainly(call, counts, observer)
     else:
+        started += feed_parts(call, service.cache_name, policy.reroute, counts)
         try:
             result = _decode_with_drafts(call, policy, service, counts, observer)
         except UnservableError as error:

@@ -77,7 +77,6 @@ class SuffixDrafter(Drafter):
         memory: outputs to draft from, and to teach; None for a new one that this drafter keeps.
         max_depth: longest match plus draft within the text, in tokens.
         min_prob: no node is drafted that is estimated to be less probable.
-        tree: draft trees; otherwise single paths.
         learn: teach the outputs to the memory, from their first token on.
         corpus: further texts to draft from, indexed once and only read.
         mixture: what is known of the worth of contexts at first; None: what was learnt from
@@ -91,7 +90,6 @@ class SuffixDrafter(Drafter):
         memory: OutputMemory | None = None,
         max_depth: int = 64,
         min_prob: float = 0.002,
-        tree: bool = True,
         learn: bool = True,
         corpus: Iterable[Ids | NamedIds] | None = None,
         mixture: Mixture | None = None,
@@ -103,7 +101,6 @@ class SuffixDrafter(Drafter):
         self.memory = OutputMemory() if memory is None else memory
         self.max_depth = max_depth
         self.min_prob = min_prob
-        self.tree = tree
         self.learn = learn
         self.corpus: SuffixTree | None = None
         self.names: dict[int, str] = {}  # the corpus's, by sequence
@@ -125,12 +122,8 @@ class SuffixDrafter(Drafter):
         self, sessions: Sequence[SuffixSession], budgets: Sequence[int]
     ) -> Sequence[TokenTree]:
         with self.memory.lock, self._mixing:
-            draft = self.mixer.draft(
-                *self._evidence(sessions),
-                list(budgets),
-                min_prob=self.min_prob,
-                path=not self.tree,
-            )
+            evidence = self._evidence(sessions)
+            draft = self.mixer.draft(*evidence, list(budgets), min_prob=self.min_prob)
         return Forest(*draft)
 
     def commit(

@@ -6,11 +6,14 @@ is bound to or has in its scope; other callables are judged by their class.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,17 +39,33 @@ LIBRARIES = frozenset(
 # The names that the library `kernels` gives to modules of its hub.
 _OF_HUB = re.compile(r"(\w+_)?[0-9a-f]{8,16}")
 
+# Folders of Python's own modules.
+_OF_PYTHON = (str(Path(os.__file__).parent), sysconfig.get_path("platstdlib"))
+
 # What functions have that `torch.compile` has made.
 _MARK = "_torchdynamo_orig_callable"
 _SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod, torch.jit.ScriptModule)
 
 
 def is_known(module: str) -> bool:
-    """Whether a module is a known library's, or Python's."""
+    """Whether a module is a known library's, or Python's; a caller's file may have such a name."""
     root = module.partition(".")[0]
     if root in LIBRARIES or root in sys.stdlib_module_names:
-        return True
+        held = sys.modules.get(root)
+        return _is_theirs(root, getattr(held, "__file__", None), hasattr(held, "__path__"))
     return "kernels" in sys.modules and _OF_HUB.fullmatch(root) is not None
+
+
+@cache
+def _is_theirs(root: str, file: str | None, is_package: bool) -> bool:
+    """Whether a library's or Python's module lies where those do: a library in a package, or in a
+    file that was installed, Python's modules in a folder of its own, or in none."""
+    installed = file is not None and bool({"site-packages", "dist-packages"} & {*Path(file).parts})
+    if root in LIBRARIES:
+        return is_package or installed or file is None
+    if file is None:
+        return not is_package
+    return not installed and any(Path(file).is_relative_to(folder) for folder in _OF_PYTHON)
 
 
 def written_in(function: Any) -> str:

@@ -235,8 +235,8 @@ class DraftingPolicy:
         own = [session.sessions[number] for session in sessions]
         asked = time.perf_counter()
         if drafter.costly:
-            counts = step.price if self.planner.budget == "auto" else None
-            drafter.prepare(own, None if counts is None else counts.curve)
+            price = step.price if self.planner.budget == "auto" else None
+            drafter.prepare(own, None if price is None else price.curve)
         started = time.perf_counter()
         use.uncharged += started - asked
         if any(session.deferred[number] for session in sessions):

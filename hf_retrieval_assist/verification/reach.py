@@ -68,11 +68,6 @@ def find_reach(model: Any, cache_name: str) -> Reach:
     )
 
 
-def has_ropes(module: nn.Module) -> bool:
-    """Whether a module computes frequencies of RoPE."""
-    return next(_ropes(module), None) is not None
-
-
 def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
     """The kinds of RoPE that a module computes, and the length at which each changes."""
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)

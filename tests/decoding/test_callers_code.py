@@ -1,8 +1,9 @@
 """Code of the caller's in a model's forward: decoded plainly, unless its owner vouches for it."""
 
+import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from types import MethodType
+from types import MethodType, ModuleType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.host.written import name_of, strangers_part, written_in
+from hf_retrieval_assist.host.written import LIBRARIES, name_of, strangers_part, written_in
 from tests.support.callers import agree
 from tests.support.changes import COMPUTED, exchanged, first
 from tests.support.lossless import build, knowing, run, same
@@ -268,6 +269,19 @@ def test_a_library_by_another_name_is_none():
     assert strangers_part(exec_in("numpyro.ops")) is not None
     assert strangers_part(exec_in("transformers_modules.org.model")) is not None
     assert strangers_part(exec_in("transformers.models.llama")) is None
+
+
+@pytest.mark.parametrize("name", ["kernels", "code", "awq", "token"])
+@pytest.mark.parametrize("is_package", [False, True])
+def test_a_callers_file_may_have_a_librarys_name(name, is_package, monkeypatch, tmp_path):
+    """A package of a library's name is taken for the library."""
+    module = ModuleType(name)
+    module.__file__ = str(tmp_path / (f"{name}/__init__.py" if is_package else f"{name}.py"))
+    if is_package:
+        module.__path__ = [str(tmp_path / name)]
+    monkeypatch.setitem(sys.modules, name, module)
+    known = is_package and name in LIBRARIES
+    assert (strangers_part(exec_in(name)) is None) == known
 
 
 def exec_in(module):

@@ -117,11 +117,6 @@ def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
 
 
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
-    """A table of texts, and a sentence under it."""
-    return _styled(f"{html_table(heading, rows)}<div>{escape(below)}</div>")
-
-
 def _styled(shown: str) -> str:
     return f'<div class="hfra"><style>{_STYLE}</style>{shown}</div>'
 
