@@ -32,7 +32,7 @@ from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from hf_retrieval_assist.engines.cpu.linear import RepeatedLayers
 from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
 from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model
-from hf_retrieval_assist.verification.verifiers import ModelForward
+from hf_retrieval_assist.verification.verifier import Verifier
 
 from .accelerator import weight_bytes
 from .replay import SHAPES, build
@@ -114,9 +114,9 @@ class ForwardClock:
         """Scope of one call of `generate`."""
         self._ended = 0.0
         with ExitStack() as stack:
-            for kind in (RepeatedForward, ModelForward):
-                timed = self._timed(kind.__call__, kind is ModelForward)
-                stack.enter_context(mock.patch.object(kind, "__call__", timed))
+            for kind, name in ((RepeatedForward, "__call__"), (Verifier, "compute")):
+                timed = self._timed(getattr(kind, name), kind is Verifier)
+                stack.enter_context(mock.patch.object(kind, name, timed))
             yield
 
     def _timed(self, call: Callable[..., Any], computes: bool) -> Callable[..., Any]:

@@ -36,9 +36,10 @@ def test_every_folder_is_described():
 STAGES = {
     "draft": ("policy/policy.py", "draft"),
     "plan": ("policy/planner.py", "plan"),
-    "forward": ("verification/verifiers.py", "forward"),
+    "verify": ("verification/verifier.py", "verify"),
+    "forward": ("verification/tree_verifier.py", "forward"),
     "walk": ("decoding/walk.py", "__call__"),
-    "keep": ("verification/verifiers.py", "keep"),
+    "keep": ("verification/tree_verifier.py", "keep"),
     "learn": ("policy/policy.py", "learn"),
     "observe": ("policy/cost_model.py", "observe"),
 }

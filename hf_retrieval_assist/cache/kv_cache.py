@@ -66,31 +66,34 @@ class SlotCache(DynamicCache):
         capacity: slots to reserve.
         forgets: whether layers with a window drop what it has passed.
         layers: empty ones, made as the configuration says; none: they are made now.
+        lender: the cache that this one stands for from `take` until `give_back`; None: for none.
+        static_buffers: whether its layers are to write to such memory.
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
-        lender: the cache that this one stands for from `take` until `give_back`; None: for none.
-        taken: whether it has what the lender held.
         room: tokens per row that a lender of the caller's has room for; None without limit.
         reserved: the static buffers in which its layers begin; None: there is none yet.
-        static_buffers: whether its layers are to write to such memory.
         memory: the one that they write to; None: they hold what they show.
     """
 
-    lender: Any = None
-    taken = False
     room: int | None = None
     reserved: Any = None
     memory: Any = None
-    static_buffers = False
 
     def __init__(
-        self, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True, layers: Any = ()
+        self,
+        config: PreTrainedConfig,
+        capacity: int = 0,
+        forgets: bool = True,
+        layers: Any = (),
+        lender: Any = None,
+        static_buffers: bool = False,
     ):
         super().__init__(config=None if layers else config.get_text_config(decoder=True))
         self.layer_class_to_replicate = None
         self.slots = RowSlots([], forgets)
         self.capacity = capacity
+        self.lender, self.static_buffers = lender, static_buffers
         made = layers or self.layers
         self.layers: list[Any] = [_slot_layer(layer, self.slots) for layer in made]
         self._made = type(config.get_text_config(decoder=True)), len(self.layers)
@@ -102,7 +105,7 @@ class SlotCache(DynamicCache):
         cls, cache: Any, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True
     ) -> SlotCache:
         """One that stands for a caller's cache, see `stands_for`."""
-        wrapper = cls(config, capacity, forgets)
+        wrapper = cls(config, capacity, forgets, lender=cache)
         known = len(cache.layers)
         own, missing = wrapper.layers[:known], wrapper.layers[known:]
         # What was made layer by layer lacks the last ones where these share others' entries.
@@ -122,7 +125,6 @@ class SlotCache(DynamicCache):
         ):
             # The caller's layers keep what the model's windows pass.
             wrapper.slots.forgets = False
-        wrapper.lender = cache
         if isinstance(cache, StaticCache):
             wrapper.room = _room(cache)
         return wrapper
@@ -131,7 +133,6 @@ class SlotCache(DynamicCache):
         """Take over what the lender holds. A dynamic one is empty from then on, so that nothing is
         held twice; a static one, whose tensors compiled code knows by their addresses, stays as it
         is."""
-        self.taken = True
         for layer, own in zip(self.lender.layers, self.layers, strict=False):
             if isinstance(own, SlotLayer):
                 own.adopt(layer)

@@ -31,8 +31,8 @@ from ..types.row_text import RowText, strip_padding
 from ..types.token_tree import Int32Array
 from ..verification.engine import Engine, engine_of
 from ..verification.options import ServiceDemand
-from ..verification.service import PER_TOKEN, choose_service
-from ..verification.tiers import Service, Tier
+from ..verification.service import choose_service
+from ..verification.tiers import PER_TOKEN, Service, Tier
 from .selection import known_kinds
 from .stopping import Stopping
 

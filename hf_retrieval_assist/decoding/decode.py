@@ -10,11 +10,10 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import FEWEST_STEPS, PHASES, CallStats
-from ..verification.engine import engine_of
+from ..verification.engine import UnservableError, engine_of
 from ..verification.service import learn_moves
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
-from .forwards import UnservableError
 from .loop import Generation
 from .observer import Observe, Observer
 from .plainly import decode_plainly

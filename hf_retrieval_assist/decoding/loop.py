@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..drafters.call_view import CallView
 from ..drafters.expected import came_out
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..host import transformers_private as private
+from ..host.feature_taps import FeatureTaps
 from ..host.ranks import Ranks
 from ..policy.cost_model import CostModel
 from ..policy.cost_store import CallCosts
@@ -25,14 +27,37 @@ from ..policy.stats import CallStats
 from ..policy.step import DraftedStep
 from ..types.row_text import Path, RowText
 from ..types.token_tree import Forest, Limits, TokenTree
+from ..verification.options import CallOptions
 from ..verification.own_forwards import TargetForwards
-from ..verification.tiers import Service
+from ..verification.tiers import Service, Tier
 from ..verification.verified import Verified
+from ..verification.verifier import Verifier
 from .call import Call
-from .forwards import Forwards
 from .observer import Observer
 from .selection import RowPreview
 from .walk import Drawn, Walk
+
+
+class Lap:
+    """Seconds of a call's phases.
+
+    Args:
+        counts: where they are counted.
+    """
+
+    def __init__(self, counts: CallStats) -> None:
+        self._seconds, self._begun = counts.seconds, 0.0
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._begun = perf_counter()
+
+    def __call__(self, phase: str) -> float:
+        """Count what a phase took that has ended now, and begin the next one; returns it."""
+        begun, self._begun = self._begun, perf_counter()
+        seconds = self._begun - begun
+        self._seconds[phase] += seconds
+        return seconds
 
 
 class Generation:
@@ -48,6 +73,8 @@ class Generation:
     Raises:
         ValueError: residual sampling is asked of a model that is spread over processes.
     """
+
+    verifier: Verifier  # once the prompt is fed
 
     def __init__(
         self,
@@ -65,7 +92,7 @@ class Generation:
         if self.walk.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")
-        self.forward = Forwards(call, policy, service, self.walk, self.ranks.several, counts)
+        self.taps = FeatureTaps(call.model, policy.hidden_layers)
         self.cache_outlives_call = call.cache_outlives_call(service)
         self.costs = CallCosts(policy.costs, call.kind)
         # Accounts of time differ between ranks, which have to ask together.
@@ -75,16 +102,17 @@ class Generation:
         self.whole_price: CostModel | None = None  # the last step's in which all rows were running
         # Each row's, for residual sampling.
         self.drawn: list[Drawn] | None = [] if self.walk.residual else None
+        self.lap = Lap(counts)
 
     def run(self) -> Any:
         """The whole call; what plain `generate` returns."""
         device, synced = self.call.input_ids.device, self.call.synced_gpus
         with self.ranks, ExitStack() as opened:
+            self.open_sessions(opened)
+            self.ranks.begin()
+            outputs = self.prefill()
             try:
-                opened.enter_context(self.forward)
-                self._open_sessions(opened)
-                self.ranks.begin()
-                self.prefill()
+                self.first_tokens(outputs)
                 # The criteria may be met by the first token; other processes may still wait.
                 while private.has_unfinished(self.call.model, self.finished, synced, device):
                     if self.running:
@@ -93,39 +121,29 @@ class Generation:
                         self.rest()
                 return self.result()
             except BaseException:
-                self.forward.abandon()
+                self.verifier.leave(None)
                 raise
 
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
-        begun = perf_counter()
-        self.forward.engine.between_steps(self.forward.verifier)
-        packed = perf_counter()
-        rows = self.running
+        lap, rows = self.lap, self.running
         # Rows in lockstep go on when they have ended.
         drafted = [row for row in rows if row.padding is None] if self.walk.lockstep else rows
-        price = self.price(len(rows))
-        if len(rows) == len(self.rows):
-            self.whole_price = price
-        step = self.draft(drafted, price)
+        lap.begin()
+        self.verifier.prepare()
+        lap("pack")
+        step = self.draft(rows, drafted)
+        drafting = lap("draft")
         trees = self.trees(rows, drafted, step)
-        drafted_at = perf_counter()
-        trees, verified = self.forward(trees)
-        shown = perf_counter()
+        trees, verified = self.verifier.verify(self.rows, trees)
+        verifying = lap("forward")
         paths = self.walk(trees, verified, self.drawn)
-        walked = perf_counter()
-        self.keep(verified, paths)
-        kept = perf_counter()
-        self.learn(rows, trees, verified, paths, step, price.share(verified.width))
-        self.costs.learn(verified.width, kept - drafted_at, step.is_plain, verified.typical)
-        step.count_host(drafted_at - packed + perf_counter() - kept)
-        self.counts.count_seconds(
-            pack=packed - begun,
-            draft=drafted_at - packed + perf_counter() - kept,
-            forward=shown - drafted_at,
-            walk=walked - shown,
-            cache=kept - walked,
-        )
+        verifying += lap("walk")
+        self.verifier.keep(self.rows, verified, [path.accepted for path in paths])
+        verifying += lap("cache")
+        self.learn(rows, trees, verified, paths, step)
+        self.costs.learn(verified.width, verifying, step.is_plain, verified.typical)
+        step.count_host(drafting + lap("draft"))
         if self.observer is not None:
             grown = [row.index for row in drafted if paths[row.index].tokens]
             proposed = zip(drafted, zip(*step.proposals, strict=True), strict=True)
@@ -148,7 +166,7 @@ class Generation:
     @property
     def _cache_lacks_tokens(self) -> bool:
         """Whether the rows have ended, and the cache must be given more of their text."""
-        return self.cache_outlives_call and self.forward.verifier.lacking(self.tokens) > 0
+        return self.cache_outlives_call and self.verifier.lacking(self.tokens) > 0
 
     @property
     def tokens(self) -> int:
@@ -158,40 +176,70 @@ class Generation:
     def price(self, rows: int) -> CostModel:
         """t(n) of the next forward as the tokens of one running row see it, so many rows being fed
         together."""
-        verifier = self.forward.verifier
-        length, variant = verifier.cache.slots.longest, self.forward.engine.cost_variant(verifier)
+        verifier = self.verifier
+        length, variant = verifier.cache.slots.longest, verifier.cost_variant
         if verifier.packed:
             return self.costs.at(length, variant, packed=rows, lockstep=self.walk.lockstep)
         return self.costs.at(length, variant, verifier.widths)
 
-    def prefill(self) -> None:
-        """transformers' own prefill, and the first token of every row."""
-        outputs = self.forward.prefill()
-        begun = perf_counter()
-        self.own_forwards.begin(self.forward.verifier, self.rows, self.walk.stopping.deepest)
+    def prefill(self) -> Any:
+        """transformers' own prefill; what the model returned."""
+        call, policy = self.call, self.policy
+        options = CallOptions(
+            batch=call.batch_size,
+            capacity=call.prompt_length + call.room,
+            taps=self.taps,
+            top_k=policy.top_k,
+            all_logits=policy.needs_all_logits,
+            select=self.walk.rowwise,
+            cache_outlives_call=self.cache_outlives_call,
+            recorded=call.may_record(policy.graphs) and not self.service.foreign,
+            fused=policy.graphs == "fused",
+            fixed_width=policy.fixed_width,
+            reroute=policy.reroute,
+            extra_memory=policy.extra_memory,
+            several=self.ranks.several,
+        )
+        self.lap.begin()
+        begun = call.engine.prefill(
+            self.service, call.model, call.input_ids, call.config, call.model_kwargs, options
+        )
+        self.verifier, self.returned_cache = begun.verifier, begun.returned_cache
+        if begun.why_plain is not None:
+            self.counts.tier, self.counts.reason = Tier.PLAIN.value, begun.why_plain
+        self.lap("prefill")
+        return begun.outputs
+
+    def first_tokens(self, outputs: Any) -> None:
+        """The first token of every row, of which sessions begin."""
+        self.own_forwards.begin(self.verifier, self.rows, self.walk.stopping.deepest)
         last = Verified(outputs.logits[:, -1:], [0] * len(self.rows), outputs)
         paths = self.walk(Forest.empty(len(self.rows)), last, self.drawn)
-        walked = perf_counter()
-        states = self.forward.taps.features
+        self.lap("prefill")
+        states = self.taps.features
         for i, (session, path) in enumerate(zip(self.sessions, paths, strict=True)):
             logits = outputs.logits[i] if self.policy.needs_logits else None
             shown = {name: found[i] for name, found in states.items()}
             session.begin(path.tokens, logits, shown)
-        self.counts.count_seconds(prefill=walked - begun, draft=perf_counter() - walked)
+        self.lap("draft")
         if self.observer is not None:
             self.observer.begin(paths, [session.sources() for session in self.sessions])
 
-    def draft(self, drafted: Sequence[RowText], price: CostModel) -> DraftedStep:
-        """A step with a draft of each of these rows."""
-
-        def limits() -> Limits:
-            depths = [self.walk.stopping.deepest(row) for row in drafted]
-            return self.forward.verifier.limits(self.rows, drafted, depths, self.walk.lockstep)
-
+    def draft(self, rows: Sequence[RowText], drafted: Sequence[RowText]) -> DraftedStep:
+        """A step of the running rows with a draft of each of some."""
+        price = self.price(len(rows))
+        if len(rows) == len(self.rows):
+            self.whole_price = price
         sessions = [self.sessions[row.index] for row in drafted]
-        budget = None if self.ranks.leads and self.forward.may_draft else 0
+        budget = None if self.ranks.leads and self.verifier.may_draft else 0
         agree = self.ranks.agree if self.ranks.several else None
+        limits = partial(self.limits, drafted)
         return self.policy.draft(Ask(sessions, price, self.account, budget, limits, agree))
+
+    def limits(self, drafted: Sequence[RowText]) -> Limits:
+        """What the next forward can verify of these rows' drafts."""
+        depths = [self.walk.stopping.deepest(row) for row in drafted]
+        return self.verifier.limits(self.rows, drafted, depths, self.walk.lockstep)
 
     def trees(
         self, rows: Sequence[RowText], drafted: Sequence[RowText], step: DraftedStep
@@ -208,10 +256,6 @@ class Generation:
                 trees[row.index] = TokenTree.chain([row.padding] * depth, [1.0] * depth)
         return Forest.of(trees)
 
-    def keep(self, verified: Verified, paths: Sequence[Path]) -> None:
-        """Keep what was accepted in the cache."""
-        self.forward.verifier.keep(self.rows, verified, [path.accepted for path in paths])
-
     def learn(
         self,
         rows: Sequence[RowText],
@@ -219,7 +263,6 @@ class Generation:
         verified: Verified,
         paths: Sequence[Path],
         step: DraftedStep,
-        width: int,
     ) -> None:
         """Count the step, and tell drafters and the account what it showed."""
         grown = [row for row in rows if paths[row.index].tokens]
@@ -231,27 +274,28 @@ class Generation:
         fed = [*trees]
         feedbacks: dict[int, RowFeedback] = {}
         if self.policy.needs_feedback and (self.policy.hidden_layers or not step.is_plain):
-            needs_all, taps = self.policy.needs_all_logits, self.forward.taps
-            feedbacks = row_feedbacks(grown, fed, paths, verified, taps, needs_all)
+            needs_all = self.policy.needs_all_logits
+            feedbacks = row_feedbacks(grown, fed, paths, verified, self.taps, needs_all)
         outcomes = [
             Outcome(self.sessions[i], paths[i].tokens, fed[i], feedbacks.get(i))
             for i in [row.index for row in rows]
         ]
-        self.policy.learn(step, outcomes, width)
+        assert step.price is not None
+        self.policy.learn(step, outcomes, step.price.share(verified.width))
 
     def rest(self) -> None:
         """A forward after the rows have ended, for the cache or for other processes."""
-        if not self._cache_lacks_tokens:
-            self.forward.dummy_forward()
-            return
-        begun = perf_counter()
-        self.forward.catch_up(self.tokens)
-        self.counts.count_seconds(cache=perf_counter() - begun)
+        self.lap.begin()
+        self.verifier.rest(self.rows, self.tokens)
+        self.lap("cache")
 
     def result(self) -> Any:
         """What plain `generate` returns."""
         end, device = self.tokens, self.call.input_ids.device
-        self.forward.end(end)
+        verifier, counts = self.verifier, self.counts
+        verifier.leave(end)
+        counts.attention, counts.forwards = verifier.attention_by, verifier.forwards
+        counts.repeated, counts.recordings = verifier.repeated, verifier.recordings
         if self.observer is not None:
             self.observer.end(end)
         for row in self.rows:
@@ -269,12 +313,12 @@ class Generation:
         prompts = torch.stack([row.prompt for row in self.rows])
         return self.walk.collector.result(
             torch.cat([prompts, new], dim=1),
-            self.forward.returned_cache,
-            self.forward.model_kwargs.get("encoder_outputs"),
+            self.returned_cache,
+            self.call.model_kwargs.get("encoder_outputs"),
             end,
         )
 
-    def _open_sessions(self, opened: ExitStack) -> None:
+    def open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""
         call = self.call
         graphs = call.may_record(self.policy.graphs)

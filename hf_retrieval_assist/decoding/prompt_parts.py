@@ -16,7 +16,7 @@ import torch
 from ..cache.kv_cache import has_slots, stands_for
 from ..host import transformers_private as private
 from ..policy.stats import CallStats
-from ..verification.service import PER_TOKEN
+from ..verification.tiers import PER_TOKEN
 from .call import Call
 
 # The least part of the first one's tokens that a later one has.

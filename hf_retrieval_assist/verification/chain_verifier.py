@@ -12,25 +12,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..cache.states import States
+from ..cache.states import SavedStates, States
 from ..types.row_text import RowText
 from ..types.token_tree import Forest
+from .tiers import Tier
 from .verified import Verified
-from .verifiers import Verifier
+from .verifier import Verifier
 
 
 class ChainVerifier(Verifier):
     """Verifies one chain per row, all rows in lockstep; see the module's docstring.
 
-    Args:
+    Attributes:
         states: what layers keep beside slots.
     """
 
     chains = True
 
-    def __init__(self, *args: Any, states: States, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.states = states
+        saves = self.service.tier is Tier.REPLAY
+        self.states = SavedStates(self.cache) if saves else States(self.cache)
 
     def _pending(self, row: RowText) -> list[int]:
         """Tokens of the row that the cache does not hold; the last one is the draft's root."""

@@ -8,56 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
 
 from ..cache.kv_cache import SlotCache, has_slots
-from ..cache.states import SavedStates, States
+from ..host import transformers_private as private
 from ..host.scopes import scopes_left
-from ..host.transformers_private import input_device, is_callers, why_no_mask
 from ..plugins import every
-from ..types.row_text import RowText
-from ..types.token_tree import Forest
+from ..system.memory import SHORTAGES
 from .chain_verifier import ChainVerifier
-from .options import Bounds, CallOptions, ForwardOptions, ServiceDemand
-from .tiers import Service, Tier, cache_for, has_padding
-from .tree_attention import TreeAttention
-from .verified import Verified
-from .verifiers import TreeVerifier, Verifier
+from .options import CallOptions, ServiceDemand
+from .tiers import PER_TOKEN, Service, Tier, cache_for
+from .tree_verifier import TreeVerifier
+from .verifier import ForwardScope, Verifier
 
 
-class EngineCall:
-    """An engine's part in one call; here none.
+class UnservableError(Exception):
+    """What the prefill has shown of a model that no draft can be verified with."""
+
+
+class Begun(NamedTuple):
+    """A call whose prompt is fed.
 
     Attributes:
-        by_kernels: whether the engine's own kernels compute forwards.
-        most_tokens: see :class:`~.options.Bounds`.
+        verifier: runs its forwards from now on.
+        outputs: what the model returned for the prompt.
+        returned_cache: that the result names, in which the call leaves what it has filled.
+        why_plain: why no draft is verified; None where drafts may be.
     """
 
-    by_kernels = False
-    most_tokens: int | None = None
-
-    def prefill(self) -> AbstractContextManager[Any]:
-        """Scope of the prompt's forward, inside of the engine's own."""
-        return nullcontext()
-
-    def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
-        """The prompt's forward gave these logits, and a verifier goes on."""
-
-    def between_steps(self, verifier: Verifier) -> None:
-        """Make what the step needs and what has become worth it; called once for each."""
-        verifier.prepare()
-
-    def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
-        """The verifier's forward."""
-        return verifier.forward(rows, trees)
-
-    def cost_variant(self, verifier: Verifier) -> str:
-        """How the next forward runs; t(n) is measured for each way."""
-        return verifier.cost_variant
+    verifier: Verifier
+    outputs: Any
+    returned_cache: Any
+    why_plain: str | None = None
 
 
 class Engine:
@@ -68,12 +55,14 @@ class Engine:
         packs: whether rows of a batch may be fed behind one another, without padding.
         widens: whether forwards over many tokens take about the time of one.
         has_kernels: whether kernels of its own may compute forwards that transformers' loop asks.
+        tree_verifier: what verifies the tree tier's drafts.
     """
 
     first_call = "measures forwards"
     packs = False
     widens = False
     has_kernels = False
+    tree_verifier: type[Verifier] = TreeVerifier
 
     def serves(self, device: torch.device) -> bool:
         """Whether it computes on a device."""
@@ -106,9 +95,62 @@ class Engine:
         may be entered again and again."""
         return nullcontext()
 
-    def call(self, model: Any, wanted: CallOptions) -> EngineCall:
-        """Its part in a call."""
-        return EngineCall()
+    def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
+        """What computes the forwards of a call."""
+        return ForwardScope()
+
+    def prefill(
+        self,
+        service: Service,
+        model: Any,
+        input_ids: torch.Tensor,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        options: CallOptions,
+    ) -> Begun:
+        """Feed a call's prompt as transformers does, and make what verifies drafts behind it.
+
+        Args:
+            service: how the model is served.
+            input_ids, config, model_kwargs: as `generate` prepared them.
+            options: what the call wants.
+
+        Raises:
+            UnservableError: the model's layers do not keep one entry for each token.
+        """
+        batch, model_kwargs = len(input_ids), dict(model_kwargs)
+        slots, returned = self.slot_cache(model, model_kwargs, service, batch, options.capacity)
+        scope = self.scope_of(model, service, options)
+        slots.take()
+        try:
+            with options.taps or nullcontext(), scope.choosing(), scope.computing():
+                outputs = private.prefill(model, input_ids, config, model_kwargs)
+            if not slots.is_even:
+                raise UnservableError("its layers do not keep one entry for each token of the text")
+            slots.begin(batch)
+            # The verifier counts on from the prompt.
+            kept = {name: model_kwargs[name] for name in PER_TOKEN & model_kwargs.keys()}
+            kwargs = private.kwargs_after(model, outputs, model_kwargs) | kept
+            scope.begin(outputs.logits)
+            given = model, slots, kwargs, input_ids
+            try:
+                return Begun(self.verifier(*given, service, options, scope), outputs, returned)
+            except SHORTAGES as error:
+                if options.several:  # others may have enough, and go on with drafts
+                    raise
+                why = f"no memory to draft in ({error!r})"
+            # Plain decoding may have enough. What the layers hold by now is theirs.
+            slots.reserved = slots.memory = None
+            chain = replace(service, tier=Tier.CHAIN)
+            scope = self.scope_of(model, chain, options)
+            verifier = ChainVerifier(*given, chain, options, scope)
+            verifier.narrow()
+            return Begun(verifier, outputs, returned, why)
+        except BaseException:
+            slots.abandon()
+            if private.is_callers(returned):
+                slots.give_back()
+            raise
 
     def slot_cache(
         self, model: Any, model_kwargs: dict[str, Any], service: Service, batch: int, capacity: int
@@ -130,16 +172,16 @@ class Engine:
         given: Any = model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
         # Parts of a prompt may be there already.
-        if is_callers(given) or (has_slots(own) and own.get_seq_length()):
+        if private.is_callers(given) or (has_slots(own) and own.get_seq_length()):
             cache = SlotCache.wrapping(own, config, capacity, forgets)
         else:
             if type(own) not in (DynamicCache, StaticCache):
                 own = DynamicCache(config=config)
                 given = cache_for(model, own)
             made = own.layers if type(own) is DynamicCache else ()
-            cache = SlotCache(config, 0 if service.static_buffers else capacity, forgets, made)
-            cache.lender, cache.static_buffers = own, service.static_buffers
-            if service.static_buffers:
+            static = service.static_buffers
+            cache = SlotCache(config, 0 if static else capacity, forgets, made, own, static)
+            if static:
                 self.reserve(model, cache, batch, capacity)
         model_kwargs[name] = cache
         if isinstance(given, EncoderDecoderCache):
@@ -152,39 +194,22 @@ class Engine:
 
     def verifier(
         self,
-        service: Service,
         model: Any,
         cache: SlotCache,
         model_kwargs: dict[str, Any],
         prompt_ids: torch.Tensor,
-        options: ForwardOptions,
+        service: Service,
+        options: CallOptions,
+        scope: ForwardScope,
     ) -> Verifier:
-        """The verifier of a service, for one call whose prefill is done."""
+        """What verifies drafts behind a prompt; see :class:`~.verifier.Verifier`."""
         if (fixed := options.fixed_width) is not None:
             raise ValueError(
                 "fixed_width: expected None where no memory stays in place, as on a CPU, "
                 f"got {fixed}"
             )
-        arguments = model, cache, model_kwargs, prompt_ids
-        bounds = Bounds(service.width, options.most_tokens, service.reach)
-        if service.tier is not Tier.TREE or why_no_mask(model.config) is not None:
-            states = SavedStates if service.tier is Tier.REPLAY else States
-            scope = self.scope(options.by_kernels)
-            return ChainVerifier(*arguments, bounds, states=states(cache), scope=scope)
-        attention = tree_attention(service, model, model_kwargs)
-        return self.tree_verifier(service, arguments, bounds, attention, options)
-
-    def tree_verifier(
-        self,
-        service: Service,
-        arguments: tuple[Any, ...],
-        bounds: Bounds,
-        attention: TreeAttention,
-        options: ForwardOptions,
-    ) -> Verifier:
-        """One of the tree tier; `arguments` are a verifier's first four."""
-        scope = self.scope(options.by_kernels)
-        return TreeVerifier(*arguments, bounds, attention=attention, scope=scope)
+        kind = self.tree_verifier if takes_trees(model, service) else ChainVerifier
+        return kind(model, cache, model_kwargs, prompt_ids, service, options, scope)
 
     def release(self, module: torch.nn.Module) -> None:
         """Drop what is kept of a module, none of its children's, for calls to come."""
@@ -207,12 +232,9 @@ class Engine:
         return None
 
 
-def tree_attention(service: Service, model: Any, model_kwargs: dict[str, Any]) -> TreeAttention:
-    """The masks of a service's trees behind the prompts of a call."""
-    mask = None
-    if has_padding(model_kwargs):
-        mask = model_kwargs["attention_mask"].bool().to(input_device(model))
-    return TreeAttention(service.rules, mask, model.dtype)
+def takes_trees(model: Any, service: Service) -> bool:
+    """Whether a service's forwards are fed trees."""
+    return service.tier is Tier.TREE and private.why_no_mask(model.config) is None
 
 
 @cache

@@ -1,32 +1,16 @@
-"""What a call wants of its forwards, told to whatever runs them."""
+"""What calls want of a model's forwards, told to whatever runs them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..host.feature_taps import FeatureTaps
-from .reach import UNLIMITED, Reach
-
-
-class Bounds(NamedTuple):
-    """What a forward may feed.
-
-    Attributes:
-        most_fed: tokens per row.
-        most_tokens: tokens of all rows, filler included, where it is to round as plain decoding
-            does; None: any number.
-        reach: how far it may reach.
-    """
-
-    most_fed: int = 1 << 30
-    most_tokens: int | None = None
-    reach: Reach = UNLIMITED
 
 
 @dataclass(frozen=True)
 class ServiceDemand:
-    """What calls want of a model's forwards, beside their inputs.
+    """What a model's test has to find out of its forwards.
 
     Attributes:
         width: tokens per row that they may feed.
@@ -44,49 +28,34 @@ class ServiceDemand:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call wants of an engine from its prefill on.
+    """What a call wants of its forwards.
 
     Attributes:
-        reroute, extra_memory: the assistant's options.
-        several: whether the model is spread over processes, which have to compute the same bits.
         batch: rows.
-        select: what chooses the tokens of rows on their own; None: more is done with logits.
-    """
-
-    reroute: bool = True
-    extra_memory: int | None = None
-    several: bool = False
-    batch: int = 1
-    select: Any = None
-
-
-@dataclass(frozen=True)
-class ForwardOptions:
-    """What a call wants of its forwards behind the prefill.
-
-    Attributes:
+        capacity: slots of each row that it will need, as far as that is known.
         taps: the hidden states that drafters learn from; entered round every forward.
         top_k: how many of every node's largest logits they learn from.
-        capacity: slots that the call will need, as far as that is known.
-        cache_outlives_call: whether the cache outlives the call.
-        most_tokens: see :class:`Bounds`.
+        all_logits: whether they learn from all of them.
+        select: what chooses the tokens of rows on their own; None: more is done with logits.
+        cache_outlives_call: whether anybody can go on from the cache after the call.
         recorded: whether forwards may be repeated from a recording.
         fused: whether a recording on a GPU runs small kernels as one.
-        by_kernels: whether an engine's own kernels compute them.
-        states: whether drafters look at hidden states of every forward.
-        select: see :class:`CallOptions`.
         fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
             filled up to the next width, of trees.
+        reroute, extra_memory: the assistant's.
+        several: whether the model is spread over processes, which have to compute the same bits.
     """
 
+    batch: int = 1
+    capacity: int = 0
     taps: FeatureTaps | None = None
     top_k: int = 0
-    capacity: int = 0
+    all_logits: bool = False
+    select: Any = None
     cache_outlives_call: bool = True
-    most_tokens: int | None = None
     recorded: bool = False
     fused: bool = False
-    by_kernels: bool = False
-    states: bool = False
-    select: Any = None
     fixed_width: int | None = None
+    reroute: bool = False
+    extra_memory: int | None = None
+    several: bool = False

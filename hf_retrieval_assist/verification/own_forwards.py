@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from ..types.row_text import RowText
-from .verifiers import TreeVerifier, Verifier
+from .tree_verifier import TreeVerifier
+from .verifier import Verifier
 
 
 class TargetForwards:

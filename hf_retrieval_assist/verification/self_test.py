@@ -32,10 +32,11 @@ from ..system.tensors import same_bits
 from ..types.row_text import RowText
 from ..types.token_tree import Forest, TokenTree
 from .engine import engine_of
-from .options import ForwardOptions
+from .options import CallOptions
 from .reach import find_reach
 from .tiers import Service, Tier, cache_for
 from .traces import REMEMBERS, Traces
+from .verifier import ForwardScope
 
 # The fed tree: two paths of two nodes below the root. When the second is accepted, keeping it moves
 # slots. The chain tiers get three nodes in a row, the last of them wrong.
@@ -219,8 +220,9 @@ class _Probe:
         cache = SlotCache(self.config, forgets=service.forgets(rows))
         kwargs, _ = self.feed_prompt(cache)
         cache.begin(rows)
-        engine, options = engine_of(input_device(model)), ForwardOptions()
-        self.verifier = engine.verifier(service, model, cache, kwargs, self.prompt, options)
+        given = model, cache, kwargs, self.prompt, service, CallOptions(), ForwardScope()
+        self.verifier = engine_of(input_device(model)).verifier(*given)
+        self.verifier.prepare()
         return self
 
     def narrow_error(self, expected: torch.Tensor) -> float:

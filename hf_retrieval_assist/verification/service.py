@@ -38,19 +38,12 @@ from ..system.memory import SHORTAGES
 from .engine import Engine, engine_of
 from .options import ServiceDemand
 from .self_test import run_self_test
-from .tiers import Service, Tier, has_padding
+from .tiers import PER_TOKEN, Service, Tier, has_padding
 from .tree_attention import layer_masks, single_mask
 
 logger = get_logger(__name__)
 
-# Inputs with one entry per token, of which steps know those of tokens to come; and others that a
-# prompt brings, of which they know what becomes of them.
-PER_TOKEN = frozenset(
-    (
-        *("attention_mask", "decoder_attention_mask", "position_ids", "decoder_position_ids"),
-        *("token_type_ids", "mm_token_type_ids"),
-    )
-)
+# Other inputs that a prompt brings, of which steps know what becomes of them.
 _OF_PROMPTS = frozenset(("cache_position", "inputs_embeds", "logits_to_keep"))
 
 # Verdicts that are kept of one model; hooks and settings that come and go have each their own.

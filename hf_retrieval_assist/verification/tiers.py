@@ -12,6 +12,14 @@ from ..host.transformers_private import CACHE
 from .reach import UNLIMITED, Reach
 from .tree_attention import LayerMask, Rules
 
+PER_TOKEN = frozenset(
+    (
+        *("attention_mask", "decoder_attention_mask", "position_ids", "decoder_position_ids"),
+        *("token_type_ids", "mm_token_type_ids"),
+    )
+)
+"""Inputs with one entry per token, of which steps know those of tokens to come."""
+
 
 class Tier(StrEnum):
     """How drafts are verified, best first."""

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.verifiers import Verifier
+from hf_retrieval_assist.verification.verifier import Verifier
 from tests.support.lossless import build, run, same
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 from tests.support.quick import cases, crossed

@@ -18,7 +18,7 @@ from hf_retrieval_assist.host import transformers_private
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
-from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from hf_retrieval_assist.verification.tree_verifier import TreeVerifier
 from tests.support.dense_attention import flash_like
 from tests.support.lossless import build, late_token, outcome, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant

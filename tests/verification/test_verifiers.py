@@ -24,12 +24,13 @@ from hf_retrieval_assist.types.token_tree import Forest, TokenTree
 from hf_retrieval_assist.verification import verified
 from hf_retrieval_assist.verification.engine import engine_of
 from hf_retrieval_assist.verification.largest import host_scores
-from hf_retrieval_assist.verification.options import ForwardOptions
+from hf_retrieval_assist.verification.options import CallOptions
 from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
+from hf_retrieval_assist.verification.tree_verifier import TreeVerifier
 from hf_retrieval_assist.verification.verified import TopLogits, Verified
-from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from hf_retrieval_assist.verification.verifier import ForwardScope
 from tests.support.lossless import build, padded, prompts_of
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.scripted import Scripted
@@ -54,7 +55,9 @@ def started(model, packed, pads, tier=Tier.TREE):
     rules = layer_masks(config) or single_mask(config)
     service = Service(tier, "", rules, packed=packed)
     engine = engine_of(ids.device)
-    verifier = engine.verifier(service, model, cache, kwargs, ids, ForwardOptions())
+    given = model, cache, kwargs, ids, service, CallOptions(), ForwardScope()
+    verifier = engine.verifier(*given)
+    verifier.prepare()
     rows = [RowText(row, ids[row], 32) for row in range(ROWS)]
     for row in rows:
         row.generated.append(7 + row.index)

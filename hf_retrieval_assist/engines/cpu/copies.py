@@ -8,7 +8,6 @@ such; see :mod:`~.compact`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,7 @@ import torch
 from ...decoding.selection import TokenSelector
 from ...host.transformers_private import global_hooks, hooks_of
 from ...system.memory import may_take
-from ...types.row_text import RowText
-from ...types.token_tree import Forest
 from ...verification.verified import Verified
-from ...verification.verifiers import TreeVerifier, Verifier
 from .compact import COMPACT, CompactProduct, compactable
 from .linear import Override, is_kernel
 from .quantized import WEIGHTS
@@ -134,10 +130,10 @@ class Copies:
             others[id(self._output.weights[0])] = self._logits
         return overriding(others) if others else nullcontext()
 
-    def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
+    def begin(self, logits: torch.Tensor) -> None:
         """Read no copy in forwards to come that the prompt's forward has shown something
         against."""
-        if not (isinstance(verifier, TreeVerifier) and self._are_own(logits)):
+        if not self._are_own(logits):
             self._output.drop()
 
     def pack_due(self) -> None:
@@ -151,10 +147,9 @@ class Copies:
             self._pack([part for part in self._parts if part.weights and all(part.kept)])
         self._pack([part for part in self._parts if part.is_due()])
 
-    def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
-        """The verifier's forward, with copies in the place of layers."""
-        with self.watching():
-            verified = verifier.forward(rows, trees)
+    def read(self, verified: Verified) -> Verified | None:
+        """What a forward in which copies were read has shown; None: nothing that is of use, and
+        the next one reads the output layer itself."""
         if not self._output.weights:
             return verified
         screened = self._screened
@@ -162,11 +157,7 @@ class Copies:
             return verified if screened is None else ScreenedVerified(verified, screened)
         # The model makes something else of its logits, this time.
         self._output.drop()
-        if screened is None:
-            return verified
-        assert isinstance(verifier, TreeVerifier)
-        verifier.clear_draft()
-        return self.forward(verifier, rows, trees)
+        return verified if screened is None else None
 
     @property
     def _parts(self) -> tuple[_Part, _Part]:

@@ -9,23 +9,17 @@ from typing import Any
 
 import torch
 
-from ...types.row_text import RowText
-from ...types.token_tree import Forest
-from ...verification.engine import Engine, EngineCall
-from ...verification.options import Bounds, CallOptions, ForwardOptions, ServiceDemand
+from ...verification.engine import Engine, takes_trees
+from ...verification.options import CallOptions, ServiceDemand
 from ...verification.tiers import Service
-from ...verification.tree_attention import TreeAttention
-from ...verification.verified import Verified
-from ...verification.verifiers import Verifier
+from ...verification.verifier import ForwardScope
 from .compact import COMPACT
-from .copies import Copies
 from .few_bits import FewBits
-from .linear import MAX_ROWS
 from .norms import learn_norms
 from .quantized import IN_FOUR_BITS, WEIGHTS
 from .repeated_forward import PROGRAMS
 from .reroute import all_scopes_left, reroute
-from .tree_verifier import CpuTreeVerifier
+from .tree_verifier import CpuTreeVerifier, KernelScope
 
 
 class CpuEngine(Engine):
@@ -33,6 +27,7 @@ class CpuEngine(Engine):
 
     first_call = "measures forwards and chooses kernels"
     packs = has_kernels = True
+    tree_verifier = CpuTreeVerifier
 
     def serves(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -52,8 +47,11 @@ class CpuEngine(Engine):
     def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
         return reroute() if by_kernels else nullcontext()
 
-    def call(self, model: Any, wanted: CallOptions) -> CpuCall:
-        return CpuCall(model, wanted)
+    def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
+        # Methods that are chosen by timings need not give the same bits on every rank.
+        if not options.reroute or options.several:
+            return ForwardScope()
+        return KernelScope(model, options, screens=takes_trees(model, service))
 
     def release(self, module: torch.nn.Module) -> None:
         PROGRAMS.release(module)
@@ -61,57 +59,3 @@ class CpuEngine(Engine):
         for weight in module.parameters(recurse=False):
             for copies in (COMPACT, WEIGHTS, IN_FOUR_BITS):
                 copies.release(weight)
-
-    def tree_verifier(
-        self,
-        service: Service,
-        arguments: tuple[Any, ...],
-        bounds: Bounds,
-        attention: TreeAttention,
-        options: ForwardOptions,
-    ) -> Verifier:
-        repeats = options.recorded and options.by_kernels and not options.states
-        return CpuTreeVerifier(
-            *arguments,
-            bounds,
-            attention=attention,
-            scope=self.scope(options.by_kernels),
-            packed=service.packed,
-            repeats=repeats,
-        )
-
-
-class CpuCall(EngineCall):
-    """The kernels' part in one call, and that of copies of its model's weights."""
-
-    def __init__(self, model: Any, wanted: CallOptions):
-        # Methods that are chosen by timings need not give the same bits on every rank.
-        self.by_kernels = wanted.reroute and not wanted.several
-        self._copies: Copies | None = None
-        if self.by_kernels:
-            self._copies = Copies.of(model, wanted.select, wanted.extra_memory)
-            # More tokens would not be rounded in half precision as plain decoding rounds them.
-            if model.dtype.itemsize < 4 and wanted.batch <= MAX_ROWS:
-                self.most_tokens = MAX_ROWS
-
-    def prefill(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._copies is None else self._copies.watching()
-
-    def begin(self, verifier: Verifier, logits: torch.Tensor) -> None:
-        if self._copies is not None:
-            self._copies.begin(verifier, logits)
-
-    def between_steps(self, verifier: Verifier) -> None:
-        super().between_steps(verifier)
-        if self._copies is not None:
-            self._copies.pack_due()
-
-    def forward(self, verifier: Verifier, rows: Sequence[RowText], trees: Forest) -> Verified:
-        if self._copies is None:
-            return verifier.forward(rows, trees)
-        return self._copies.forward(verifier, rows, trees)
-
-    def cost_variant(self, verifier: Verifier) -> str:
-        if self._copies is None:
-            return verifier.cost_variant
-        return " ".join(filter(None, (self._copies.names, verifier.cost_variant)))

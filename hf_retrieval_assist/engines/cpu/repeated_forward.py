@@ -7,7 +7,7 @@ has been computed so often that recording would have paid, and compared to the b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from ...structures.modules import modules_of
 from ...system import changes
 from ...system.tensors import same_bits
 from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, Recordings
-from ...verification.verifiers import ModelForward
 from .linear import MAX_ROWS
 from .recording import Program, Recorder, UnrecordableError
 
@@ -36,14 +35,18 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20
 
+Compute = Callable[..., Any]
+"""A model's forward, in the scope in which the call computes it."""
+
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
 class _Asked(NamedTuple):
-    """A forward that is wanted: what computes it, its arguments, of these what a program is given,
-    the cache's layers, and the programs that there are."""
+    """A forward that is wanted: the model, what computes it, its arguments, of these what a program
+    is given, the cache's layers, and the programs that there are."""
 
-    compute: ModelForward
+    model: Any
+    compute: Compute
     arguments: dict[str, Any]
     inputs: Mapping[str, torch.Tensor]
     layers: list[Any]
@@ -61,7 +64,7 @@ class _ShapeRecording(Recording):
 
     def record(self, asked: _Asked) -> Any:
         with self.trying(), _undone(asked.layers) as kept:
-            recorder = Recorder(asked.compute.model, asked.inputs, asked.layers, asked.masks)
+            recorder = Recorder(asked.model, asked.inputs, asked.layers, asked.masks)
             with recorder:
                 outputs = asked.compute(**asked.arguments | recorder.inputs)
             given = {name for name, x in outputs.items() if x is not None}
@@ -125,7 +128,8 @@ class RepeatedForward(Borrower[Programs]):
     """Stands for a model in the forwards of one call, and repeats those that it can.
 
     Args:
-        compute: a model's forward.
+        model: whose forwards.
+        compute: the model's forward.
         cache: the call's.
         arguments: of the call.
 
@@ -139,9 +143,8 @@ class RepeatedForward(Borrower[Programs]):
     _told = logging.INFO, "are not recorded"
 
     def __init__(
-        self, compute: ModelForward, cache: SlotCache, arguments: Mapping[str, Any]
+        self, model: Any, compute: Compute, cache: SlotCache, arguments: Mapping[str, Any]
     ) -> None:
-        model = compute.model
         # Programs know where weights lie: they stay there until the end of the call, whoever gives
         # the model others meanwhile.
         self._weights = [
@@ -214,7 +217,9 @@ class RepeatedForward(Borrower[Programs]):
             kinds[key] = _ShapeRecording(PATIENCE)
             kinds[key].key = tuple(inputs["input_ids"].shape)
         seen = [one for one in masks if one is not None]
-        asked = _Asked(self._compute, given, inputs, self._cache.layers, seen, programs)
+        asked = _Asked(
+            self._model, self._compute, given, inputs, self._cache.layers, seen, programs
+        )
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
         self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
         return outputs

@@ -1,9 +1,11 @@
-"""Verification of token trees on a CPU: rows are packed, and forwards repeated from recordings."""
+"""Verification of token trees on a CPU: by kernels, from copies of weights, rows being packed and
+forwards repeated from recordings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,64 @@ import torch
 from ...cache.slot_layers import NO_VIEWS
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
+from ...verification.options import CallOptions
 from ...verification.tree_attention import TreeTokens
+from ...verification.tree_verifier import TreeVerifier
 from ...verification.verified import Verified
-from ...verification.verifiers import TreeVerifier
+from ...verification.verifier import ForwardScope
+from .copies import Copies
+from .linear import MAX_ROWS
 from .packed_attention import PackedAttention, spans_of
 from .recording import PackedModel, Program
 from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
+from .reroute import reroute
 
 # Forwards of one token by which one is recorded, and then compared.
 MOST_RECORDING = PATIENCE + 3
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class KernelScope(ForwardScope):
+    """The kernels, and copies of a model's weights, which compute the forwards of one call.
+
+    Args:
+        model: whose.
+        options: what the call wants.
+        screens: whether logits may be approximations.
+
+    Attributes:
+        copies: of the weights; None: there are none.
+    """
+
+    def __init__(self, model: Any, options: CallOptions, screens: bool) -> None:
+        select = options.select if screens and not options.all_logits else None
+        self.copies = Copies.of(model, select, options.extra_memory)
+        # More tokens would not be rounded in half precision as plain decoding rounds them.
+        if model.dtype.itemsize < 4 and options.batch <= MAX_ROWS:
+            self.most_tokens = MAX_ROWS
+
+    @property
+    def variant(self) -> str:
+        return "" if self.copies is None else self.copies.names
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return reroute()
+
+    def choosing(self) -> AbstractContextManager[Any]:
+        return _NOTHING if self.copies is None else self.copies.watching()
+
+    def exact(self, verified: Verified) -> Verified | None:
+        return verified if self.copies is None else self.copies.read(verified)
+
+    def begin(self, logits: torch.Tensor) -> None:
+        if self.copies is not None:
+            self.copies.begin(logits)
+
+    def prepare(self) -> None:
+        if self.copies is not None:
+            self.copies.pack_due()
 
 
 class CpuTreeVerifier(TreeVerifier):
@@ -30,31 +81,31 @@ class CpuTreeVerifier(TreeVerifier):
     their texts: every row adds what it feeds and no filler, and rows that have ended are not there.
     Only attention has to know of rows; it is exchanged for the forward and looks every token up in
     its own row's slots.
-
-    Args:
-        packed: whether rows that would need filler are packed.
-        repeats: whether forwards may be repeated from what was recorded of earlier ones.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        packed: bool = False,
-        repeats: bool = False,
-        **kwargs: Any,
-    ):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.packed, self._repeats = packed, repeats
+        self.packed, options = self.service.packed, self.options
+        by_kernels = isinstance(self.scope, KernelScope)
+        watched = options.taps is not None and bool(options.taps.layers)
+        self._repeats = options.recorded and by_kernels and not watched
         self._repeated: RepeatedForward | None = None
 
-    def prepare(self) -> None:
-        super().prepare()
+    def ready(self) -> None:
+        super().ready()
         repeats, self._repeats = self._repeats, False
         if repeats and can_repeat(self.model, self.cache):
-            self.call = self._repeated = RepeatedForward(self.compute, self.cache, self.kwargs)
-            self.cost_variant = "repeated" if self._repeated.repeats else ""
+            self._repeated = RepeatedForward(self.model, self.compute, self.cache, self.kwargs)
             if len(self.prompt_ids) == 1 and not self.packed:
                 self.widths = self._repeated.widths
+
+    @property
+    def cost_variant(self) -> str:
+        repeats = self._repeated is not None and self._repeated.repeats
+        return f"{self.scope.variant} repeated" if repeats else self.scope.variant
+
+    def call(self, **given: Any) -> Any:
+        return (self._repeated or self.compute)(**given)
 
     @property
     def _single(self) -> Program | None:
@@ -66,14 +117,14 @@ class CpuTreeVerifier(TreeVerifier):
     def is_unwatched(self) -> bool:
         """Whether nothing of a caller's sees this call's forwards, as those that may be repeated
         tell: no hook, and no code but that of libraries."""
-        self.prepare()
+        self.ready()
         return self._repeated is not None and self._repeated.is_current()
 
     @property
     def may_record(self) -> bool:
         """Whether forwards of one token without a mask, which rows that are padded always have, may
         be recorded in this call."""
-        self.prepare()
+        self.ready()
         repeats = self._repeated is not None and bool(self._repeated.widths)
         return repeats and self.attention.prompt_mask is None
 

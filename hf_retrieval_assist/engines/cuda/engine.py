@@ -11,10 +11,10 @@ import torch
 from ...cache.kv_cache import SlotCache
 from ...cache.slot_layers import SlotLayer
 from ...host.transformers_private import input_device
-from ...verification.engine import Engine, tree_attention
-from ...verification.options import Bounds, ForwardOptions, ServiceDemand
+from ...verification.engine import Engine
+from ...verification.options import CallOptions, ServiceDemand
 from ...verification.tiers import Service
-from ...verification.verifiers import Verifier
+from ...verification.verifier import ForwardScope, Verifier
 from .fixed_attention import has_triton
 from .fixed_memory import can_stay, stays_in_place
 from .fixed_verifier import WIDTHS, FixedVerifier
@@ -52,26 +52,22 @@ class CudaEngine(Engine):
 
     def verifier(
         self,
-        service: Service,
         model: Any,
         cache: SlotCache,
         model_kwargs: dict[str, Any],
         prompt_ids: torch.Tensor,
-        options: ForwardOptions,
+        service: Service,
+        options: CallOptions,
+        scope: ForwardScope,
     ) -> Verifier:
+        given = model, cache, model_kwargs, prompt_ids
         if not (service.static_buffers and can_stay(cache, input_device(model))):
-            return super().verifier(service, model, cache, model_kwargs, prompt_ids, options)
+            return super().verifier(*given, service, options, scope)
         fixed, tested = options.fixed_width, [width for width in WIDTHS if width <= service.width]
         if fixed not in (None, *tested):
             raise ValueError(f"fixed_width: expected one of {tested}, got {fixed}")
-        return FixedVerifier(
-            *(model, cache, model_kwargs, prompt_ids),
-            Bounds(fixed or service.width, options.most_tokens, service.reach),
-            attention=tree_attention(service, model, model_kwargs),
-            options=options,
-            by=service.attention_by,
-            choose=NodeChoices.of(options.select, fixed),
-        )
+        choose = NodeChoices.of(options.select, fixed)
+        return FixedVerifier(*given, service, options, scope, choose=choose)
 
     def release(self, module: torch.nn.Module) -> None:
         WORKSPACES.release(module)

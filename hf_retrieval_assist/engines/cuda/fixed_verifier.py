@@ -23,10 +23,9 @@ from ...host.transformers_private import attention_of
 from ...system.lazy import cached_property
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
-from ...verification.options import ForwardOptions
 from ...verification.tree_attention import Int64Array, TreeLayout, TreeTokens
+from ...verification.tree_verifier import TreeVerifier
 from ...verification.verified import TopLogits, Verified
-from ...verification.verifiers import TreeVerifier
 from .arena import Shape
 from .fixed_memory import FixedMemory
 from .replay import Shown
@@ -108,10 +107,11 @@ class FixedVerified(Verified):
 class FixedVerifier(TreeVerifier):
     """Verifies one token tree per row; see the module's docstring.
 
+    Attention is computed as the service says: "triton", by the kernels of
+    :mod:`.triton_attention`; "mask", by the model's own function under a mask over the whole
+    capacity.
+
     Args:
-        options: what the call wants.
-        by: what computes attention: "triton", the kernels of :mod:`.triton_attention`; "mask",
-            the model's own function under a mask over the whole capacity.
         choose: finds what is chosen behind every node; None: the walk does.
 
     Attributes:
@@ -121,16 +121,11 @@ class FixedVerifier(TreeVerifier):
     summarises = True
     lends_cache = False
 
-    def __init__(
-        self,
-        *args: Any,
-        options: ForwardOptions,
-        by: str = "mask",
-        choose: NodeChooser | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
-        self.options, self._choose = options, choose
+    def __init__(self, *args: Any, choose: NodeChooser | None = None):
+        super().__init__(*args)
+        options, by = self.options, self.service.attention_by
+        self.most_fed = options.fixed_width or self.most_fed
+        self._choose = choose
         self.taps = options.taps or FeatureTaps(self.model, [])
         self.widths = WIDTHS if options.fixed_width is None else (options.fixed_width,)
         self._by_kernels = by != "mask"
@@ -171,7 +166,7 @@ class FixedVerifier(TreeVerifier):
         self._prepared(ids, 1, self._token_types | arguments)
 
     @property
-    def cost_variant(self) -> str:  # type: ignore[override]
+    def cost_variant(self) -> str:
         cost_variant = "recorded" if self.memory.records else "in place"
         return cost_variant if self._choose is None else f"{cost_variant} choosing"
 

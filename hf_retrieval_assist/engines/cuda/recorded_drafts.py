@@ -14,9 +14,10 @@ import torch
 
 from ...draft_models.rows import DraftCache
 from ...host.transformers_private import with_cache
-from ...verification.options import ForwardOptions
+from ...verification.options import CallOptions
 from ...verification.tiers import Service
-from ...verification.tree_attention import TreeAttention, TreeLayout
+from ...verification.tree_attention import TreeLayout
+from ...verification.verifier import ForwardScope
 from .fixed_verifier import FixedVerifier
 
 
@@ -39,12 +40,10 @@ class RecordedDrafts(FixedVerifier):
     ) -> None:
         before_first = torch.full((len(cache.slots.lengths), 1), -1)
         kwargs = with_cache(model, cache) | {"use_cache": True, "position_ids": before_first}
-        super().__init__(
-            *(model, cache, kwargs, before_first),
-            attention=TreeAttention(service.rules, None, model.dtype),
-            options=ForwardOptions(recorded=recorded),
-            by=service.attention_by,
-        )
+        options = CallOptions(recorded=recorded)
+        super().__init__(model, cache, kwargs, before_first, service, options, ForwardScope())
+        # A level is fed whole: wrong drafts cost time and no token.
+        self.most_fed = self.widths[-1]
         self.most, self.begun = most, 0
         # What fills a line up lies behind.
         self._columns = most + self._bucket(most)

@@ -83,7 +83,7 @@ class Step(Repeated):
         inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
             [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
         results: `best` int64 [batch, width]; `sound` float32, NaN where a token's logits are;
-            `chosen` int64 [batch * width], see `ForwardOptions.choose`; where they are wanted, the
+            `chosen` int64 [batch * width], see `NodeChooser`; where they are wanted, the
             largest logits `top_logits` [batch, width, top_k] and their tokens `top_ids`.
         largest: these two on the host, [batch * width, top_k]; empty where they are not
             wanted.

@@ -9,16 +9,16 @@ from torch import nn
 from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_retrieval_assist import SamAssistant, release_memory, reroute
+from hf_retrieval_assist import SamAssistant, release_memory
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import compact, copies, linear
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
-from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
 from hf_retrieval_assist.types.row_text import RowText
-from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
-from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from hf_retrieval_assist.verification.engine import engine_of
+from hf_retrieval_assist.verification.options import CallOptions
+from hf_retrieval_assist.verification.tiers import Service, Tier
 from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
 from tests.support.lossless import PROMPT, run
 
@@ -121,10 +121,10 @@ def test_memory_is_a_modules():
 
 
 @pytest.mark.parametrize(
-    ("kind", "screened"),
-    [(TreeVerifier, True), (ChainVerifier, False)],
+    ("tier", "screened"),
+    [(Tier.TREE, True), (Tier.CHAIN, False)],
 )
-def test_what_verifies_decides_what_is_read(kind, screened, products):
+def test_what_verifies_decides_what_is_read(tier, screened, products):
     """Only trees are screened."""
     model = rounded(tie_word_embeddings=True)
     WEIGHTS.of(model.lm_head.weight)
@@ -133,18 +133,19 @@ def test_what_verifies_decides_what_is_read(kind, screened, products):
     model.extra = other
     COMPACT.of(other.weight)
     greedy = TokenSelector(LogitsProcessorList(), False, [RowText(0, PROMPT[0], 4)])
-    found, made = Copies.of(model, greedy, None), kind.__new__(kind)
+    options = CallOptions(select=greedy, reroute=True)
+    scope = engine_of(model.device).scope_of(model, Service(tier, ""), options)
     with torch.no_grad():
-        with reroute(), found.watching():
+        with scope.choosing(), scope.computing():
             logits = model(PROMPT).logits
-        found.begin(made, logits)
-        found.pack_due()
-        with reroute(), found.watching(), watch_screens() as watch:
+        scope.begin(logits)
+        scope.prepare()
+        with scope.choosing(), scope.computing(), watch_screens() as watch:
             model.lm_head(torch.randn(1, HIDDEN))
             other(torch.randn(1, HIDDEN))
     assert bool(watch.screened) == screened
     assert len(products) == (1 if screened else 2)
-    assert found.names == ("screened compact" if screened else "compact")
+    assert scope.variant == ("screened compact" if screened else "compact")
 
 
 @pytest.mark.parametrize("draws", [False, True])

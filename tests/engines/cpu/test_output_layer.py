@@ -19,7 +19,6 @@ from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified, sampling_of, shortlist_of
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory
-from hf_retrieval_assist.system.tensors import same_bits
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
@@ -29,6 +28,7 @@ from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
 from tests.support.products import kernels_serving
 from tests.support.quick import cases
+from tests.support.rounding import OF_MODEL, within
 
 SAMPLED = {"do_sample": True}
 OPTIONS = {
@@ -182,7 +182,8 @@ def test_a_drafter_that_asks_for_all_logits_gets_those_of_the_model(dtype, rows,
     assert assistant.stats.last.repeated > 0
     assert len(expected) > 5
     for (_, shown), logits in zip(learner.shown, expected, strict=True):
-        assert same_bits(shown.logits, logits)
+        # PyTorch may compute the attention of some widths, the kernels that of others.
+        torch.testing.assert_close(shown.logits, logits, **within(logits, OF_MODEL))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -26,9 +26,10 @@ from hf_retrieval_assist.engines.cuda.arena import Arena
 from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.engines.cuda.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
+from hf_retrieval_assist.host import transformers_private
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification import engine, service
-from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from hf_retrieval_assist.verification.tree_verifier import TreeVerifier
 from tests.support import dense_attention
 from tests.support.logits_feedback import Learner, expected_logits
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
@@ -249,7 +250,7 @@ def test_flash_attention_is_served_by_trees(monkeypatch):
     attended = dense_attention.install(monkeypatch)
     # transformers would look for kernels under any name with "flash" in it.
     AttentionInterface.register("unmasked", dense_attention.flash_like)
-    for module in (service, engine):
+    for module in (service, transformers_private):
         monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("unmasked")

@@ -1,9 +1,8 @@
 """How one forward checks drafts and how the cache forgets what was rejected.
 
 A verifier feeds every row its pending tokens (the ones the model has not processed, the root being
-the last of them) followed by a draft, and later keeps what was accepted. :class:`TreeVerifier`
-feeds token trees under a 4D mask, and rows advance independently; see :mod:`.chain_verifier` for
-models that take chains alone.
+the last of them) followed by a draft, and later keeps what was accepted. What it feeds, and in what
+shape, is decided by :mod:`.tree_verifier`, by :mod:`.chain_verifier`, and by engines.
 """
 
 from __future__ import annotations
@@ -13,48 +12,83 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..cache.blocks import Views
 from ..cache.kv_cache import SlotCache
 from ..cache.slot_layers import NO_VIEWS
-from ..host.scopes import Attention, attending
-from ..host.transformers_private import CACHE_NAMES, attention_of, forward_parameters, input_device
+from ..host.transformers_private import (
+    CACHE_NAMES,
+    OptimisedForDecode,
+    attention_of,
+    forward_parameters,
+    input_device,
+)
 from ..system.lazy import cached_property
+from ..system.log import get_logger
 from ..types.row_text import RowText
-from ..types.token_tree import Forest, Limits, TokenTree
-from .options import Bounds
+from ..types.token_tree import Forest, Limits
+from .options import CallOptions
 from .reach import UNLIMITED
-from .tree_attention import TreeAttention, TreeLayout, TreeTokens
+from .tiers import Service
 from .verified import Verified
+
+logger = get_logger(__name__)
 
 # Tokens per row that one forward catches up on at most, since each of them gets logits.
 _MOST_FED = 64
 
-_NO_SCOPE: AbstractContextManager[Any] = nullcontext()
+# Forwards over so few may copy the experts' weights token by token; plain decoding does so for
+# one token a row.
+_FEW_TOKENS = 2
 
 
-class ModelForward:
-    """A model's forward, in the scope in which its engine computes it."""
+class ForwardScope:
+    """What computes the forwards of one call; here PyTorch, as the model asks.
 
-    def __init__(self, model: Any, scope: AbstractContextManager[Any]) -> None:
-        self.model, self.scope = model, scope
+    Attributes:
+        most_tokens: tokens of all rows, filler included, that a forward may feed where it is to
+            round as plain decoding does; None: any number.
+    """
 
-    def __call__(self, **given: Any) -> Any:
-        with self.scope:
-            return self.model(**given)
+    most_tokens: int | None = None
+
+    @property
+    def variant(self) -> str:
+        """How forwards run in it; t(n) is measured for each way."""
+        return ""
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Scope of one forward, whoever wants it."""
+        return nullcontext()
+
+    def choosing(self) -> AbstractContextManager[Any]:
+        """Scope of one whose logits only choose tokens, and are approximations until `exact`."""
+        return nullcontext()
+
+    def begin(self, logits: torch.Tensor) -> None:
+        """The prompt's forward gave these."""
+
+    def exact(self, verified: Verified) -> Verified | None:
+        """What a forward in the scope `choosing` has shown; None: nothing that is of use, and the
+        next one gives exact logits."""
+        return verified
+
+    def prepare(self) -> None:
+        """Make what has become worth it for forwards to come; called before each step."""
 
 
 class Verifier:
-    """Common part: the keyword arguments of a forward and the rows' progress.
+    """What a call's forwards run by: it owns the cache, the scope they are computed in, and what
+    was recorded of them.
 
     Args:
         model: a transformers model.
         cache: its self-attention cache, filled by the prefill.
         model_kwargs: `generate`'s, after the prefill.
         prompt_ids: int64 [batch, length], as the rows of text begin.
-        bounds: what a forward may feed.
-        scope: in which the model computes.
+        service: how the model is served.
+        options: what the call wants.
+        scope: what computes the forwards.
 
     Attributes:
         begun: slots per row that held the prompt.
@@ -63,19 +97,22 @@ class Verifier:
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
         packed: whether a forward costs what all rows feed together, so that rows which have ended
             cost nothing; otherwise it is as wide as the widest row.
-        most_fed, most_tokens, reach: see :class:`~.options.Bounds`.
+        most_fed: tokens of each row that a forward may feed.
+        most_tokens: see :class:`ForwardScope`.
+        reach: how far a forward may reach.
+        may_draft: whether a draft may be verified: nothing has shown that drafts change the text's
+            forwards.
         chains: whether drafts have to be single paths.
-        compute: the model's forward; `call` may repeat what was recorded of it instead.
         attention_by: what computes attention.
         cost_variant: how forwards run; the cost of a width is its own.
+        forwards: behind the prefill, so far.
         repeated, recordings: forwards that were repeated from a recording, and recordings that were
             made.
     """
 
     packed = False
     chains = False
-    cost_variant = ""
-    repeated = recordings = 0
+    forwards = repeated = recordings = 0
 
     def __init__(
         self,
@@ -83,13 +120,14 @@ class Verifier:
         cache: SlotCache,
         model_kwargs: dict[str, Any],
         prompt_ids: torch.Tensor,
-        bounds: Bounds = Bounds(),  # noqa: B008, a tuple
-        scope: AbstractContextManager[Any] = _NO_SCOPE,
+        service: Service,
+        options: CallOptions,
+        scope: ForwardScope,
     ):
-        self.model = model
-        self.most_fed, self.most_tokens, self.reach = bounds
-        self.compute = ModelForward(model, scope)
-        self.call: Any = self.compute
+        self.model, self.service, self.options, self.scope = model, service, options, scope
+        self.most_fed, self.reach = service.width, service.reach
+        self.most_tokens = scope.most_tokens
+        self.may_draft = True
         self.widths: tuple[int, ...] = ()
         self.cache = cache
         self.prompt_ids = prompt_ids
@@ -111,18 +149,117 @@ class Verifier:
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest
         self.feeding = self._ready = False
+        self._tapped: AbstractContextManager[Any] = nullcontext()
+        if options.taps is not None and options.taps.layers:
+            self._tapped = options.taps
+        self._decode_scope = OptimisedForDecode(model)
 
-    def prepare(self) -> None:
-        """Make what forwards behind the prompt's need, for which the first token does not wait;
-        called before each of them."""
+    @property
+    def cost_variant(self) -> str:
+        return self.scope.variant
+
+    def ready(self) -> None:
+        """Make what forwards behind the prompt's need, for which the first token does not wait."""
         if not self._ready:
             self._ready = True
             if self.cache.memory is None:
                 self.cache.pack_layers()
 
+    def prepare(self) -> None:
+        """Make what the next forward needs, and what has become worth it; called for each step."""
+        self.ready()
+        self.scope.prepare()
+
+    def verify(self, rows: Sequence[RowText], trees: Forest) -> tuple[Forest, Verified]:
+        """Verify a tree of every row, or nothing where a forward over them is of no use.
+
+        Args:
+            rows: all of the call's.
+
+        Returns:
+            The trees that were verified, and what the forward showed.
+        """
+        lengths = self.cache.slots.lengths
+        self.cache.require_room(1 + max([lengths[r.index] for r in rows if not r.finished]))
+        with self._tapped:
+            if not len(trees.token_ids):
+                return trees, self._waited(rows, trees)
+            if (verified := self._over_drafts(rows, trees)) is not None:
+                return trees, verified
+            nothing = Forest.empty(len(rows))
+            verified = self._waited(rows, nothing)
+        # Where the text itself is not finite, no draft is of use.
+        self.may_draft = self.may_draft and verified.is_sound
+        verified.typical = False
+        return nothing, verified
+
+    def _over_drafts(self, rows: Sequence[RowText], trees: Forest) -> Verified | None:
+        """A forward over drafts; None, with nothing of it left, where it did not compute the text
+        as it would have done without them."""
+        try:
+            verified = self._waited(rows, trees)
+            if verified.is_sound:
+                return verified
+            self.drop(rows, verified)
+            why = "logits behind a draft were not finite (an overflow, or weights that are not)"
+        except Exception as error:
+            if self.options.several:
+                raise
+            self.undo()
+            # It may take one token of each row only, as plain decoding feeds them.
+            self.narrow()
+            why = f"a forward over a draft raised {error!r}"
+        name = type(self.model).__name__
+        logger.warning_once(f"{name}: {why}; the step was repeated without drafts")
+        return None
+
+    def _waited(self, rows: Sequence[RowText], trees: Forest) -> Verified:
+        """A forward that has ended."""
+        widest = self.options.fixed_width or 1 + max(trees.sizes)
+        few = widest == 1 or widest * len(trees) <= _FEW_TOKENS
+        if few != self._decode_scope.wanted:
+            self._decode_scope.want(few)
+        self.forwards += 1
+        with self.scope.choosing():
+            verified = self.forward(rows, trees)
+        exact = self.scope.exact(verified)
+        if exact is None:
+            self.undo()
+            return self._waited(rows, trees)
+        exact.wait()
+        return exact
+
+    def rest(self, rows: Sequence[RowText], tokens: int) -> None:
+        """A forward after all rows have ended at so many generated tokens: over some of what the
+        cache lacks of them, or over nothing, because other processes still wait in theirs."""
+        self._decode_scope.want(False)
+        self.prepare()
+        with self._tapped:
+            if self.lacking(tokens) > 0:
+                self.catch_up(rows, tokens)
+                return
+            nothing = self.forward(rows, Forest.empty(len(rows)))
+        self.keep(rows, nothing, [[] for _ in rows])
+
+    def leave(self, tokens: int | None) -> None:
+        """End the call, and leave its cache to whoever goes on from it.
+
+        Args:
+            tokens: that every row has generated, behind which plain decoding would leave it; None:
+                the call was interrupted.
+        """
+        # What was recorded has taken the experts' own method for granted.
+        self._decode_scope.want(False)
+        if tokens is None:
+            self.abandon()
+        else:
+            self.end(tokens)
+        if self.options.cache_outlives_call:
+            self.cache.give_back()
+
     def narrow(self) -> None:
-        """Feed one token of each row from now on, as plain decoding does."""
-        self.most_fed = 1
+        """Feed one token of each row from now on, as plain decoding does, and no draft."""
+        self.most_fed, self.may_draft = 1, False
 
     @property
     def processed(self) -> list[int]:
@@ -220,6 +357,15 @@ class Verifier:
         self.cache.truncate(min(self.cache.slots.lengths))
         self.cache.align()
 
+    def compute(self, **given: Any) -> Any:
+        """The model's forward."""
+        with self.scope.computing():
+            return self.model(**given)
+
+    def call(self, **given: Any) -> Any:
+        """The same, which may be repeated from what was recorded of it."""
+        return self.compute(**given)
+
     @cached_property
     def _token_types(self) -> dict[str, torch.Tensor]:
         """[batch, 1], of fed tokens: they continue the last token's type; in multimodal types they
@@ -239,7 +385,6 @@ class Verifier:
         views: Views = NO_VIEWS,
         call: Any = None,
     ) -> Any:
-        self.prepare()
         if self._token_types:
             types = {name: ids.expand(-1, width) for name, ids in self._token_types.items()}
             arguments = types | arguments
@@ -276,131 +421,3 @@ class Verifier:
         if all(value is self.kwargs.get(name) for name, value in rest.items()):
             self._steady = rest
         return inputs
-
-
-class TreeVerifier(Verifier):
-    """Verifies one token tree per row; see the module's docstring.
-
-    A forward over padded rows costs their number times the widest tree.
-
-    Args:
-        attention: builds the masks.
-
-    Attributes:
-        lends_cache: whether a drafter that runs the model itself may write behind the texts.
-    """
-
-    lends_cache = True
-
-    def __init__(self, *args: Any, attention: TreeAttention, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.attention = attention
-        self._unsound = False  # whether drafts since the last `clear_draft` had NaN for logits
-
-    def _bucket(self, width: int) -> int:
-        fitting = (bucket for bucket in self.widths if width <= bucket <= self.most_fed)
-        return next(fitting, width)
-
-    @cached_property
-    def _modules(self) -> frozenset[nn.Module]:
-        """Whose attention belongs to these forwards; hooks may call other models."""
-        return frozenset(self.model.modules())
-
-    def _attending(self, attend: Attention) -> attending:
-        """Scope of a forward whose attention is computed otherwise."""
-        return attending(attention_of(self.model.config), self._modules, attend)
-
-    def forward(self, rows: Sequence[RowText], trees: Forest) -> Verified:
-        return self._feed(
-            [row.last for row in rows], trees, [row for row in rows if not row.finished]
-        )
-
-    def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
-        """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
-        width = self._bucket(1 + max(trees.sizes))
-        return self._feed_lines(TreeTokens.of(roots, trees, self.cache.slots.lengths, None, width))
-
-    def _feed_lines(self, fed: TreeTokens, call: Any = None) -> Verified:
-        """Feed rows side by side, each filled up to the widest."""
-        ids, lines = fed.lines(self.device)
-        batch, width = fed.token_ids.shape
-        outputs = self._run(ids, width, *self._tree_arguments(lines), call)
-        return Verified(outputs.logits, [0] * batch, outputs)
-
-    @cached_property
-    def _next(self) -> int | None:
-        """The position behind every row's prompt; None where rows have several."""
-        found = self.next_position
-        alike = found.ndim == 2 and bool((found == found[0]).all())
-        return int(found[0, 0]) if alike else None
-
-    def _tree_arguments(self, fed: TreeLayout) -> tuple[dict[str, Any], Views]:
-        """Masks and positions of each line, and where layers are written to."""
-        slots, positions = self.cache.slots, self.next_position
-        masks, views = self.attention.masks(fed, slots)
-        # Each row's root's: [batch, 1], or with a leading axis where ids have one.
-        if self._next is not None and slots.is_even and fed.depths.shape[0] == positions.shape[0]:
-            begin = self._next + slots.longest - self.begun
-            if fed.depths.is_cpu:
-                ids = torch.from_numpy(fed.depths.numpy() + begin)
-            else:
-                ids = fed.depths + begin
-            return {"attention_mask": masks, "position_ids": ids}, views
-        if fed.rows is None and slots.is_even:
-            positions = positions + (slots.longest - self.begun)
-        else:
-            positions = positions + (slots.index(self.device)[1] - self.begun)
-        if fed.rows is not None:
-            positions = positions[..., fed.rows, :]
-        return {"attention_mask": masks, "position_ids": positions + fed.depths}, views
-
-    @cached_property
-    def _one(self) -> TreeLayout:
-        """A token of each row, behind what it has kept."""
-        nothing = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        seen = nothing.new_ones((len(self.prompt_ids), 1, 1), dtype=torch.bool)
-        return TreeLayout(nothing, nothing, seen)
-
-    def draft(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, 1, vocab_size] of a token of each row, [batch, 1], that is not kept."""
-        arguments, views = self._tree_arguments(self._one)
-        call = self.call if self.cache.slots.is_even else self.compute
-        outputs = self._run(token_ids, 1, arguments, views, call)
-        logits: torch.Tensor = outputs.logits
-        self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
-        return logits
-
-    def feed_again(self, texts: Sequence[Sequence[int]]) -> None:
-        """Feed texts, as many tokens of each row, which are not kept, to whoever sees the model's
-        layers."""
-        trees = Forest.of([TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in texts])
-        roots = [ids[0] for ids in texts]
-        fed = TreeTokens.of(roots, trees, self.cache.slots.lengths, None, len(texts[0]))
-        self._unsound = True  # unless somebody looked at the logits
-        self._feed_lines(fed, self.compute)
-
-    def clear_draft(self) -> None:
-        """Drop what `draft` or `feed_again` has fed."""
-        self.cache.truncate(self.cache.slots.longest)
-        self.feeding = False
-        if self._unsound:
-            self.cache.zero_unused()
-            self._unsound = False
-
-    def undo(self) -> None:
-        self._unsound = True
-        self.clear_draft()
-
-    def keep(
-        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
-    ) -> None:
-        self.cache.keep(accepted)
-        self.feeding = False
-
-    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
-        stops = [min(tokens - 1, done + self._most_lacking) for done in self.processed]
-        fed = [row.fed(*span) for row, *span in zip(rows, self.processed, stops, strict=True)]
-        roots = [ids[0] if ids else row.last for row, ids in zip(rows, fed, strict=True)]
-        trees = Forest.of([TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed])
-        lacking = [row for row, ids in zip(rows, fed, strict=True) if ids]
-        self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
