@@ -29,7 +29,6 @@ from transformers import DynamicCache
 from hf_retrieval_assist.decoding.draws import reaching_of
 from hf_retrieval_assist.engines.cpu import screen as screen_module
 from hf_retrieval_assist.engines.cpu.attention import plain_attention
-from hf_retrieval_assist.engines.cpu.linear import transposed_linear
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
@@ -144,7 +143,6 @@ def linears(report: Report, arguments: argparse.Namespace, progress: Callable[[s
             x = torch.randn(rows, depth).to(dtype)
             calls = {
                 "PyTorch": partial(F.linear, x, weight),
-                "transposed": partial(transposed_linear, x, weight, None),
                 "kernel": partial(kernel_linear, x, weight, None),
             }
             seconds = typical_seconds(f"{place}, {rows} rows", calls, repeats, progress)

@@ -101,9 +101,13 @@ class Engine:
         """Scope at whose end the running thread is in the scopes that it was in before."""
         return scopes_left()
 
-    def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
+    def scope(self, by_kernels: bool, verified: int = 0) -> AbstractContextManager[Any]:
         """Scope in which a model's forwards are computed, by the engine's kernels where wanted; it
-        may be entered again and again."""
+        may be entered again and again.
+
+        Args:
+            verified: texts whose drafts are verified there; 0: it is plain decoding's.
+        """
         return nullcontext()
 
     def call(self, model: Any, wanted: CallOptions) -> EngineCall:
@@ -167,12 +171,12 @@ class Engine:
             )
         arguments = model, cache, model_kwargs, prompt_ids
         bounds = Bounds(service.width, options.most_tokens, service.reach)
+        scope = self.scope(options.by_kernels, len(prompt_ids))
         if service.tier is not Tier.TREE or why_no_mask(model.config) is not None:
             states = SavedStates if service.tier is Tier.REPLAY else States
-            scope = self.scope(options.by_kernels)
             return ChainVerifier(*arguments, bounds, states=states(cache), scope=scope)
         attention = tree_attention(service, model, model_kwargs)
-        return self.tree_verifier(service, arguments, bounds, attention, options)
+        return self.tree_verifier(service, arguments, bounds, attention, options, scope)
 
     def tree_verifier(
         self,
@@ -181,9 +185,9 @@ class Engine:
         bounds: Bounds,
         attention: TreeAttention,
         options: ForwardOptions,
+        scope: AbstractContextManager[Any],
     ) -> Verifier:
         """One of the tree tier; `arguments` are a verifier's first four."""
-        scope = self.scope(options.by_kernels)
         return TreeVerifier(*arguments, bounds, attention=attention, scope=scope)
 
     def release(self, module: torch.nn.Module) -> None:

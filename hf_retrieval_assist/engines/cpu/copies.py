@@ -23,7 +23,7 @@ from ...types.token_tree import Forest
 from ...verification.verified import Verified
 from ...verification.verifiers import TreeVerifier, Verifier
 from .compact import COMPACT, CompactProduct, compactable
-from .linear import Override, is_kernel
+from .linear import Override
 from .quantized import WEIGHTS
 from .recording import overrides
 from .reroute import overriding
@@ -251,5 +251,4 @@ def _output_weight(model: Any) -> torch.Tensor | None:
         return None
     if hooks_of(layer) or hooks_of(model) or global_hooks():
         return None
-    # Only the kernel gives a row of half precision the same bits whatever stands beside it.
-    return weight if weight.dtype == torch.float32 or is_kernel(weight) else None
+    return weight

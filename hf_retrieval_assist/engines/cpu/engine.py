@@ -20,18 +20,17 @@ from ...verification.verifiers import Verifier
 from .compact import COMPACT
 from .copies import Copies
 from .few_bits import FewBits
-from .linear import MAX_ROWS
 from .norms import learn_norms
 from .quantized import IN_FOUR_BITS, WEIGHTS
 from .repeated_forward import PROGRAMS
 from .reroute import all_scopes_left, reroute
+from .skinny import FEW_ROWS, MAX_ROWS
 from .tree_verifier import CpuTreeVerifier
 
 
 class CpuEngine(Engine):
     """See the module's docstring."""
 
-    first_call = "measures forwards and chooses kernels"
     packs = has_kernels = True
 
     def serves(self, device: torch.device) -> bool:
@@ -49,8 +48,10 @@ class CpuEngine(Engine):
     def scopes_left(self) -> AbstractContextManager[None]:
         return all_scopes_left()
 
-    def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
-        return reroute() if by_kernels else nullcontext()
+    def scope(self, by_kernels: bool, verified: int = 0) -> AbstractContextManager[Any]:
+        # Plain decoding of more texts is PyTorch's, and rounds as that.
+        few = 0 < verified <= FEW_ROWS
+        return reroute(verifying=few) if by_kernels else nullcontext()
 
     def call(self, model: Any, wanted: CallOptions) -> CpuCall:
         return CpuCall(model, wanted)
@@ -69,13 +70,14 @@ class CpuEngine(Engine):
         bounds: Bounds,
         attention: TreeAttention,
         options: ForwardOptions,
+        scope: AbstractContextManager[Any],
     ) -> Verifier:
         repeats = options.recorded and options.by_kernels and not options.states
         return CpuTreeVerifier(
             *arguments,
             bounds,
             attention=attention,
-            scope=self.scope(options.by_kernels),
+            scope=scope,
             packed=service.packed,
             repeats=repeats,
         )
@@ -85,13 +87,13 @@ class CpuCall(EngineCall):
     """The kernels' part in one call, and that of copies of its model's weights."""
 
     def __init__(self, model: Any, wanted: CallOptions):
-        # Methods that are chosen by timings need not give the same bits on every rank.
-        self.by_kernels = wanted.reroute and not wanted.several
+        self.by_kernels = wanted.reroute
         self._copies: Copies | None = None
         if self.by_kernels:
-            self._copies = Copies.of(model, wanted.select, wanted.extra_memory)
+            if not wanted.several:  # whose processes need not have memory for the same ones
+                self._copies = Copies.of(model, wanted.select, wanted.extra_memory)
             # More tokens would not be rounded in half precision as plain decoding rounds them.
-            if model.dtype.itemsize < 4 and wanted.batch <= MAX_ROWS:
+            if model.dtype.itemsize < 4 and wanted.batch <= FEW_ROWS:
                 self.most_tokens = MAX_ROWS
 
     def prefill(self) -> AbstractContextManager[Any]:

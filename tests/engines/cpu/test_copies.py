@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant, release_memory, reroute
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.engines.cpu import compact, copies, linear
+from hf_retrieval_assist.engines.cpu import compact, copies
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
 from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
@@ -29,12 +29,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 def at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
     monkeypatch.setattr(copies, "LEAST_SAVED", 0)
-    # The machine's own choice may be another.
-    monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
-    linear.set_chooser(lambda *_: linear.kernel_linear)
     gc.collect()  # copies of other tests' models
-    yield
-    linear.set_chooser(linear.TUNING.choose)
 
 
 @pytest.fixture
