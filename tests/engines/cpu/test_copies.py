@@ -143,12 +143,12 @@ def test_what_verifies_decides_what_is_read(kind, screened, products):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_narrow_output_layer_has_no_copy_for_draws(draws, monkeypatch):
-    monkeypatch.setattr(copies, "LEAST_SAVED", 3 * HIDDEN + 1)
+def test_a_small_output_layer_has_no_copy_for_draws(draws, monkeypatch):
+    monkeypatch.setattr(copies, "LEAST_SAVED", 3 * TOKENS * HIDDEN + 1)
     model = model_of(transformers.LlamaForCausalLM)
-    run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+    run(model, do_sample=draws, assistant=SamAssistant())
     with watch_screens() as watch:
-        run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+        run(model, do_sample=draws, assistant=SamAssistant())
     assert bool(watch.screened) != draws
 
 
