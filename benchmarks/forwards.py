@@ -106,7 +106,7 @@ def filled_cache(model: Any, context: int) -> DynamicCache:
 
 def forward_seconds(model: Any, cache: DynamicCache, routed: bool, ids: list[int]) -> float:
     cache = copy.deepcopy(cache)
-    with reroute(routed):
+    with reroute(routed, verifying=True):
         started = time.perf_counter()
         model(torch.tensor([ids]) % model.config.vocab_size, **{CACHE: cache})
         return time.perf_counter() - started

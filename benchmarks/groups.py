@@ -24,7 +24,7 @@ from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .inputs import UNTUNED, Prompt, first_of_each, load, model_name, read_prompts
 from .methods import Method, Run, assisted, run_method
-from .model import DECODINGS, await_quiet, forget_choices
+from .model import DECODINGS, await_quiet
 from .report import Report
 from .timing import lock_memory, orders
 
@@ -147,7 +147,6 @@ def time_methods(
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     if not arguments.quick:
         await_quiet(180, progress)
-        forget_choices()
     model, tokenizer = load(arguments)
     prompts = first_of_each(read_prompts(UNTUNED), 1)
     rows, nodes, tokens = arguments.groups_rows, arguments.groups_nodes, arguments.groups_tokens

@@ -26,13 +26,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from hf_retrieval_assist.decoding.draws import reaching_of
 from hf_retrieval_assist.engines.cpu import screen as screen_module
 from hf_retrieval_assist.engines.cpu.attention import plain_attention
-from hf_retrieval_assist.engines.cpu.linear import transposed_linear
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
-from hf_retrieval_assist.engines.cpu.screen import Sampling, Screen, Screened
+from hf_retrieval_assist.engines.cpu.screen import Screen, Screened
 from hf_retrieval_assist.engines.cpu.skinny import (
     chosen_linear,
     kernel_attention,
@@ -84,22 +82,11 @@ FLIP_COLUMNS = {
 
 PARTS = ("linears", "attentions", "flips", "screen")
 
-# How a screened output layer is asked for a token.
-CHOICES = {"greedy": None} | {
-    f"T {temperature:g}{name}": Sampling(temperature, **cut)
-    for temperature in (0.7, 1.0, 1.5)
-    for name, cut in {
-        "": {},
-        " top-p 0.9": {"top_p": 0.9},
-        " min-p 0.05": {"min_p": 0.05},
-    }.items()
-}
 # Output layers of other models, tokens and depth, whose weights are made of the demo model's.
 SHAPES = {"Llama-3.2-1B": (128256, 2048), "Qwen3-4B": (151936, 2560)}
 SCREEN_COLUMNS = {
     "shape": "output layer",
     "text": "text",
-    "choice": "token by",
     "tokens": "tokens",
     "logits": "logits in full: median / p99 / most",
     "whole": "whole layers",
@@ -144,7 +131,6 @@ def linears(report: Report, arguments: argparse.Namespace, progress: Callable[[s
             x = torch.randn(rows, depth).to(dtype)
             calls = {
                 "PyTorch": partial(F.linear, x, weight),
-                "transposed": partial(transposed_linear, x, weight, None),
                 "kernel": partial(kernel_linear, x, weight, None),
             }
             seconds = typical_seconds(f"{place}, {rows} rows", calls, repeats, progress)
@@ -315,16 +301,11 @@ def logits_counted() -> Iterator[list[int]]:
         yield sizes
 
 
-def logits_needed(found: Screened, row: int, noise: torch.Tensor, choice: str) -> int:
-    """How many logits of a row are computed in full before its token is known."""
-    sampling = CHOICES[choice]
+def logits_needed(found: Screened, row: int) -> int:
+    """How many logits of a row are computed in full before its greedy token is known."""
     with logits_counted() as sizes:
-        token = (
-            found.argmax(row)
-            if sampling is None
-            else found.draw(row, partial(reaching_of, noise), sampling)
-        )
-    return len(noise) if token is None else min(sum(sizes), len(noise))
+        found.argmax(row)
+    return min(sum(sizes), found.near.shape[1])
 
 
 def screened(
@@ -334,25 +315,21 @@ def screened(
     kinds: Mapping[str, torch.Tensor],
     progress: Callable[[str], None],
 ) -> None:
-    """A row for each kind of text, and one for all, by each way to choose."""
+    """A row for each kind of text, and one for all."""
     screen = Screen(weight, QuantizedWeight.pack(weight))
-    generator = torch.Generator().manual_seed(0)
-    counts: dict[tuple[str, str], list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for text, states in kinds.items():
         progress(f"{shape}: {text}")
         for part in states.split(32):
             found = screen.look(part)
             for row in range(len(part)):
-                noise = torch.empty(len(weight)).exponential_(generator=generator)
-                for choice in CHOICES:
-                    needed = logits_needed(found, row, noise, choice)
-                    for kind in (text, "all"):
-                        counts.setdefault((kind, choice), []).append(needed)
-    for (text, choice), needed in counts.items():
+                for kind in (text, "all"):
+                    counts.setdefault(kind, []).append(logits_needed(found, row))
+    for text, needed in counts.items():
         few = torch.tensor([count for count in needed if count < len(weight)], dtype=torch.float64)
         marks = few.quantile(torch.tensor([0.5, 0.99, 1.0], dtype=few.dtype)) if len(few) else few
         table.add(
-            **{"shape": shape, "text": text, "choice": choice, "tokens": len(needed)},
+            **{"shape": shape, "text": text, "tokens": len(needed)},
             logits=" / ".join(f"{math.ceil(mark):,}" for mark in marks.tolist()) or None,
             whole=f"{1 - len(few) / len(needed):.1%}",
         )

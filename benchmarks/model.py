@@ -26,7 +26,6 @@ import torch
 from transformers import set_seed
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
-from hf_retrieval_assist.engines.cpu.tuning import tuning_file
 from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .inputs import (
@@ -237,20 +236,11 @@ def await_quiet(patience: float, progress: Callable[[str], None]) -> None:
 
 
 def settle(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """A quiet machine, on which kernels are chosen anew, if times are to count; what a report says
-    of it."""
+    """A quiet machine, if times are to count; what a report says of it."""
     busy = arguments.anyway or arguments.quick
     if not busy:
         await_quiet(PATIENCE, progress)
-        forget_choices()
     return {"load": os.getloadavg()[0], "busy": "maybe" if busy else "no"}
-
-
-def forget_choices() -> None:
-    """Kernels that were found to be the fastest, maybe while the machine was busy."""
-    for kind in ("linear", "attention"):
-        if (file := tuning_file(kind)) is not None:
-            file.unlink(missing_ok=True)
 
 
 def titled(title: str, progress: Callable[[str], None], text: str) -> None:

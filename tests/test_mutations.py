@@ -9,7 +9,6 @@ import torch
 
 from hf_retrieval_assist import EagleHead, OutputMemory
 from hf_retrieval_assist.corpus.readers import read_texts
-from hf_retrieval_assist.engines.cpu.tuning import Tuning
 from tests.support.memories import check_memory
 from tests.support.quick import cases
 
@@ -85,15 +84,6 @@ def test_logs_of_outputs(tmp_path, count):
             memory.add([1, 2, 3], "model")
             check_memory(memory)
     assert 0 < opened < count
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_tunings(tmp_path, count):
-    path, methods = tmp_path / "tuning.json", {"kernel", "pytorch"}
-    for key in ("a", "b"):
-        Tuning(methods, "linear", path).name(key, lambda: "pytorch")
-    for _ in damage(path, count, damaged_json):
-        assert Tuning(methods, "linear", path).name("a", lambda: "kernel") in methods
 
 
 def loads_finite(folder, target):

@@ -4,9 +4,6 @@
 
 cdef object _bool = torch.bool
 
-# Tuned for few queries; above, keys and values are worth reading more than once.
-MAX_QUERIES = ROUTED_ROWS
-
 
 cdef object _describe(object tensor, int64_t *strides, const char **data):
     """Note where a tensor of four axes lies; returns one whose last axis is adjacent."""
@@ -143,7 +140,7 @@ def can_attend(query, key, value, mask):
         return False
     if not (_is_plain(query, dtype) and _is_plain(key, dtype) and _is_plain(value, dtype)):
         return False
-    if not _fits(query, key, value) or not 0 < query.size(2) <= MAX_QUERIES:
+    if not _fits(query, key, value) or not 0 < query.size(2) <= _most_rows():
         return False
     if mask is not None:
         if not _is_plain(mask, _bool if mask.dtype is _bool else dtype):

@@ -442,8 +442,12 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
 
 
 cdef object _plain_linear = torch._C._nn.linear
-cdef dict _methods = {}
-cdef object _choose = None
+
+
+cdef int64_t _most_rows():
+    """How many the kernels take, of products and of one text's queries: rows of a few texts, or of their
+    drafts."""
+    return ROUTED_ROWS if thread_verifies else FEW_ROWS
 
 
 cdef bint _is_recorded(object x, object weight, object bias):
@@ -460,50 +464,34 @@ cdef bint _are_few_rows(object x, object weight, object bias, object dtype):
     if not _is_plain(x, dtype) or x.dim() < 1:
         return False
     outputs, depth = weight.shape
-    if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= ROUTED_ROWS * depth:
+    if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= _most_rows() * depth:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False
     return not (_is_recorded(x, weight, bias) or _is_transformed())
 
 
-def chosen_method(input, weight, bias=None):
-    """The function (x, weight, bias) that `routed_linear` computes by; None: PyTorch's."""
+cpdef bint can_multiply(input, weight, bias=None):
+    """Whether `routed_linear` computes a product by the kernel: inside a scope of this thread, of few rows of
+    plain tensors that fit, which nobody records or transforms.
+    """
     dtype = getattr(weight, "dtype", None)
-    if (
-        not in_route()
-        or not PATHS
-        or dtype not in _dtypes
-        or not _is_plain(weight, dtype)
-        or weight.dim() != 2
-        or not weight.is_contiguous()
-        or not _are_few_rows(input, weight, bias, dtype)
-    ):
-        return None
-    prompt = thread_prompts and input.numel() > FEW_ROWS * <int64_t>weight.size(1)
-    key = (weight.shape, dtype, _get_num_threads(), prompt)
-    method = _methods.get(key)
-    if method is None:
-        method = _methods[key] = _choose(weight, prompt)
-    return method
+    return (
+        in_route()
+        and PATHS
+        and dtype in _dtypes
+        and _is_plain(weight, dtype)
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and _are_few_rows(input, weight, bias, dtype)
+    )
 
 
 def routed_linear(input, weight, bias=None):
-    """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
-    weight, where the arguments allow it.
-    """
-    method = chosen_method(input, weight, bias)
-    return (_plain_linear if method is None else method)(input, weight, bias)
-
-
-def set_chooser(choose):
-    """Let `choose(weight, prompt)` name the function (x, weight, bias) for weights of a new shape, dtype or
-    number of threads, and whether for more than `FEW_ROWS` rows of prompts; what was chosen before is
-    forgotten.
-    """
-    global _choose
-    _choose = choose
-    _methods.clear()
+    """`torch.nn.functional.linear`, by the kernel where it can."""
+    if can_multiply(input, weight, bias):
+        return kernel_linear(input, weight, bias)
+    return _plain_linear(input, weight, bias)
 
 
 def routed_scaled(x, values, scales, dtype, bias=None):
@@ -531,11 +519,15 @@ def routed_scaled(x, values, scales, dtype, bias=None):
     return scaled_linear(x, values, scales, bias)
 
 
-def set_prompts(bint prompts):
-    """Say whether this thread's products are those of a prompt; whether they were so far."""
-    global thread_prompts
-    before, thread_prompts = thread_prompts, prompts
-    return bool(before)
+def verifies():
+    """Whether this thread verifies drafts, of which the kernels take up to `MAX_ROWS` rows."""
+    return bool(thread_verifies)
+
+
+def set_verifies(bint verifies):
+    """Say whether it does."""
+    global thread_verifies
+    thread_verifies = verifies
 
 
 def route_depth():
@@ -544,7 +536,7 @@ def route_depth():
 
 
 def set_route_depth(int depth):
-    """Let this thread be in so many; in one or more its `routed_linear` chooses."""
+    """Let this thread be in so many; in one or more the kernels compute what they can."""
     global thread_depth
     thread_depth = depth
 

@@ -3,7 +3,6 @@ from memory once for all rows.
 """
 
 import ctypes
-import sys
 
 import torch
 
@@ -17,15 +16,10 @@ cdef extern from "openmp_runtime.h" nogil:
 
 cdef extern from *:
     """
-    #if defined(_MSC_VER)
-    #define THREAD_LOCAL __declspec(thread)
-    #else
-    #define THREAD_LOCAL __thread
-    #endif
-    static THREAD_LOCAL int thread_depth = 0, thread_prompts = 0;
+    static __thread int thread_depth = 0, thread_verifies = 0;
     """
     int thread_depth  # how many scopes of reroute the running thread is in
-    bint thread_prompts  # whether it computes a prompt
+    bint thread_verifies  # whether it verifies drafts there
 
 cdef extern from "program.h" nogil:
     enum:
@@ -194,8 +188,9 @@ cdef tuple _openmp_functions = (
 cdef int _share_openmp() except -1:
     """Let this module's kernels run on the threads of PyTorch's OpenMP, if there is one."""
     cdef uintptr_t addresses[3]
-    windows = sys.platform == "win32"
-    library = ctypes.WinDLL("libiomp5md.dll") if windows else ctypes.CDLL(None)
+    if not PATHS:
+        return 0
+    library = ctypes.CDLL(None)
     for functions in _openmp_functions:
         if hasattr(library, functions[0]):
             for i, function in enumerate(functions):

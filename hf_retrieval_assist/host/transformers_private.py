@@ -71,17 +71,6 @@ def prefill(
     return model._prefill(input_ids, config, model_kwargs)
 
 
-def prefill_method() -> Any:
-    """The method by which every `generate` feeds a prompt, unless a model has its own."""
-    return GenerationMixin._prefill
-
-
-def exchange_prefill(method: Any, other: Any) -> None:
-    """Let another stand in the place of that method, where it is that."""
-    if GenerationMixin._prefill is method:
-        GenerationMixin._prefill = other
-
-
 def sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
     """transformers' own loop for greedy decoding and sampling."""
     return loop_of(model)(model, input_ids, **arguments)

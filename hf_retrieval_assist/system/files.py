@@ -10,18 +10,15 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 _CACHE = "hf_retrieval_assist"
-_MOST_KEPT = 1 << 22  # bytes of a file that is kept to save time
 # What file systems answer that cannot sync folders, as SMB and some FUSE.
 _CANNOT = "EINVAL ENOTSUP EOPNOTSUPP ENOSYS EBADF EACCES EPERM"
 _CANNOT_SYNC = {getattr(errno, name) for name in _CANNOT.split()}
-
-T = TypeVar("T")
 
 
 def user_cache_directory() -> Path | None:
@@ -107,29 +104,6 @@ def replacing(path: Path, alone: bool = False) -> Iterator[Path]:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-
-
-def read_kept(path: Path, what: str, parse: Callable[[Any], T]) -> T | None:
-    """What `parse` makes of a JSON file that only saves time. None where there is no such file;
-    and, with a warning, where it cannot be read or is none that `parse` knows how to take."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_KEPT + 1)
-        if len(text) > _MOST_KEPT:
-            raise ValueError(f"expected at most {_MOST_KEPT} bytes")
-        return parse(json.loads(text))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        warnings.warn(f"ignoring {what} in {path}: {error!r}", stacklevel=3)
-        return None
-
-
-def write_kept(path: Path, content: Any) -> None:
-    """Replace a JSON file, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:

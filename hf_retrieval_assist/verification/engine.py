@@ -90,9 +90,13 @@ class Engine:
         """Scope at whose end the running thread is in the scopes that it was in before."""
         return scopes_left()
 
-    def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
+    def scope(self, by_kernels: bool, verified: int = 0) -> AbstractContextManager[Any]:
         """Scope in which a model's forwards are computed, by the engine's kernels where wanted; it
-        may be entered again and again."""
+        may be entered again and again.
+
+        Args:
+            verified: texts whose drafts are verified there; 0: it is plain decoding's.
+        """
         return nullcontext()
 
     def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
@@ -123,7 +127,7 @@ class Engine:
         scope = self.scope_of(model, service, options)
         slots.take()
         try:
-            with options.taps or nullcontext(), scope.choosing(), scope.computing():
+            with options.taps or nullcontext(), scope.choosing(), scope.prefilling():
                 outputs = private.prefill(model, input_ids, config, model_kwargs)
             if not slots.is_even:
                 raise UnservableError("its layers do not keep one entry for each token of the text")

@@ -57,8 +57,12 @@ class ForwardScope:
         """How forwards run in it; t(n) is measured for each way."""
         return ""
 
+    def prefilling(self) -> AbstractContextManager[Any]:
+        """Scope of the prompt's forward."""
+        return nullcontext()
+
     def computing(self) -> AbstractContextManager[Any]:
-        """Scope of one forward, whoever wants it."""
+        """Scope of a later one, whoever wants it."""
         return nullcontext()
 
     def choosing(self) -> AbstractContextManager[Any]:

@@ -27,7 +27,6 @@ NAMES += ["+ copies", "+ recordings", "+ drafts", "+ drafts, a dozen before"]
 def small(monkeypatch):
     """A quick run on a small model, which leaves the user's choices of kernels alone."""
     monkeypatch.setattr(model, "load", lambda arguments: small_model())
-    monkeypatch.setattr(model, "forget_choices", lambda: pytest.fail("in a quick run"))
 
 
 def test_a_file_for_a_model_and_a_dtype_after_each_way_of_decoding(small, tmp_path, monkeypatch):
@@ -120,7 +119,7 @@ def test_an_assistant_has_answered_the_prompts_before_and_is_new_in_every_repeat
     assert known[1].stats.total.calls == 4
 
 
-def test_a_busy_machine_is_waited_for_and_its_choices_are_forgotten(monkeypatch, tmp_path):
+def test_a_busy_machine_is_waited_for(monkeypatch):
     loads = iter([3.0, 0.9, 0.4])
     monkeypatch.setattr(model.os, "getloadavg", lambda: (next(loads), 0, 0))
     monkeypatch.setattr(model.time, "sleep", lambda seconds: None)
@@ -131,11 +130,6 @@ def test_a_busy_machine_is_waited_for_and_its_choices_are_forgotten(monkeypatch,
     monkeypatch.setattr(model, "PATIENCE", 0)
     with pytest.raises(SystemExit, match=r"load of at most 0\.5, got 2\.00"):
         model.run(parse(["model"]), silent)
-    monkeypatch.setattr(model, "tuning_file", lambda kind: tmp_path / kind)
-    for name in ("linear", "other"):
-        (tmp_path / name).write_text("{}")
-    model.forget_choices()
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 NODE = """#!{python}

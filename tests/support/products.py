@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_retrieval_assist.engines.cpu import attention, linear
-from hf_retrieval_assist.engines.cpu.attention import AttentionTuning
+from hf_retrieval_assist.engines.cpu import attention
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.skinny import (
@@ -17,7 +16,6 @@ from hf_retrieval_assist.engines.cpu.skinny import (
     pack_int4,
     pack_int8,
     scaled_linear,
-    set_chooser,
     skinny_linear,
 )
 
@@ -38,14 +36,10 @@ def everywhere(test):
 
 
 @contextmanager
-def kernels_serving():
-    """Scope in which the kernels serve, whatever is fastest here; the numbers of queries of those
-    for attention."""
+def attending_kernels():
+    """Scope in which the numbers of queries are noted whose attention kernels compute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
-        set_chooser(lambda *_: linear.kernel_linear)
         yield results_of(patch, attention, "kernel_attention", lambda y, query, *_: query.shape[2])
-    set_chooser(linear.TUNING.choose)
 
 
 @torch.no_grad()

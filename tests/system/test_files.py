@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hf_retrieval_assist import Datastore, SamAssistant
-from hf_retrieval_assist.engines.cpu import attention, tuning
 from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import replacing
 from hf_retrieval_assist.tools import demo_model
@@ -67,7 +66,8 @@ def changes(folder):
     """Everything that is synced."""
     store = Datastore.build([NamedIds("a", [1])], folder / "store", vocab_size=9, progress=False)
     assert store.append([NamedIds("b", [2])], progress=False).token_count == 2
-    files.write_kept(folder / "kept.json", [1])
+    with replacing(folder / "file") as fresh:
+        fresh.write_text("whole")
 
 
 @pytest.mark.parametrize("number", ["EINVAL", "ENOTSUP", "ENOSYS", "EBADF", "EPERM", "EACCES"])
@@ -84,9 +84,14 @@ def test_what_a_disk_loses_is_an_error_that_names_the_place(tmp_path, failing, n
         changes(tmp_path)
     assert caught.value.errno == number
     if not folders:
-        with pytest.raises(OSError, match=re.escape(f"'{tmp_path}")):
-            files.write_kept(tmp_path / "kept.json", [1])
-        assert not list(tmp_path.iterdir())
+        place = tmp_path / "alone"
+        place.mkdir()
+        with (
+            pytest.raises(OSError, match=re.escape(f"'{place}")),
+            replacing(place / "file") as fresh,
+        ):
+            fresh.write_text("whole")
+        assert not list(place.iterdir())
 
 
 def test_a_block_that_cannot_write_names_the_file_that_it_was_to_replace(tmp_path):
@@ -95,24 +100,6 @@ def test_a_block_that_cannot_write_names_the_file_that_it_was_to_replace(tmp_pat
         replacing(tmp_path / "file"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_no_more_is_read_of_a_kept_file_than_it_may_have(tmp_path):
-    path = tmp_path / "kept"
-    path.write_text("[]" + " " * (1 << 22))
-    with pytest.warns(UserWarning, match="expected at most"):
-        assert files.read_kept(path, "it", list) is None
-
-
-def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "hf_retrieval_assist"
-    (folder / "gemma-3-270m-f32").mkdir(parents=True)
-    places = [
-        tuning.tuning_file("linear"),
-        demo_model.converted_model(),
-    ]
-    assert {place.parent for place in places} == {folder}
 
 
 @pytest.mark.parametrize(
@@ -161,18 +148,11 @@ def no_home(request, monkeypatch, tmp_path):
     files._tell_of_no_home.cache_clear()
 
 
-def test_nothing_needs_a_home(no_home, model, monkeypatch):
-    monkeypatch.setattr(attention, "TUNING", attention.AttentionTuning())
+def test_nothing_needs_a_home(no_home, model):
     plain = run(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert torch.equal(plain, run(model, assistant=SamAssistant()))
-        choices = tuning.Tuning({"kernel", "pytorch"}, "linear")
-        assert choices.name("a", lambda: "pytorch") == choices.name("a", lambda: "kernel")
-    told = [str(one.message) for one in caught if "XDG_CACHE_HOME" in str(one.message)]
-    assert [text.partition(",")[0] for text in told] == [
-        "nothing is kept from one process to the next"
-    ]
     assert not list(no_home.iterdir())
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
-from hf_retrieval_assist.engines.cpu.tuning import Tuning
 from tests.support.lossless import run
 from tests.support.memories import logged
 
@@ -61,23 +60,6 @@ def warned_once(match):
         yield
     found = [str(warning.message) for warning in caught if match in str(warning.message)]
     assert len(found) == 1
-
-
-def test_tunings_that_may_not_be_read(folder):
-    methods, path = {"kernel", "pytorch"}, folder / "tuning.json"
-    Tuning(methods, "linear", path).name("a", lambda: "pytorch")
-    with read_only(folder, mode=0o000), warned_once("ignoring what was fastest"):
-        assert Tuning(methods, "linear", path).name("a", lambda: "kernel") == "kernel"
-    assert Tuning(methods, "linear", path).name("a", lambda: "kernel") == "pytorch"
-
-
-def test_tunings(folder):
-    with read_only(folder), warned_once("cannot remember what is fastest"):
-        tuning = Tuning({"kernel", "pytorch"}, "linear", folder / "below" / "tuning.json")
-        assert tuning.name("a", lambda: "pytorch") == "pytorch"
-        assert tuning.name("b", lambda: "pytorch") == "pytorch"
-        assert tuning.name("a", lambda: "kernel") == "pytorch"
-    assert not contents(folder)
 
 
 def test_a_log_of_outputs(folder):

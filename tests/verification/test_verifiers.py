@@ -12,10 +12,10 @@ from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.cache.states import SavedStates
 from hf_retrieval_assist.engines.cpu import tree_verifier
-from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS
 from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
+from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, MAX_ROWS
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.scopes import attending, innermost
 from hf_retrieval_assist.host.transformers_private import CACHE
@@ -233,7 +233,7 @@ def many(budget):
         (torch.bfloat16, ROWS, True, True),
         (torch.bfloat16, 1, False, False),
         (torch.float32, 1, True, False),
-        (torch.bfloat16, MAX_ROWS + 1, True, False),
+        (torch.bfloat16, FEW_ROWS + 1, True, False),
     ],
 )
 def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, limited):

@@ -1,18 +1,14 @@
-"""Attention of few queries on a CPU, by the kernel: in half precision always, in float32 where it
-is faster on this machine.
+"""Attention of few queries on a CPU, by the kernel.
 
 transformers hands its attention functions one key and value head for all the query heads that
 share it, and a mask. Its `sdpa` function copies shared heads for PyTorch, which then takes a time
-that grows with the queries; :func:`kernel_attention` reads them once. One method serves a shape of
-heads and number of threads for every number of queries and slots, chosen when that is first met.
+that grows with the queries; :func:`kernel_attention` reads them once. It serves as many queries of
+a row as :mod:`~.linear` serves rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,74 +18,13 @@ from ...host.scopes import asks_for_more
 from ...system.tensors import thread
 from .recording import Attend, MakeAttend, UnrecordableError
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
-from .tuning import Candidates, Tuning, fastest
 
-__all__ = ["AttentionTuning", "attention", "plain_attention"]
+__all__ = ["attention", "plain_attention"]
 
 plain_attention = sdpa_attention_forward
 
-METHODS = ("kernel", "pytorch")
-
-# Numbers of queries that a choice is made for, and how many slots they see.
-TUNING_QUERIES = (1, 4, 16)
-TUNING_SLOTS = 512
-
 # Scores of one group of heads that the kernel may keep at a time, 128 MiB.
 MAX_SCORES = 1 << 25
-
-
-def _cases(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Candidates]:
-    _, heads, _, depth = query.shape
-    _, groups, _, width = value.shape
-    keys = torch.ones(1, groups, TUNING_SLOTS, depth, dtype=query.dtype)
-    values = torch.ones(1, groups, TUNING_SLOTS, width, dtype=query.dtype)
-    module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=False)
-    for n in TUNING_QUERIES:
-        queries = torch.ones(1, n, heads, depth, dtype=query.dtype).transpose(1, 2)
-        mask = torch.zeros(1, 1, n, TUNING_SLOTS, dtype=query.dtype)
-        yield {
-            "kernel": partial(kernel_attention, queries, keys, values, mask),
-            "pytorch": partial(plain_attention, module, queries, keys, values, mask),
-            "serial": partial(kernel_attention, queries, keys, values, mask, threads=1),
-        }
-
-
-def fastest_method(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """The name in METHODS of the faster over TUNING_QUERIES; None on a machine too busy to tell."""
-    with torch.no_grad():
-        return fastest(_cases(query, key, value))
-
-
-class AttentionTuning(Tuning):
-    """Whether the kernel serves a shape of attention on this machine.
-
-    Args:
-        path: the file; by default `attention_tuning.json` in the user's cache directory.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        super().__init__(METHODS, "attention", path)
-        self._found: dict[tuple[Any, ...], bool] = {}
-
-    def takes_kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether the kernel is to compute attention of these heads, whatever batch and lengths.
-
-        In half precision it always is: the text depends on how it rounds, and PyTorch rounds by the
-        width of a forward.
-        """
-        if query.dtype.itemsize < 4:
-            return True
-        shape = (query.shape[1], value.shape[1], query.shape[3], value.shape[3])
-        case = (*shape, query.dtype, torch.get_num_threads())
-        if case not in self._found:
-            sizes = "x".join(map(str, shape))
-            name = f"{query.dtype} {sizes} threads={torch.get_num_threads()}"
-            chosen = self.name(name, lambda: fastest_method(query, key, value))
-            self._found[case] = chosen == "kernel"
-        return self._found[case]
-
-
-TUNING = AttentionTuning()
 
 
 def _takes_kernel(
@@ -114,9 +49,7 @@ def _takes_kernel(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    if causal and mask is None and query.shape[2] > 1:
-        return False
-    return TUNING.takes_kernel(query, key, value)
+    return not (causal and mask is None and query.shape[2] > 1)
 
 
 def _noted(

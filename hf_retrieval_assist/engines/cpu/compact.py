@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ...structures.modules import modules_of
-from .linear import is_kernel
 from .skinny import routed_linear, skinny_linear
 from .weight_copies import Kept, WeightCopies, packable
 
@@ -65,8 +64,8 @@ COMPACT = WeightCopies(CompactWeight.pack, lambda weight: 2 * weight.numel())
 
 
 def compactable(model: nn.Module) -> list[torch.Tensor]:
-    """The weights of a model's linear layers that may have a copy: float32, multiplied by the
-    kernel, and the greatest has bfloat16's values as far as its first row tells."""
+    """The weights of a model's linear layers that may have a copy: float32, and the greatest has
+    bfloat16's values as far as its first row tells."""
     layers = [module for module in modules_of(model) if isinstance(module, nn.Linear)]
     single = (x for x in layers if getattr(x._parameters.get("weight"), "dtype", None) is _SINGLE)
     found = {id(weight): weight for weight in map(packable, single) if weight is not None}
@@ -74,7 +73,7 @@ def compactable(model: nn.Module) -> list[torch.Tensor]:
     greatest = max(weights, key=torch.Tensor.numel, default=None)
     if greatest is None or CompactWeight.pack(greatest[:1]).values is None:
         return []
-    return [weight for weight in weights if is_kernel(weight)]
+    return weights
 
 
 @dataclass(frozen=True)

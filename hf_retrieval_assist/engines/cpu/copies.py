@@ -19,12 +19,12 @@ from ...host.transformers_private import global_hooks, hooks_of
 from ...system.memory import may_take
 from ...verification.verified import Verified
 from .compact import COMPACT, CompactProduct, compactable
-from .linear import Override, is_kernel
+from .linear import Override
 from .quantized import WEIGHTS
 from .recording import overrides
 from .reroute import overriding
 from .screen import Screen, Screened
-from .screened import ScreenedVerified, may_screen, sampling_of
+from .screened import ScreenedVerified, shortlist_of
 from .skinny import routed_linear
 from .weight_copies import WeightCopies, packable
 
@@ -32,11 +32,9 @@ from .weight_copies import WeightCopies, packable
 # go with the weight's bytes.
 PATIENCE = 24
 
-# Bytes of each token's weights that a copy has to save where tokens are drawn from all: a draw
-# passes over the bounds of all logits some twenty times, in the time that reading as much takes.
-LEAST_SAVED = 1000
-# The same in all where they are drawn from the first ones: the thousand logits that may be of them.
-LEAST_SAVED_IN_ALL = 64 << 20
+# Bytes that a copy has to save where tokens are drawn: the thousand logits that may be of the first
+# ones.
+LEAST_SAVED = 64 << 20
 # Rows of which eight bits are read in less time than all; their candidates take time of their own.
 MOST_SCREENED = 8
 
@@ -114,7 +112,7 @@ class Copies:
             extra_memory: bytes that copies may take; None: as the machine has them.
         """
         copies = cls(extra_memory)
-        if select is not None and may_screen(select):
+        if select is not None and shortlist_of(select):
             output = _output_weight(model)
             if output is not None and _pays(output, select):
                 copies._output.weights = [output]
@@ -221,16 +219,7 @@ class Copies:
 
 def _pays(weight: torch.Tensor, select: TokenSelector) -> bool:
     """Whether choosing from what a copy tells takes less time than it saves."""
-    if not select.do_sample:
-        return True
-    if sampling_of(select) is not None:
-        return _saved_bytes(weight) >= LEAST_SAVED
-    return len(weight) * _saved_bytes(weight) >= LEAST_SAVED_IN_ALL
-
-
-def _saved_bytes(weight: torch.Tensor) -> int:
-    """What a copy in eight bits saves to read of each row."""
-    return weight.shape[1] * (weight.element_size() - 1)
+    return not select.do_sample or weight.numel() * (weight.element_size() - 1) >= LEAST_SAVED
 
 
 def _output_weight(model: Any) -> torch.Tensor | None:
@@ -242,5 +231,4 @@ def _output_weight(model: Any) -> torch.Tensor | None:
         return None
     if hooks_of(layer) or hooks_of(model) or global_hooks():
         return None
-    # Only the kernel gives a row of half precision the same bits whatever stands beside it.
-    return weight if weight.dtype == torch.float32 or is_kernel(weight) else None
+    return weight

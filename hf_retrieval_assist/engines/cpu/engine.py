@@ -19,13 +19,12 @@ from .norms import learn_norms
 from .quantized import IN_FOUR_BITS, WEIGHTS
 from .repeated_forward import PROGRAMS
 from .reroute import all_scopes_left, reroute
-from .tree_verifier import CpuTreeVerifier, KernelScope
+from .tree_verifier import CpuTreeVerifier, KernelScope, are_few
 
 
 class CpuEngine(Engine):
     """See the module's docstring."""
 
-    first_call = "measures forwards and chooses kernels"
     packs = has_kernels = True
     tree_verifier = CpuTreeVerifier
 
@@ -44,12 +43,11 @@ class CpuEngine(Engine):
     def scopes_left(self) -> AbstractContextManager[None]:
         return all_scopes_left()
 
-    def scope(self, by_kernels: bool) -> AbstractContextManager[Any]:
-        return reroute() if by_kernels else nullcontext()
+    def scope(self, by_kernels: bool, verified: int = 0) -> AbstractContextManager[Any]:
+        return reroute(verifying=are_few(verified)) if by_kernels else nullcontext()
 
     def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
-        # Methods that are chosen by timings need not give the same bits on every rank.
-        if not options.reroute or options.several:
+        if not options.reroute:
             return ForwardScope()
         return KernelScope(model, options, screens=takes_trees(model, service))
 

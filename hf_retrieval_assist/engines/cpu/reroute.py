@@ -1,7 +1,7 @@
 """The scope in which a model's forwards run by the kernels for few rows.
 
 Within :class:`reroute` the running thread's linear layers (`torch.nn.functional.linear`) and
-transformers' `sdpa` attention function are computed by the method that is fastest for few rows; see
+transformers' `sdpa` attention function are computed by kernels where rows are few; see
 :mod:`linear` and :mod:`attention`. Norms of known models take one operation; see :mod:`norms`.
 
 The functions are exchanged where modules look them up while any thread is in a scope, and put back
@@ -19,59 +19,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
-from ...host.transformers_private import exchange_prefill, prefill_method
-from ...host.written import is_librarys
 from . import norms, skinny
 from .attention import attention, plain_attention
 from .linear import Override, linear, plain_linear
 from .recording import overrides
-from .skinny import route_depth, set_prompts, set_route_depth
+from .skinny import route_depth, set_route_depth, set_verifies, verifies
 
 __all__ = ["all_scopes_left", "overriding", "reroute"]
-
-
-def _plain_method() -> Any:
-    """transformers' own; None: a caller's stands there, which must be seen to be a caller's."""
-    method = prefill_method()
-    return method if is_librarys(method) else None
-
-
-_plain_prefill = _plain_method()
-
-
-@wraps(_plain_prefill)
-def _prefill(model: Any, *arguments: Any, **options: Any) -> Any:
-    """What stands for the method by which `generate` feeds a prompt: it says so to products."""
-    outer = set_prompts(True)
-    try:
-        return _plain_prefill(model, *arguments, **options)
-    finally:
-        set_prompts(outer)
-
-
-_prefill.stands_for = _plain_prefill  # type: ignore[attr-defined]
 
 
 def _put() -> None:
     if skinny.PATHS and F.linear is plain_linear:
         F.linear = linear
-    if skinny.PATHS:
-        exchange_prefill(_plain_prefill, _prefill)
     norms.put()
 
 
 def _restore() -> None:
     if F.linear is linear:
         F.linear = plain_linear
-    exchange_prefill(_prefill, _plain_prefill)
     norms.restore()
 
 
@@ -82,24 +53,25 @@ OUTSIDE[plain_attention] = attention
 ROUTES.append(lambda name: name == _NAME and route_depth() > 0)
 
 
-def _go_to_depth(depth: int) -> None:
-    """Let the running thread be in so many scopes."""
+def _go_to(depth: int, verifying: bool) -> None:
+    """Let the running thread be in so many scopes, and verify drafts there or not."""
     _exchange.want(depth > 0)
     register(_NAME, innermost(), depth > 0)
     set_route_depth(depth)
+    set_verifies(verifying)
 
 
 @contextmanager
 def all_scopes_left() -> Iterator[None]:
     """Scope at whose end the running thread is in the scopes that it was in before, those of the
     kernels included; see :func:`~...host.scopes.scopes_left`."""
-    depth, outer = route_depth(), overrides.by_id
+    before, outer = (route_depth(), verifies()), overrides.by_id
     try:
         with scopes_left():
             yield
     finally:
         overrides.by_id = outer
-        _go_to_depth(depth)
+        _go_to(*before)
 
 
 def _is_traced() -> bool:
@@ -109,9 +81,8 @@ def _is_traced() -> bool:
 
 
 class reroute:  # noqa: N801, a context manager reads as a verb
-    """Scope in which this thread's linears of 1 to 65 rows, and attention of as many queries, run
-    by the fastest method; for a prompt of more than 16 tokens that `generate` feeds, by what is
-    fastest for it.
+    """Scope in which this thread's linears of 1 to 16 rows, and attention of as many queries, run
+    by kernels made for few rows; more, as those of a longer prompt, run as always.
 
     An assistant's forwards run in such a scope already. Plain decoding inside of one rounds as they
     do: where the kernels serve, logits do not depend on how many tokens a forward processes, so
@@ -127,17 +98,18 @@ class reroute:  # noqa: N801, a context manager reads as a verb
 
     Args:
         enabled: False makes it a scope that does nothing.
+        verifying: whether up to 65 rows run so, of a few texts whose drafts are verified.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
-        self._outer: list[int | None] = []  # depths; None: nothing was done
+    def __init__(self, enabled: bool = True, *, verifying: bool = False) -> None:
+        self.enabled, self.verifying = enabled, verifying
+        self._outer: list[tuple[int, bool] | None] = []  # None: nothing was done
 
     def __enter__(self) -> reroute:
-        active = self.enabled and not _is_traced()
-        self._outer.append(route_depth() if active else None)
+        active, before = self.enabled and not _is_traced(), (route_depth(), verifies())
+        self._outer.append(before if active else None)
         if active:
-            _go_to_depth(route_depth() + 1)
+            _go_to(before[0] + 1, before[1] or self.verifying)
         return self
 
     def __exit__(
@@ -146,8 +118,8 @@ class reroute:  # noqa: N801, a context manager reads as a verb
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if (depth := self._outer.pop()) is not None:
-            _go_to_depth(depth)
+        if (before := self._outer.pop()) is not None:
+            _go_to(*before)
 
 
 @contextmanager

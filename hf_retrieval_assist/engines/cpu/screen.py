@@ -9,22 +9,20 @@ win; their logits alone are computed in full, by the kernel that would have comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...structures.draws import CERTAIN_DEPTH, CERTAIN_LEAD
 from ...structures.scores import BLOCK_COLUMNS, Scores, peaks_of, reaching
 from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
 from .skinny import PEAK_COLUMNS, chosen_linear, skinny_linear
 
-__all__ = ["Sampling", "Screen", "Screened"]
+__all__ = ["Screen", "Screened"]
 
 # A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
 # or underflow on the way; it is computed in full.
@@ -35,35 +33,8 @@ LEAST_MARGIN = 1e-30
 # The whole layer is computed where more than this share of all tokens are candidates.
 MOST_CANDIDATES = 1 / 16
 
-# So many tokens that top-p or min-p removes are drawn before all logits are asked for; and of so
-# many of the likeliest logits are computed where bounds of theirs do not tell what is removed.
-MOST_DRAWS = 8
-HEAD = 256
+_Bounds: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-# What is subtracted is the logarithm of a number of at most 53 log 2; rounding takes less than this
-# slack from its sum with a bound in float32.
-MOST_NOISE = math.log(53 * math.log(2))
-SLACK = 2.0**-12
-
-Reaching: TypeAlias = Callable[
-    [NDArray[np.float32], NDArray[np.float32], int],
-    tuple[NDArray[np.int64], NDArray[np.float32]],
-]
-"""See :meth:`~...decoding.draws.KnownDraws.reaching`, of a draw."""
-
-_Bounds: TypeAlias = tuple[torch.Tensor, float, torch.Tensor]
-
-
-class Sampling(NamedTuple):
-    """What a token is drawn from: softmax(logits / temperature), of which transformers' top-p and
-    then its min-p keep the likeliest."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-PLAIN = Sampling()
 
 assert PEAK_COLUMNS == BLOCK_COLUMNS
 
@@ -88,8 +59,8 @@ class Screen:
         self.weight = weight.detach()
         self.packed = packed
         # Bounds for a row of x of norm 1.
-        self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
-        self._known = self.bounds.numpy(), peaks_of(self.bounds.numpy())
+        bounds, self.unknown = _bounds_of(packed)
+        self._known = bounds.numpy(), peaks_of(bounds.numpy())
         info = torch.finfo(weight.dtype)
         # Numbers that are less by so much round to less, in that dtype and in float32.
         self._rounding = info.max, 4 * info.eps, 2 * info.smallest_normal + LEAST_MARGIN
@@ -195,151 +166,13 @@ class Screened:
         logits: torch.Tensor = chosen_linear(self._x[row], self._screen.weight, ids)
         return logits
 
-    def draw(self, row: int, reaching: Reaching, sampling: Sampling = PLAIN) -> int | None:
-        """The token of the greatest p / noise, with p the probabilities of those that are kept.
-
-        So `torch.multinomial` draws one token where the noise is what it takes from the generator.
-
-        Args:
-            reaching: knows the noise.
-            sampling: its temperature is positive.
-
-        Returns:
-            None where all logits are needed, or rounding could decide between two tokens.
-
-        Raises:
-            ValueError: the temperature is not positive.
-        """
-        if not sampling.temperature > 0:
-            raise ValueError(f"temperature: expected a positive number, got {sampling.temperature}")
-        screen, norm = self._screen, self._norms[row]
-        if not LEAST_NORM < norm < MOST_NORM or len(screen.unknown):
-            return None
-        near, norm = self.near[row], norm * (1 + 2.0**-20)
-        # One that may overflow leaves no probability what it would be without.
-        if not float(near.abs().amax()) + screen.most_bound * norm < torch.finfo(self._x.dtype).max:
-            return None
-        margins = screen.bounds * norm + LEAST_MARGIN
-        return _Draw(self._x[row], screen.weight, near, margins, sampling).token(reaching)
-
-
-class _Draw:
-    """One draw from a row.
-
-    Args:
-        x, weight: the row, and what it is multiplied by.
-        near, margins: float32 [tokens], approximate logits, and how far from them the true ones
-            may be.
-
-    Attributes:
-        low, high: float32 [tokens], bounds of the logits as plain decoding divides them by the
-            temperature; equal where they have been computed.
-    """
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        near: torch.Tensor,
-        margins: torch.Tensor,
-        sampling: Sampling,
-    ) -> None:
-        self._x, self._weight, self._sampling = x, weight, sampling
-        # Min-p keeps what is no further below the greatest.
-        self._floor = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
-        # Rounding of the logit to its dtype, then of the lines below.
-        spread = (margins + near.abs() * torch.finfo(x.dtype).eps) / sampling.temperature
-        middle = near / sampling.temperature
-        spread = spread * (1 + 2.0**-20) + middle.abs() * 2.0**-20
-        self.low, self.high = middle - spread, middle + spread
-
-    def token(self, reaching: Reaching) -> int | None:
-        """See :meth:`Screened.draw`."""
-        least, most = self.low - SLACK, self.high + SLACK
-        if self._floor > -math.inf:
-            removed = self.high < self.low.amax() + self._floor - CERTAIN_LEAD
-            least[removed] = most[removed] = -math.inf
-        for _ in range(MOST_DRAWS):
-            ids, gains = reaching(least.numpy(), most.numpy(), 1)
-            if not 0 < len(ids) <= MOST_CANDIDATES * len(least):
-                return None
-            first = self._first(ids, gains)
-            kept = None if first is None else self._passes(first)
-            if first is None or kept is None:
-                return None
-            if kept:
-                return first
-            least[first] = most[first] = -math.inf
-        return None
-
-    def _compute(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        """Logits divided by the temperature, float32, which are known from now on."""
-        logits = chosen_linear(self._x, self._weight, ids).float()
-        logits /= self._sampling.temperature
-        self.low[ids] = self.high[ids] = logits
-        return logits
-
-    def _first(self, ids: NDArray[np.int64], gains: NDArray[np.float32]) -> int | None:
-        """Which of the tokens has the greatest score; None where rounding could decide."""
-        logits = self._compute(ids)
-        best = (logits.double() + torch.from_numpy(gains).double()).topk(min(2, len(ids)))
-        first = int(best.indices[0])
-        lead = float(best.values[0] - best.values[-1]) if len(ids) > 1 else math.inf
-        # No token's logit is further below the greatest, whose score is no greater.
-        depth = float(gains[first]) + MOST_NOISE
-        known = lead > CERTAIN_LEAD and depth < CERTAIN_DEPTH and bool(logits[first].isfinite())
-        return int(ids[first]) if known else None
-
-    def _passes(self, token: int) -> bool | None:
-        """Whether top-p and min-p keep a token of known logit; None: it is not certain."""
-        if self._sampling.top_p >= 1 and self._sampling.min_p <= 0:
-            return True
-        logit = float(self.low[token])
-        kept = self._is_likely(logit)
-        if kept is None:
-            self._compute(self.high.topk(min(HEAD, len(self.high) // 16)).indices.numpy())
-            kept = self._is_likely(logit)
-        return kept
-
-    def _is_likely(self, logit: float) -> bool | None:
-        """Whether top-p and min-p keep a token of this logit, as far as bounds tell."""
-        if int((self.high >= logit).sum()) == 1:
-            return True  # the greatest
-        kept = self._in_nucleus(logit) if self._sampling.top_p < 1 else True
-        if kept is False or logit - float(self.low.amax()) < self._floor - CERTAIN_LEAD:
-            return False
-        return kept if logit - float(self.high.amax()) > self._floor + CERTAIN_LEAD else None
-
-    def _in_nucleus(self, logit: float) -> bool | None:
-        """Whether a token of this logit and all that are less likely have together more than
-        1 - top_p, as far as bounds tell."""
-        shift = float(self.high.amax())
-        least, most = (self.low - shift).exp_(), (self.high - shift).exp_()
-        # That sums of softmax, and of what is up to a token, are rounded in whatever order.
-        rounding = len(least) * 2.0**-23 + CERTAIN_LEAD
-        own, left_out = math.exp(logit - shift), 1 - self._sampling.top_p
-        below = self.high < logit
-        share = _share(least * below, most * ~below, own)
-        if share * (1 - rounding) > left_out:
-            return True
-        below = self.low <= logit
-        if _share(most * below, least * ~below, 0.0) * (1 + rounding) <= left_out:
-            return False
-        return None
-
-
-def _share(part: torch.Tensor, rest: torch.Tensor, moved: float) -> float:
-    """What a part is of both, once so much has moved to it from the rest."""
-    inner, total = float(part.sum()) + moved, float(part.sum()) + float(rest.sum())
-    return inner / total if total > 0 else math.nan
-
 
 _known_bounds: WeakKeyDictionary[QuantizedWeight, _Bounds] = WeakKeyDictionary()
 
 
 def _bounds_of(packed: QuantizedWeight) -> _Bounds:
-    """How far logits may lie from their approximations, float32 [tokens], for x of norm 1; the
-    greatest of these; int64 [m], the tokens of which nothing is known, whose bounds are 0."""
+    """How far logits may lie from their approximations, float32 [tokens], for x of norm 1; int64
+    [m], the tokens of which nothing is known, whose bounds are 0."""
     known = _known_bounds.get(packed)
     if known is not None:
         return known
@@ -348,6 +181,5 @@ def _bounds_of(packed: QuantizedWeight) -> _Bounds:
     bounds = packed.left_out + rounding * (packed.norms + packed.left_out)
     unfit = ~(packed.norms < MOST_NORM)
     bounds = (bounds * (1 + 2.0**-20)).masked_fill_(unfit, 0.0)
-    most = float(bounds.max()) if len(bounds) else 0.0
-    known = _known_bounds[packed] = bounds, most, unfit.nonzero()[:, 0]
+    known = _known_bounds[packed] = bounds, unfit.nonzero()[:, 0]
     return known

@@ -10,18 +10,11 @@ import numpy as np
 import torch
 from transformers.generation import logits_process
 
-from ...decoding.quotients import quotient_tokens
 from ...decoding.selection import BLIND, TOUCHING, TokenSelector
-from ...drafters.call_view import Law
 from ...types.row_text import RowText
 from ...verification.largest import largest
 from ...verification.verified import TopLogits, Verified
-from .screen import Sampling, Screened
-
-
-def may_screen(select: TokenSelector) -> bool:
-    """Whether choosing needs no more of most logits than that they are too small to matter."""
-    return shortlist_of(select) > 0 or sampling_of(select) is not None
+from .screen import Screened
 
 
 def shortlist_of(select: TokenSelector) -> int:
@@ -40,14 +33,6 @@ def shortlist_of(select: TokenSelector) -> int:
         elif kind is not logits_process.TemperatureLogitsWarper and kind not in TOUCHING:
             return 0
     return count
-
-
-def sampling_of(select: TokenSelector) -> Sampling | None:
-    """What tokens are drawn from all others by; None where something else decides."""
-    law = select.law
-    if law is None or law.top_k != Law().top_k:
-        return None
-    return Sampling(law.temperature, law.top_p, law.min_p)
 
 
 def _touched(select: TokenSelector, row: RowText, vocab_size: int) -> torch.Tensor | None:
@@ -87,28 +72,13 @@ class ScreenedVerified(Verified):
     ) -> list[int]:
         if select.greedy:
             return self.best(rows, nodes)
-        places, sampling = self.places(rows, nodes), sampling_of(select)
-        if sampling is None and select.do_sample:
+        places = self.places(rows, nodes)
+        if select.do_sample:
             greatest = partial(self._greatest, places)
             tokens = select.draw_of_few(rows, self._screened.near.shape[1], greatest)
             if tokens is not None:
                 return tokens
-        if sampling is None or not select.draws.reaches(rows, self._screened.near.shape[1]):
-            raw = self._decisive(rows, places, select)
-            return select.pick(rows, select.process(rows, raw))
-        pairs = zip(rows, places, strict=True)
-        tokens = [self._drawn(row, place, sampling, select) for row, place in pairs]
-        select.draws.go_on(rows)
-        return tokens
-
-    def _drawn(self, row: RowText, place: int, sampling: Sampling, select: TokenSelector) -> int:
-        """The token that is drawn from all, of which the draw is known beforehand."""
-        draw = len(row.generated), row.index
-        token = self._screened.draw(place, partial(select.draws.reaching, *draw), sampling)
-        if token is None:
-            scores = select.process([row], self._screened.whole(place)[None].float())
-            token = quotient_tokens(scores.softmax(dim=-1), select.draws.noise(*draw)[None])[0]
-        return token
+        return select.pick(rows, select.process(rows, self._decisive(rows, places, select)))
 
     def _greatest(self, places: Sequence[int], count: int) -> list[tuple[Any, Any]]:
         """See :meth:`~...decoding.selection.TokenSelector.draw_of_few`."""
@@ -122,11 +92,8 @@ class ScreenedVerified(Verified):
     def _decisive(
         self, rows: Sequence[RowText], places: Sequence[int], select: TokenSelector
     ) -> torch.Tensor:
-        """float32 [rows, vocab_size]: the logits that their tokens are chosen from, others −inf;
-        all of them where that is not known."""
+        """float32 [rows, vocab_size]: the logits that their tokens are chosen from, others −inf."""
         near, count = self._screened.near, shortlist_of(select)
-        if not count:
-            return torch.stack([self._screened.whole(place).float() for place in places])
         raw = near.new_full((len(places), near.shape[1]), -torch.inf)
         for line, row, place in zip(raw, rows, places, strict=True):
             touched = _touched(select, row, len(line))

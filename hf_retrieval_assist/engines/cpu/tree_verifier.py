@@ -20,17 +20,23 @@ from ...verification.tree_verifier import TreeVerifier
 from ...verification.verified import Verified
 from ...verification.verifier import ForwardScope
 from .copies import Copies
-from .linear import MAX_ROWS
 from .packed_attention import PackedAttention, spans_of
 from .recording import PackedModel, Program
 from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
 from .reroute import reroute
+from .skinny import FEW_ROWS, MAX_ROWS
 
 # Forwards of one token by which one is recorded, and then compared.
 MOST_RECORDING = PATIENCE + 3
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def are_few(texts: int) -> bool:
+    """Whether the kernels verify drafts of so many texts whole: plain decoding of more is
+    PyTorch's, and rounds as that."""
+    return 0 < texts <= FEW_ROWS
 
 
 class KernelScope(ForwardScope):
@@ -46,18 +52,24 @@ class KernelScope(ForwardScope):
     """
 
     def __init__(self, model: Any, options: CallOptions, screens: bool) -> None:
-        select = options.select if screens and not options.all_logits else None
-        self.copies = Copies.of(model, select, options.extra_memory)
+        self.copies: Copies | None = None
+        if not options.several:  # whose processes need not have memory for the same ones
+            select = options.select if screens and not options.all_logits else None
+            self.copies = Copies.of(model, select, options.extra_memory)
+        self._few = are_few(options.batch)
         # More tokens would not be rounded in half precision as plain decoding rounds them.
-        if model.dtype.itemsize < 4 and options.batch <= MAX_ROWS:
+        if model.dtype.itemsize < 4 and self._few:
             self.most_tokens = MAX_ROWS
 
     @property
     def variant(self) -> str:
         return "" if self.copies is None else self.copies.names
 
-    def computing(self) -> AbstractContextManager[Any]:
+    def prefilling(self) -> AbstractContextManager[Any]:
         return reroute()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return reroute(verifying=self._few)
 
     def choosing(self) -> AbstractContextManager[Any]:
         return _NOTHING if self.copies is None else self.copies.watching()

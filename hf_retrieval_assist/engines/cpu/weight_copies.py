@@ -16,9 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...system import changes
 from ...system.locks import Lock
 from . import skinny
-from .linear import LEAST_ELEMENTS
 
 __all__ = ["Kept", "Mark", "WeightCopies", "mark_of", "packable"]
+
+# Smaller weights stay in the second-level cache between two forwards.
+LEAST_ELEMENTS = 1 << 17
 
 # Every so many times that a copy is looked for, one of so many bands of the weight's rows is
 # compared with it whole.

@@ -51,7 +51,7 @@ class Drafts(Protocol):
     """What drafts for the requests of a manager; `RequestDrafts` says how."""
 
     def check_twin(self, assistant: Any) -> None: ...
-    def scope(self) -> AbstractContextManager[Any]: ...
+    def scope(self, requests: int) -> AbstractContextManager[Any]: ...
     def propose(
         self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
     ) -> list[list[int]]: ...
@@ -388,7 +388,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
         drafts, requests = self.scheduler.drafts, self.inputs_and_outputs.requests_in_batch
         self._remember()
         try:
-            with drafts.scope():
+            with drafts.scope(len(requests)):
                 super()._generation_step(model)
         except Exception as error:
             drafts.blame(drafted := _drafted(requests), error)

@@ -78,9 +78,9 @@ class RequestDrafts:
                 f"got {assistant!r}"
             )
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """The scope in which steps are computed."""
-        return self._engine.scope(self._rerouted)
+    def scope(self, requests: int) -> AbstractContextManager[Any]:
+        """The scope in which a step of so many requests is computed."""
+        return self._engine.scope(self._rerouted, requests)
 
     def propose(
         self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -87,16 +88,23 @@ def _machine() -> Facts:
 
 def _cpu() -> Facts:
     """Its model, and what the kernels for few rows are compiled for that it has."""
+    yield "CPU", _cpu_name()
     if "cpu" not in paths("engines"):
-        yield "CPU", platform.processor() or platform.machine()
         yield "kernels", "none in this installation"
         return
-    from ...engines.cpu import skinny
-    from ...engines.cpu.tuning import cpu_name
+    from ...engines.cpu.skinny import PATHS
 
-    served = f"{', '.join(skinny.PATHS)}; the last is used" if skinny.PATHS else "none for this CPU"
-    yield "CPU", cpu_name()
-    yield "kernels", served
+    yield "kernels", f"{', '.join(PATHS)}; the last is used" if PATHS else "none for this CPU"
+
+
+def _cpu_name() -> str:
+    """The CPU's model as the system tells it: by name, or of Arm by numbers."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        told = ""
+    facts = dict(re.findall(r"(?m)^(model name|CPU implementer|CPU part)\s*: (.*)$", told))
+    return " ".join(facts.values()) or platform.processor() or platform.machine()
 
 
 def _paths() -> Facts:

@@ -1,4 +1,4 @@
-"""The exchange of transformers' `sdpa` attention function: what it serves, leaves and remembers."""
+"""The exchange of transformers' `sdpa` attention function: what it serves and leaves."""
 
 from types import SimpleNamespace
 
@@ -7,11 +7,11 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.engines.cpu import attention as module
-from hf_retrieval_assist.engines.cpu.attention import AttentionTuning, plain_attention
+from hf_retrieval_assist.engines.cpu.attention import plain_attention
 from hf_retrieval_assist.engines.cpu.reroute import reroute
-from hf_retrieval_assist.engines.cpu.skinny import MAX_QUERIES
+from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, MAX_ROWS
 from hf_retrieval_assist.host.scopes import asks_for_more, attending
-from tests.support.products import kernels_serving
+from tests.support.products import attending_kernels
 from tests.support.threads import elsewhere
 
 SHARED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -22,7 +22,7 @@ MASK = torch.zeros(1, 1, 5, 5).masked_fill_(~torch.ones(5, 5).tril().bool(), -1e
 @pytest.fixture
 def served():
     """The numbers of queries of the calls that the kernel computed."""
-    with kernels_serving() as queries:
+    with attending_kernels() as queries:
         yield queries
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain_attention
 
@@ -70,7 +70,7 @@ class Subclass(torch.Tensor):
         ((Q, K, V[..., :15], MASK), {}),
         ((Q.double(), K.double(), V.double(), MASK.double()), {}),
         ((Q.as_subclass(Subclass), K, V, MASK), {}),
-        ((*(torch.randn(1, 2, MAX_QUERIES + 1, 16) for _ in "qkv"), None), {"is_causal": False}),
+        ((*(torch.randn(1, 2, FEW_ROWS + 1, 16) for _ in "qkv"), None), {"is_causal": False}),
     ],
     ids=[
         *("causal", "bias", "weights", "a cache", "width", "double"),
@@ -112,16 +112,10 @@ def test_kernels_serve_whatever_scope_another_thread_is_in(served):
     assert served == [5]
 
 
-def test_choices_are_measured_once_and_remembered(tmp_path, monkeypatch):
-    assert module.fastest_method(Q, K, V) in {"kernel", "pytorch", None}
-    answers = iter(["pytorch", "kernel"])
-    monkeypatch.setattr(module, "fastest_method", lambda *arguments: next(answers))
-    others = Q[:, :2], K, V
-    for _ in range(2):
-        tuning = AttentionTuning(tmp_path / "tuning.json")
-        assert not tuning.takes_kernel(Q, K, V)
-        assert not tuning.takes_kernel(Q[:, :, :1], K, V)
-        assert tuning.takes_kernel(*others)
-    # PyTorch would round, in half precision, a drafted token by the width of the draft.
-    for dtype in (torch.bfloat16, torch.float16):
-        assert tuning.takes_kernel(Q.to(dtype), K.to(dtype), V.to(dtype))
+@pytest.mark.parametrize("queries", [FEW_ROWS, MAX_ROWS, MAX_ROWS + 1])
+def test_more_queries_are_the_kernels_where_drafts_are_verified(served, queries):
+    query, *others = (torch.randn(2, 2, queries, 16) for _ in "qkv")
+    for verifying in (False, True):
+        with torch.no_grad(), reroute(verifying=verifying):
+            attend(query, *others, None, layer=SimpleNamespace(), is_causal=False)
+    assert served == [queries] * ((queries <= FEW_ROWS) + (queries <= MAX_ROWS))

@@ -86,6 +86,7 @@ def test_weights_are_packed_after_some_asks(packed, drafted, monkeypatch):
     monkeypatch.setattr(quantized_self, "PATIENCE", 5)
     run(model_of(), assistant=automatic(), max_new_tokens=4)
     packed.clear()
+    gc.collect()  # copies of other models
     model, known = model_of(), IN_FOUR_BITS.nbytes()
     for tokens in (4, NEW):
         same(model, assistant=automatic(), max_new_tokens=tokens)

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant, release_memory
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.engines.cpu import compact, copies, linear
+from hf_retrieval_assist.engines.cpu import compact, copies
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
@@ -29,12 +29,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 def at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
     monkeypatch.setattr(copies, "LEAST_SAVED", 0)
-    # The machine's own choice may be another.
-    monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
-    linear.set_chooser(lambda *_: linear.kernel_linear)
     gc.collect()  # copies of other tests' models
-    yield
-    linear.set_chooser(linear.TUNING.choose)
 
 
 @pytest.fixture
@@ -149,12 +144,12 @@ def test_what_verifies_decides_what_is_read(tier, screened, products):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_narrow_output_layer_has_no_copy_for_draws(draws, monkeypatch):
-    monkeypatch.setattr(copies, "LEAST_SAVED", 3 * HIDDEN + 1)
+def test_a_small_output_layer_has_no_copy_for_draws(draws, monkeypatch):
+    monkeypatch.setattr(copies, "LEAST_SAVED", 3 * TOKENS * HIDDEN + 1)
     model = model_of(transformers.LlamaForCausalLM)
-    run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+    run(model, do_sample=draws, assistant=SamAssistant())
     with watch_screens() as watch:
-        run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+        run(model, do_sample=draws, assistant=SamAssistant())
     assert bool(watch.screened) != draws
 
 

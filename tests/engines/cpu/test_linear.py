@@ -1,21 +1,22 @@
-"""The scope round `torch.nn.functional.linear`: what it serves, leaves and remembers."""
-
-import json
-import warnings
+"""The scope round `torch.nn.functional.linear`: what it serves and leaves."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GenerationMixin
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cpu import linear as module
-from hf_retrieval_assist.engines.cpu import reroute as reroute_module
-from hf_retrieval_assist.engines.cpu import tuning as tuning_module
-from hf_retrieval_assist.engines.cpu.linear import MAX_ROWS, METHODS, LinearTuning
+from hf_retrieval_assist.engines.cpu.engine import CpuEngine
 from hf_retrieval_assist.engines.cpu.reroute import overriding, reroute
-from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, kernel_linear, set_chooser
+from hf_retrieval_assist.engines.cpu.skinny import (
+    FEW_ROWS,
+    MAX_ROWS,
+    can_multiply,
+    kernel_linear,
+    routed_linear,
+)
 from tests.support.lossless import build
 from tests.support.rounding import within
 from tests.support.threads import in_threads
@@ -28,41 +29,28 @@ W, X = torch.randn(48, 32), torch.randn(5, 32)
 def _restore():
     yield
     assert F.linear is PLAIN
-    set_chooser(module.TUNING.choose)
 
 
 @pytest.fixture
-def served():
-    """The row counts of the products that the scope computed itself."""
+def served(monkeypatch):
+    """The row counts of the products that the kernel computed."""
     rows = []
 
-    def kernel(x, weight, bias):
-        rows.append(x.numel() // x.shape[-1])
-        return kernel_linear(x, weight, bias)
+    def routed(x, weight, bias=None):
+        found = routed_linear(x, weight, bias)
+        if can_multiply(x, weight, bias):
+            rows.append(x.numel() // x.shape[-1])
+            assert torch.equal(found, kernel_linear(x, weight, bias))
+        return found
 
-    set_chooser(lambda weight, prompt: kernel)
+    monkeypatch.setattr(module, "routed_linear", routed)
     return rows
-
-
-@pytest.fixture
-def tuning(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", 0)
-    return LinearTuning(tmp_path / "cache" / "tuning.json")
 
 
 def of_products(expected, x, weight):
     """Tolerances of sums of products, and of a bias of about one."""
     sizes = x.double().abs() @ weight.double().abs().T + 4
     return within(expected, x.shape[-1] + 1, float(sizes.max()))
-
-
-def measure_as(monkeypatch, name):
-    """Let tuning find `name` fastest; returns the list of the weights it was asked about."""
-    asked = []
-    monkeypatch.setattr(
-        module, "fastest_method", lambda weight, *_: asked.append(weight.shape) or name
-    )
-    return asked
 
 
 def test_linears_inside_are_served_and_right(served):
@@ -181,162 +169,44 @@ def test_compiled_code_keeps_its_linears_in_the_graph(served):
     assert not served
 
 
-@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32), (32,)])
-def test_every_method_computes_the_product(name, dtype, shape):
+def test_products_are_right(served, dtype, shape):
     x, weight, bias = torch.randn(shape).to(dtype), W.to(dtype), torch.randn(48).to(dtype)
     for b in (None, bias):
-        y = METHODS[name](x, weight, b)
+        with reroute():
+            y = F.linear(x, weight, b)
         expected = PLAIN(x, weight, b)
         torch.testing.assert_close(y, expected, **of_products(expected, x, weight))
         assert y.is_contiguous()
+    assert served == [x.numel() // 32] * 2
 
 
-def seconds_as(monkeypatch, serial=20, **seconds):
-    """Let each method take so many seconds for 1, 2, 4 and 16 rows."""
-
-    def measured(call):
-        method, x, *_ = call.args
-        names = [name for name in METHODS if METHODS[name] is method]
-        return seconds[names[0]][(1, 2, 4, 16).index(len(x))] if names else serial
-
-    monkeypatch.setattr(tuning_module, "_seconds", measured)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "transposed", "pytorch", "fastest"),
-    [
-        ((1, 1, 1, 20), (9, 9, 9, 1), (2, 2, 2, 1), "pytorch"),  # all numbers of rows together
-        ((1, 1, 1, 3), (9, 9, 9, 1), (2, 2, 2, 1), "kernel"),
-        ((1,) * 4, (2,) * 4, (0.95,) * 4, "kernel"),  # unless another wins clearly
-        ((1,) * 4, (0.8,) * 4, (0.9,) * 4, "transposed"),
-    ],
-)
-def test_the_fastest_method_is_chosen(monkeypatch, kernel, transposed, pytorch, fastest):
-    seconds_as(monkeypatch, kernel=kernel, transposed=transposed, pytorch=pytorch)
-    assert module.fastest_method(W) == fastest
-
-
-@pytest.mark.parametrize("shape", [(48, 32), (5000, 700), (20000, 700)])
-def test_weights_have_left_the_caches_when_they_are_read_again(monkeypatch, shape):
-    read = []
-
-    def recorded(call):
-        *_, weights = call.args
-        weight = next(weights)
-        assert weight.shape[1] == shape[1]
-        read.append(weight.data_ptr())
-        return 1.0
-
-    monkeypatch.setattr(tuning_module, "_seconds", recorded)
-    module.fastest_method(torch.ones(shape))
-    distinct, nbytes = len(set(read)), 4 * shape[0] * shape[1]
-    assert distinct == min(len(read), module.MAX_COPIES, max(1, module.TUNING_BYTES // nbytes))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
-    """But for small weights, which are the kernel's, and of a busy machine."""
-    with monkeypatch.context() as patch:
-        seconds_as(patch, serial=1, kernel=(2,) * 4, transposed=(9,) * 4, pytorch=(1,) * 4)
-        assert module.fastest_method(W) is None
-        assert LinearTuning(tuning.path).choose(W) is METHODS["kernel"]
-    assert not tuning.path.exists()
-    weight = W.to(dtype)
-    assert tuning.choose(weight) in METHODS.values()
-    asked = measure_as(monkeypatch, "transposed")
-    again = LinearTuning(tuning.path)
-    assert again.choose(weight) is tuning.choose(weight)
-    assert not asked
-    assert again.choose(weight[:7]) is METHODS["transposed"]
-    assert asked == [(7, 32)]
-    assert list(tuning.path.parent.iterdir()) == [tuning.path]
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", 10_000)
-    assert LinearTuning(tuning.path).choose(weight[:9]) is METHODS["kernel"]
-    assert asked == [(7, 32)]
-
-
-def test_products_of_prompts_are_chosen_apart(tuning, monkeypatch):
-    """Those that are timed are a prompt's; small weights are the kernel's."""
-    seen = []
-
-    def fastest(cases):
-        seen.extend(cases)
-        return "pytorch"
-
-    monkeypatch.setattr(module, "fastest", fastest)
-    monkeypatch.setattr(module, "LEAST_OF_PROMPTS", 0)
-    assert tuning.choose(W, True) is METHODS["pytorch"]
-    assert len(seen) == len(module.PROMPT_ROWS)
-    assert tuning.choose(W) is METHODS["pytorch"]
-    assert len(seen) == len(module.PROMPT_ROWS) + len(module.TUNING_ROWS)
-    assert len(json.loads(tuning.path.read_text())["choices"]) == 2
-    monkeypatch.setattr(module, "LEAST_OF_PROMPTS", 10_000)
-    assert tuning.choose(W[:9], True) is METHODS["kernel"]
-
-
-def test_prompts_that_generate_feeds_have_products_of_their_own():
-    """Of more than a few tokens, in scopes of the thread alone; forwards that are no prompt's have
-    those of any number of rows."""
-    model, asked, plain = build(), [], GenerationMixin._prefill
-    for length, prompts in ((FEW_ROWS, {False}), (FEW_ROWS + 1, {False, True})):
-        asked.clear()
-        set_chooser(lambda weight, prompt: asked.append(prompt) or kernel_linear)
-        ids = torch.arange(length)[None] + 3
+@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1, MAX_ROWS, MAX_ROWS + 1])
+def test_more_rows_are_the_kernels_where_drafts_are_verified(served, rows):
+    """Of a few texts; a scope within keeps to what the one round it said."""
+    x, expected = torch.randn(rows, 32), []
+    for texts in (0, 1, FEW_ROWS, FEW_ROWS + 1):
+        most = MAX_ROWS if 0 < texts <= FEW_ROWS else FEW_ROWS
+        with CpuEngine().scope(True, texts):
+            F.linear(x, W)
+            with reroute():
+                F.linear(x, W)
         with reroute():
-            assert GenerationMixin._prefill is not plain
-            model.generate(ids, max_new_tokens=3, do_sample=False)
-            # The output layer has one row of a prompt.
-            assert {*asked} == prompts
-            before = asked.count(True)
-            with torch.no_grad():
-                model(torch.arange(40)[None])
-        assert asked.count(True) == before
-        assert GenerationMixin._prefill is plain
+            F.linear(x[:FEW_ROWS], W)
+        expected += [*[rows] * (2 * (rows <= most)), FEW_ROWS]
+    assert served == expected
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_caller_s_way_to_feed_prompts_stays_where_it_is(before, monkeypatch):
-    """Also one that was there before the package was imported."""
-    plain = GenerationMixin._prefill
-
-    def own(*given):
-        return plain(*given)
-
-    monkeypatch.setattr(GenerationMixin, "_prefill", own)
-    if before:
-        monkeypatch.setattr(reroute_module, "_plain_prefill", reroute_module._plain_method())
-    with reroute():
-        assert GenerationMixin._prefill is own
-
-
-@pytest.mark.parametrize("part", ["cpu", "kernels", "torch", "package"])
-def test_another_environment_starts_anew(tuning, monkeypatch, part):
-    measure_as(monkeypatch, "kernel")
-    tuning.choose(W)
-    stored = json.loads(tuning.path.read_text())
-    assert stored["environment"]["torch"] == torch.__version__
-    assert stored["environment"][part]
-    stored["environment"][part] = "0.0"
-    tuning.path.write_text(json.dumps(stored))
-    measure_as(monkeypatch, "pytorch")
-    assert LinearTuning(tuning.path).choose(W) is METHODS["pytorch"]
-
-
-@pytest.mark.parametrize(
-    "content", [*(b"{", b"[]", b"\xff\xfe", b"[" * 100_000), "choices is a list", "unknown method"]
-)
-def test_a_bad_file_is_ignored_with_one_warning(tuning, monkeypatch, content):
-    bad = {"choices is a list": [], "unknown method": {"a": "magic"}}
-    if content in bad:
-        stored = {"environment": tuning_module._environment(), "choices": bad[content]}
-        content = json.dumps(stored).encode()
-    measure_as(monkeypatch, "kernel")
-    tuning.path.parent.mkdir()
-    tuning.path.write_bytes(content)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert tuning.choose(W) is tuning.choose(W[:3]) is METHODS["kernel"]
-    assert len(caught) == 1
-    assert len(json.loads(tuning.path.read_text())["choices"]) == 2
+@pytest.mark.parametrize("length", [FEW_ROWS, FEW_ROWS + 1])
+def test_longer_prompts_are_pytorchs(served, length):
+    """Whoever feeds them; tokens behind them, and the row of the output layer, are not."""
+    model = build()
+    ids, layers = torch.arange(length)[None] + 3, 7 * len(model.model.layers)
+    for assistant in (None, SamAssistant(budget=0, extra_memory=0)):
+        for _ in range(2):  # the first of which tests the model
+            served.clear()
+            with reroute():
+                model.generate(ids, max_new_tokens=1, do_sample=False, assistant=assistant)
+        assert served.count(length) == (layers if length <= FEW_ROWS else 0)
+        assert served.count(1) == 1

@@ -21,7 +21,6 @@ from hf_retrieval_assist.engines.cpu.skinny import (
     RepeatedElements,
     RepeatedRows,
 )
-from tests.support.products import kernels_serving
 from tests.support.quick import cases, crossed
 from tests.support.watching import results_of
 
@@ -46,13 +45,11 @@ def plans(monkeypatch):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Small weights are packed as well, levels known to take no time, and kernels serve."""
+    """Small weights are packed as well, and levels known to take no time."""
     price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
     monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
     for part in (few_bits, weight_copies):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
-    with kernels_serving():
-        yield
 
 
 def llama(dtype=torch.bfloat16):

@@ -27,7 +27,6 @@ from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
-from tests.support.products import kernels_serving
 from tests.support.quick import cases, crossed
 from tests.support.rounding import OF_MODEL, near, within
 from tests.support.threads import in_threads
@@ -62,11 +61,9 @@ NEW = 30
 
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch):
-    """The tiny models' linears are packed; adapters on them stay small. Kernels serve."""
+    """The tiny models' linears are packed; adapters on them stay small."""
     for part in (few_bits, weight_copies):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
-    with kernels_serving():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,14 @@ from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import reroute
 from tests.support.lossless import build, equal, knowing, run
-from tests.support.products import kernels_serving
+from tests.support.products import attending_kernels
 from tests.support.quick import cases, crossed
 from tests.support.wrapped_models import WRAPS
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with kernels_serving() as queries:
+    with attending_kernels() as queries:
         yield queries
 
 
@@ -43,7 +43,7 @@ def test_rows_of_one_step_round_alike(rows, kernels):
     """A step has at most a root and the 64 draft tokens of the largest default budget."""
     model = build(Gemma3ForCausalLM, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
     ids = torch.arange(65)[None] % 60
-    with torch.no_grad(), reroute():
+    with torch.no_grad(), reroute(verifying=True):
         whole = model(ids).logits[:, :rows]
         parts = model(ids[:, :rows]).logits
     assert torch.equal(whole, parts)

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_retrieval_assist import reroute
 from hf_retrieval_assist.engines import cpu as kernels
 from hf_retrieval_assist.engines.cpu.reroute import all_scopes_left
-from hf_retrieval_assist.engines.cpu.skinny import in_route, route_depth
+from hf_retrieval_assist.engines.cpu.skinny import in_route, route_depth, verifies
 from hf_retrieval_assist.host import scopes as scopes_module
 from hf_retrieval_assist.host.scopes import attending, innermost
 from tests.support.threads import elsewhere
@@ -47,7 +47,7 @@ class Interrupt:
 def state():
     names = "sdpa", "flex_attention"
     functions = [ALL_ATTENTION_FUNCTIONS.get(name) for name in names]
-    return F.linear, functions, route_depth(), innermost()
+    return F.linear, functions, route_depth(), verifies(), innermost()
 
 
 def computed(module):
@@ -61,8 +61,9 @@ def computed(module):
 
 
 def scopes(module):
-    with reroute(), attending("sdpa", {module}, lambda plain, module: module):
+    with reroute(verifying=True), attending("sdpa", {module}, lambda plain, module: module):
         assert in_route()
+        assert verifies()
         with reroute(), attending("flex_attention", {module}, lambda plain, module: module):
             assert innermost().name == "flex_attention"
 

@@ -1,20 +1,15 @@
 """The screened output layer against the whole one: the same token, whatever the weights are."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
 
-from hf_retrieval_assist.decoding.draws import reaching_of
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.screen import PLAIN, Sampling, Screen
+from hf_retrieval_assist.engines.cpu.screen import Screen
 from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 from hf_retrieval_assist.tools import demo_model
 from tests.support.products import DTYPES
-from tests.support.quick import cases, crossed
 
 
 def screen_of(weight):
@@ -26,13 +21,6 @@ def argmax(screen, x):
     return torch.tensor([found.argmax(row) for row in range(len(x))], dtype=torch.int64)
 
 
-def draw(screen, x, noise, sampling=PLAIN):
-    """The tokens; -1 where all logits are needed."""
-    found = screen.look(x)
-    tokens = [found.draw(row, partial(reaching_of, noise[row]), sampling) for row in range(len(x))]
-    return torch.tensor([-1 if one is None else one for one in tokens], dtype=torch.int64)
-
-
 def logits(screen, x, also=None, count=1):
     found = screen.look(x)
     return [found.logits(row, also, count) for row in range(len(x))]
@@ -40,20 +28,6 @@ def logits(screen, x, also=None, count=1):
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
-
-
-def plain_draw(logits, noise, sampling=PLAIN):
-    """Tokens as transformers draws them."""
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits.float())
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    if sampling.min_p > 0:
-        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
-    return (torch.softmax(scores, -1) / noise).argmax(-1)
-
-
-def assert_drawn(drawn, expected):
-    assert torch.equal(drawn, torch.where(drawn < 0, drawn, expected))
 
 
 @st.composite
@@ -84,53 +58,6 @@ def layers(draw):
 def test_the_greatest_logit_is_that_of_the_whole_layer(layer):
     x, weight = layer
     assert torch.equal(argmax(screen_of(weight), x), skinny_linear(x, weight).argmax(-1))
-
-
-@settings(max_examples=300)
-@given(
-    layer=layers(),
-    seed=st.integers(0, 99),
-    temperature=st.sampled_from([1e-30, 0.01, 0.3, 1.0, 1.5, 20.0]),
-    top_p=st.sampled_from([1.0, 1.0, 0.0, 0.02, 0.5, 0.9, 0.999]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
-)
-def test_the_drawn_token_is_that_of_the_whole_layer(layer, seed, temperature, top_p, min_p):
-    x, weight = layer
-    sampling = Sampling(temperature, top_p, min_p)
-    noise = torch.empty(len(x), len(weight)).exponential_(generator=generator(seed))
-    drawn = draw(screen_of(weight), x, noise, sampling)
-    assert_drawn(drawn, plain_draw(skinny_linear(x, weight), noise, sampling))
-
-
-def test_a_logit_that_its_dtype_or_the_temperature_makes_infinite():
-    """It leaves no distribution, although another token's score is greater."""
-    weight = torch.zeros(64, 1, dtype=torch.float16)
-    weight[:2, 0] = torch.tensor([656.0, 655.0])
-    noise = torch.ones(1, 64)
-    noise[0, 1] = 1e-20
-    screen, sampling = screen_of(weight), Sampling(4.0)
-    assert draw(screen, torch.full((1, 1), 100.0).half(), noise, sampling).tolist() == [-1]
-    assert draw(screen, torch.full((1, 1), 90.0).half(), noise, sampling).tolist() == [1]
-    weight, x = torch.zeros(64, 1), torch.full((1, 1), 1e17)
-    weight[5] = 1e17
-    screen, noise = screen_of(weight), torch.ones(1, 64)
-    assert draw(screen, x, noise, Sampling(1e-5)).tolist() == [-1]
-    assert draw(screen, x, noise, Sampling(1.0)).tolist() == [5]
-
-
-KEPT = [(1.0, 0.0), (0.9, 0.0), (1.0, 0.05), (0.7, 0.1)]
-
-
-@pytest.mark.parametrize(("temperature", "kept"), cases(crossed([0.7, 0.1, 1.0, 2.0], KEPT), 4))
-def test_most_draws_are_told(temperature, kept):
-    """The rows' logits fall off as those of text do."""
-    weight = torch.randn(20_000, 64, generator=generator(0))
-    x = torch.randn(200, 64, generator=generator(1)) / 2
-    noise = torch.empty(200, 20_000).exponential_(generator=generator(2))
-    sampling = Sampling(temperature, *kept)
-    drawn = draw(screen_of(weight), x, noise, sampling)
-    assert_drawn(drawn, plain_draw(skinny_linear(x, weight), noise, sampling))
-    assert int((drawn < 0).sum()) < 40
 
 
 @settings(max_examples=100)
@@ -171,8 +98,6 @@ def test_bad_arguments_are_named():
     weight = torch.randn(10, 8)
     with pytest.raises(ValueError, match=r"packed: expected \[10, 8\], got \[10, 7\]"):
         Screen(weight, QuantizedWeight.pack(weight[:, :7]))
-    with pytest.raises(ValueError, match="temperature: expected a positive"):
-        draw(screen_of(weight), torch.ones(1, 8), torch.ones(1, 10), Sampling(0.0))
     with pytest.raises(TypeError, match=r"x: expected torch\.float32"):
         argmax(screen_of(weight), torch.ones(1, 8).half())
 
@@ -187,8 +112,6 @@ def test_real_rows_of_the_demo_model():
     weight = model.lm_head.weight
     screen, whole = screen_of(weight), skinny_linear(x, weight)
     assert torch.equal(argmax(screen, x), whole.argmax(-1))
-    noise = torch.empty_like(whole).exponential_(generator=generator(0))
-    assert_drawn(draw(screen, x, noise), plain_draw(whole, noise))
     assert max(len(ids) for ids, _ in logits(screen, x)) < 1000
 
 

@@ -11,15 +11,12 @@ from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.skinny import kernel_attention, routed_linear
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, run
-from tests.support.products import kernels_serving, same_within_a_scope
+from tests.support.products import same_within_a_scope
 
 
 @pytest.fixture(autouse=True)
 def no_paths(monkeypatch):
-    """Kernels would serve weights and heads of all sizes, if there were any."""
     monkeypatch.setattr(skinny, "PATHS", ())
-    with kernels_serving():
-        yield
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, in_eight_bits])
