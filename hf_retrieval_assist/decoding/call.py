@@ -196,6 +196,8 @@ class Call:
             )
         if config.output_attentions or config.output_hidden_states:
             return "it returns attentions or hidden states of each token; ask for none"
+        if (why := self._why_together(service)) is not None:
+            return why
         start, stop = self._lengths
         # The prefill passes it where the prompt is longer.
         if service.reach.restart is not None and service.reach.restart < stop:
@@ -277,23 +279,29 @@ class Call:
         """Whether plain decoding compiles its forwards."""
         return transformers_private.compiles(self.model, self.config, self.model_kwargs)
 
-    def rows_in_lockstep(self, service: Service) -> bool:
-        """Whether the rows of the batch have to accept equally many tokens in every step: where
-        something may follow all of them from step to step, or their states only go back together.
-        """
+    def _why_together(self, service: Service) -> str | None:
+        """Why the rows of the batch would have to accept equally many tokens in every step, for
+        which they are decoded plainly; None: they need not."""
         if self.batch_size == 1:
-            return False
-        together = (
-            service.tier is Tier.REPLAY
-            or self.streamer is not None
-            or self.asks_caller
-            or service.reach.meets(*self._lengths)
-        )
+            return None
         config = self.config
-        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+        if service.tier is Tier.REPLAY:
+            return "recurrent states of a batch only go back together; generate one text a call"
+        if self.streamer is not None or self.asks_caller:
+            return (
+                "a logits processor, stopping criterion or streamer of the caller's may follow all "
+                "rows of the batch from token to token; generate one text a call"
+            )
+        if service.reach.meets(*self._lengths):
+            return (
+                "all rows of the batch change their positions together at a length that the texts "
+                "may get to; generate one text a call, or fewer new tokens"
+            )
+        scores = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        if scores and self.stopping.has_eos:
             # Plain decoding returns what the model makes of the padding of rows that have ended.
-            together = together or self.stopping.has_eos
-        return together
+            return "it returns scores of a batch whose rows may end early; ask for none"
+        return None
 
     def cache_outlives_call(self, service: Service) -> bool:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""

@@ -26,7 +26,7 @@ from ..policy.policy import Ask, AssistantSession, DraftingPolicy, Outcome
 from ..policy.stats import CallStats
 from ..policy.step import DraftedStep
 from ..types.row_text import Path, RowText
-from ..types.token_tree import Forest, Limits, TokenTree
+from ..types.token_tree import Forest, Limits
 from ..verification.options import CallOptions
 from ..verification.own_forwards import TargetForwards
 from ..verification.tiers import Service, Tier
@@ -88,7 +88,7 @@ class Generation:
         self.service = service
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
-        self.walk = Walk(call, self.rows, call.rows_in_lockstep(service), policy.residual)
+        self.walk = Walk(call, self.rows, policy.residual)
         if self.walk.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")
@@ -127,15 +127,12 @@ class Generation:
     def step(self) -> None:
         """Verify one tree of every running row in one forward."""
         lap, rows = self.lap, self.running
-        # Rows in lockstep go on when they have ended.
-        drafted = [row for row in rows if row.padding is None] if self.walk.lockstep else rows
         lap.begin()
         self.verifier.prepare()
         lap("pack")
-        step = self.draft(rows, drafted)
+        step = self.draft(rows)
         drafting = lap("draft")
-        trees = self.trees(rows, drafted, step)
-        trees, verified = self.verifier.verify(self.rows, trees)
+        trees, verified = self.verifier.verify(self.rows, self.trees(rows, step))
         verifying = lap("forward")
         paths = self.walk(trees, verified, self.drawn)
         verifying += lap("walk")
@@ -145,8 +142,8 @@ class Generation:
         self.costs.learn(verified.width, verifying, step.is_plain, verified.typical)
         step.count_host(drafting + lap("draft"))
         if self.observer is not None:
-            grown = [row.index for row in drafted if paths[row.index].tokens]
-            proposed = zip(drafted, zip(*step.proposals, strict=True), strict=True)
+            grown = [row.index for row in rows if paths[row.index].tokens]
+            proposed = zip(rows, zip(*step.proposals, strict=True), strict=True)
             drafts = {row.index: proposals for row, proposals in proposed}
             self.observer.step(grown, drafts, trees, paths)
 
@@ -179,7 +176,7 @@ class Generation:
         verifier = self.verifier
         length, variant = verifier.cache.slots.longest, verifier.cost_variant
         if verifier.packed:
-            return self.costs.at(length, variant, packed=rows, lockstep=self.walk.lockstep)
+            return self.costs.at(length, variant, packed=rows)
         return self.costs.at(length, variant, verifier.widths)
 
     def prefill(self) -> Any:
@@ -225,36 +222,27 @@ class Generation:
         if self.observer is not None:
             self.observer.begin(paths, [session.sources() for session in self.sessions])
 
-    def draft(self, rows: Sequence[RowText], drafted: Sequence[RowText]) -> DraftedStep:
-        """A step of the running rows with a draft of each of some."""
+    def draft(self, rows: Sequence[RowText]) -> DraftedStep:
+        """A step with a draft of each of the running rows."""
         price = self.price(len(rows))
         if len(rows) == len(self.rows):
             self.whole_price = price
-        sessions = [self.sessions[row.index] for row in drafted]
+        sessions = [self.sessions[row.index] for row in rows]
         budget = None if self.ranks.leads and self.verifier.may_draft else 0
         agree = self.ranks.agree if self.ranks.several else None
-        limits = partial(self.limits, drafted)
+        limits = partial(self.limits, rows)
         return self.policy.draft(Ask(sessions, price, self.account, budget, limits, agree))
 
-    def limits(self, drafted: Sequence[RowText]) -> Limits:
+    def limits(self, rows: Sequence[RowText]) -> Limits:
         """What the next forward can verify of these rows' drafts."""
-        depths = [self.walk.stopping.deepest(row) for row in drafted]
-        return self.verifier.limits(self.rows, drafted, depths, self.walk.lockstep)
+        depths = [self.walk.stopping.deepest(row) for row in rows]
+        return self.verifier.limits(self.rows, rows, depths)
 
-    def trees(
-        self, rows: Sequence[RowText], drafted: Sequence[RowText], step: DraftedStep
-    ) -> Forest:
+    def trees(self, rows: Sequence[RowText], step: DraftedStep) -> Forest:
         """What to verify of every row; nothing of finished ones, which bring no more tokens."""
         if not len(step.trees.token_ids):
             return Forest.empty(len(self.rows))
-        forest = step.trees.spread([row.index for row in drafted], len(self.rows))
-        if len(drafted) == len(rows):
-            return forest
-        trees, depth = list(forest), max(forest.sizes)
-        for row in rows:
-            if row.padding is not None:
-                trees[row.index] = TokenTree.chain([row.padding] * depth, [1.0] * depth)
-        return Forest.of(trees)
+        return step.trees.spread([row.index for row in rows], len(self.rows))
 
     def learn(
         self,
@@ -301,13 +289,9 @@ class Generation:
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
-        texts = [
-            row.generated if row.padding is None else row.generated[: row.met or end]
-            for row in self.rows
-        ]
-        self.counts.tokens = sum(map(len, texts))
-        for session, text in zip(self.sessions, texts, strict=True):
-            self.counts.count_expected(*came_out(session.expected, text))
+        self.counts.tokens = sum([len(row.generated) for row in self.rows])
+        for session, row in zip(self.sessions, self.rows, strict=True):
+            self.counts.count_expected(*came_out(session.expected, row.generated))
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])

@@ -43,8 +43,8 @@ class OutputCollector:
 
     @property
     def shown(self) -> tuple[torch.Tensor, ...] | None:
-        """The scores so far, as stopping criteria that look at them are shown them: only one row
-        or all rows in lockstep have any. None: they are not recorded."""
+        """The scores so far, as stopping criteria that look at them are shown them, which only
+        those of one row are. None: they are not recorded."""
         return tuple(self._shown) if "scores" in self._tokens else None
 
     def tokens(self, rows: Sequence[RowText], scores: torch.Tensor, logits: torch.Tensor) -> None:

@@ -64,29 +64,25 @@ class Stopping:
         walking: Sequence[RowText],
         rows: Sequence[RowText],
         scores: Any,
-        lockstep: bool = False,
     ) -> None:
         """Find out after a token of each walking row which rows are finished.
 
-        In step, and without an end-of-sequence criterion, by which plain decoding pads nothing,
-        rows go on until the last one has met its criteria.
+        Rows go on until the last one has met its criteria where there is no end-of-sequence
+        criterion, by which plain decoding pads those that have ended.
 
         Args:
             walking: each with its newest token.
             rows: of the call.
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
-            lockstep: whether criteria see all rows at once, which then are those that walk.
         """
-        asked = [walking]
-        if not lockstep:
-            growing = [row for row in walking if row.met is None]
-            asked = [[row] for row in growing] if self._alone else [growing]
+        growing = [row for row in walking if row.met is None]
+        asked = [[row] for row in growing] if self._alone else [growing]
         for together in asked:
             for row, met in zip(together, self._met(together, scores), strict=True):
                 if row.met is None and met:
                     row.met = len(row.generated)
         limit = self.max_length = self._limit
-        if self.has_eos and not lockstep:
+        if self.has_eos:
             for row in walking:
                 row.finished = row.met is not None
         elif any(row.met is None for row in rows):

@@ -5,9 +5,8 @@ see the true prefix and its logits, then argmax or one draw of `torch.multinomia
 The tree only saves forwards: when the chosen token is a child of the current node, its logits are
 at hand and the walk goes on.
 
-Rows of a batch walk on their own, or in lockstep: then all accept as many tokens as the one that
-accepts fewest, rows that have ended are given padding, and every processor, criterion and random
-draw sees the batch that plain decoding shows it, whatever it keeps from one call to the next.
+Rows of a batch walk on their own. Where something follows all of them from token to token, they
+are decoded plainly, see :meth:`~.call.Call.service`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ class Walk:
     """Generates tokens of rows along verified trees until there are no logits for the next ones.
 
     All rows that still walk choose their next tokens together, which costs about what one of them
-    costs. A streamer receives one token after the other, or in lockstep one of every row at once.
+    costs.
 
     Args:
         call: whose tokens.
         rows: of the call.
-        lockstep: whether all rows choose in one step.
         residual: whether drafts that were drawn may be verified by residual sampling.
 
     Attributes:
@@ -49,14 +47,14 @@ class Walk:
         rowwise: the same, where logits are of no other use and rows choose alone; else None.
     """
 
-    def __init__(self, call: Call, rows: Sequence[RowText], lockstep: bool, residual: bool):
-        self.rows, self.lockstep = rows, lockstep
+    def __init__(self, call: Call, rows: Sequence[RowText], residual: bool):
+        self.rows = rows
         self.select = TokenSelector(call.processors, call.config.do_sample, rows)
         self.stopping = call.stopping
         self.collector = OutputCollector(call.config, call.batch_size)
         self.residual = residual and self.select.do_sample
         self._needs_scores = self.collector.wants_tokens or self.residual
-        self.rowwise = None if self._needs_scores or lockstep else self.select
+        self.rowwise = None if self._needs_scores else self.select
         # Residual sampling draws otherwise.
         self.select.draws.plain = not self.residual
         self._streamer = call.streamer
@@ -104,14 +102,12 @@ class Walk:
             else:
                 chosen = verified.choose(walking, nodes, self.select)
             for row, token in zip(walking, chosen, strict=True):
-                padding = row.padding if self.lockstep else None
-                row.generated.append(token if padding is None else padding)
-                if padding is None:
-                    paths[row.index].tokens.append(token)
+                row.generated.append(token)
+                paths[row.index].tokens.append(token)
             if STREAMS_FIRST and self._streamer is not None:
                 self._stream(walking)
             shown = self.collector.shown if self._needs_scores else None
-            self.stopping.finish(walking, self.rows, shown, self.lockstep)
+            self.stopping.finish(walking, self.rows, shown)
             if not STREAMS_FIRST and self._streamer is not None:
                 self._stream(walking)
             if changes.said() != said:
@@ -169,25 +165,21 @@ class Walk:
         ]
 
     def _stream(self, walking: Sequence[RowText]) -> None:
-        """Give the streamer the newest tokens, of one row or of rows in lockstep."""
+        """Give the streamer the newest token of a call's only row."""
         self._streamer.put(torch.tensor([row.last for row in walking], device="cpu"))
 
     def _following(
         self, walking: Sequence[RowText], trees: Forest, paths: Sequence[Path]
     ) -> list[RowText]:
         """The rows whose trees have the chosen token below the path's end, and so logits for the
-        next one; in lockstep all or none."""
-        children = [
-            -1
-            if row.finished
-            else trees.child(row.index, paths[row.index].accepted[-1] - 1, row.generated[-1])
-            for row in walking
-        ]
-        if self.lockstep and min(children) < 0:
-            return []
+        next one."""
         going_on = []
-        for row, child in zip(walking, children, strict=True):
+        for row in walking:
+            if row.finished:
+                continue
+            path = paths[row.index].accepted
+            child = trees.child(row.index, path[-1] - 1, row.generated[-1])
             if child >= 0:
-                paths[row.index].accepted.append(child + 1)
+                path.append(child + 1)
                 going_on.append(row)
         return going_on

@@ -183,25 +183,23 @@ class CostView(CostModel):
         cost: what was measured; it goes on learning.
         widths: ascending, the numbers that forwards are filled up to; what is wider than the last
             is fed as it is.
-        rows: whose tokens are counted together, since they are fed without padding.
-        lockstep: whether every other row is fed as many tokens; otherwise each is fed one.
+        rows: whose tokens are counted together, since they are fed without padding; each other row
+            is fed one.
     """
 
-    def __init__(
-        self, cost: CostModel, widths: Sequence[int] = (), rows: int = 1, lockstep: bool = False
-    ):
+    def __init__(self, cost: CostModel, widths: Sequence[int] = (), rows: int = 1):
         # Made in every step: what the base class would learn with takes longer than the rest.
         self._cost = cost
-        self._rows, self._step = rows, rows if lockstep else 1
-        self.shared_width = rows - self._step
-        self._fed = partial(_fed, tuple(widths), rows, self._step)
+        self._rows = rows
+        self.shared_width = rows - 1
+        self._fed = partial(_fed, tuple(widths), rows)
 
     def timed(self, tokens: int) -> float | None:
         return self._cost.timed(int(self._fed(tokens)[-1]))
 
     def share(self, tokens: int) -> int:
         # Fewer are fed where a step that was priced packed had to be repeated otherwise.
-        return 1 + max(0, tokens - self._rows) // self._step
+        return 1 + max(0, tokens - self._rows)
 
     def curve(self, max_tokens: int) -> Float64Array:
         fed = self._fed(max_tokens)
@@ -209,9 +207,9 @@ class CostView(CostModel):
 
 
 @lru_cache(maxsize=1024)
-def _fed(widths: tuple[int, ...], rows: int, step: int, most: int) -> NDArray[np.int64]:
+def _fed(widths: tuple[int, ...], rows: int, most: int) -> NDArray[np.int64]:
     """int64 [most]: what is fed for 1, …, `most` tokens of one row; see `CostView`."""
-    tokens = rows + step * np.arange(most)
+    tokens = rows + np.arange(most)
     filled = np.array([*widths, 0])
     place = np.searchsorted(filled[:-1], tokens)
     return np.where(place < len(widths), filled[place], tokens)

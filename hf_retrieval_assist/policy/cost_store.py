@@ -106,17 +106,16 @@ class CallCosts:
         cost_variant: str,
         widths: Sequence[int] = (),
         packed: int = 0,
-        lockstep: bool = False,
     ) -> CostModel:
         """What is known of the next forward, as the tokens of one running row see it.
 
         Args:
             length: tokens of the longest row in the cache.
             cost_variant: see `CostKey`.
-            widths, lockstep: see `CostView`.
+            widths: see `CostView`.
             packed: rows that are fed together without padding; 0: rows are padded.
         """
-        asked = size_bucket(length), cost_variant, widths, packed, lockstep
+        asked = size_bucket(length), cost_variant, widths, packed
         if self._cost is None or asked != self._asked:
             key = replace(
                 self._key, cache_length=asked[0], packed=packed > 0, cost_variant=cost_variant
@@ -124,7 +123,7 @@ class CallCosts:
             self._asked, self._key = asked, key
             self._cost = self._price = self._costs.get(key)
             if packed or widths:
-                self._price = CostView(self._cost, widths, max(1, packed), lockstep)
+                self._price = CostView(self._cost, widths, max(1, packed))
         assert self._price is not None
         return self._price
 

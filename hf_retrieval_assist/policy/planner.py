@@ -83,8 +83,7 @@ class Planner:
 
         Padded rows get one width, the one with the most expected tokens per second of all rows
         together, and each keeps its most probable nodes up to it. Packed rows compete for the
-        forward with their nodes. Rows in lockstep are planned for by what all of them would
-        accept together.
+        forward with their nodes.
 
         Args:
             drafts: one of each row, with calibrated probabilities.
@@ -98,17 +97,6 @@ class Planner:
             Trees that are closed under parents, maybe empty.
         """
         forest = limits.within(drafts)
-        if not limits.lockstep:
-            return self._kept(forest, cost, limits, belief)
-        depth = min(forest.sizes)
-        together = np.prod([chain.probs[:depth] for chain in forest], axis=0)
-        common = Forest.of([TokenTree.chain(range(depth), together)])
-        return forest.prune(self._kept(common, cost, limits, belief).sizes * len(forest))
-
-    def _kept(
-        self, forest: Forest, cost: CostModel | None, limits: Limits, belief: float
-    ) -> Forest:
-        """Each tree's most probable nodes, as many as pay or as were asked for."""
         if cost is not None and self.budget == "auto":
             return forest.prune(_sizes(forest, cost, limits, belief))
         if not len(forest.token_ids):

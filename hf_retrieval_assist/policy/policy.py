@@ -286,7 +286,7 @@ class DraftingPolicy:
 
         Args:
             step: None where nothing was to be drafted: then no drafter sat out.
-            outcomes: of the texts; of rows in lockstep, fewer tokens than were right.
+            outcomes: of the texts.
             width: tokens per row that were verified.
         """
         grown = [outcome for outcome in outcomes if outcome.tokens]

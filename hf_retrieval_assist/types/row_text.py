@@ -65,11 +65,6 @@ class RowText:
         return self._ids[:, :length]
 
     @property
-    def padding(self) -> int | None:
-        """What plain decoding feeds in its place, now that it has ended; None while it has not."""
-        return None if self.met is None else self.pad_id
-
-    @property
     def prompt(self) -> torch.Tensor:
         """int64 [prompt length], as code of the caller's has left it."""
         return self._ids[0, : self._prompt_length]
@@ -116,7 +111,7 @@ class Path:
 
     Attributes:
         start: tokens that the row had generated before it.
-        tokens: generated, in order, without the padding behind a row that has ended.
+        tokens: generated, in order.
         accepted: indices of the fed tokens that the cache must keep: the root's 0 first, then
             1 + i for each node i on the way; none for a row that waits.
     """

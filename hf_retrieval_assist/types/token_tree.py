@@ -369,7 +369,6 @@ class Limits:
         backlog: tokens that every row is fed besides its root and its nodes.
         chains: whether drafts have to be single paths.
         packed: whether rows are fed without padding, each as many nodes as it is worth.
-        lockstep: whether all rows accept equally many tokens: all need drafts of one length.
     """
 
     depths: Sequence[int | None] | None = None
@@ -378,7 +377,6 @@ class Limits:
     backlog: int = 0
     chains: bool = False
     packed: bool = False
-    lockstep: bool = False
 
     def within(self, drafts: Sequence[TokenTree]) -> Forest:
         """The part of each draft that can be verified at all."""

@@ -275,7 +275,6 @@ class Verifier:
         rows: Sequence[RowText],
         drafted: Sequence[RowText],
         depths: Sequence[int | None],
-        lockstep: bool = False,
     ) -> Limits:
         """What the next forward can verify of drafts.
 
@@ -283,23 +282,22 @@ class Verifier:
             rows: all of the call's.
             drafted: those that are drafted for, and
             depths: how deep each of their drafts may be of use; None: any.
-            lockstep: see `Limits`.
         """
-        total, packed = None, self.packed and not lockstep
+        total = None
         backlog, nodes = self._backlog(rows)
         if self.reach != UNLIMITED and drafted:
-            # Wherever rows in lockstep have got to.
-            room = self.reach.room(self._first_root + len(drafted[0].generated) - 1)
+            furthest = max([len(row.generated) for row in drafted])
+            room = self.reach.room(self._first_root + furthest - 1)
             if room is not None:
                 depths = [room if depth is None else min(depth, room) for depth in depths]
         if self.most_tokens is not None:
             fed = sum([not row.finished for row in rows]) if self.packed else len(rows)
-            if packed:
+            if self.packed:
                 total = self.most_tokens - fed
             else:
                 nodes = min(nodes, self.most_tokens // fed - 1)
         nodes = max(0, nodes - backlog)
-        return Limits(depths, nodes, total, backlog, lockstep or self.chains, packed, lockstep)
+        return Limits(depths, nodes, total, backlog, self.chains, self.packed)
 
     def _backlog(self, rows: Sequence[RowText]) -> tuple[int, int]:
         """Pending tokens that a forward carries besides roots and drafts, and how many nodes of

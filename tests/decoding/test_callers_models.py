@@ -91,8 +91,9 @@ def test_settings_of_warpers_are_read_at_each_token(llama, name, inputs, way):
         return {**moved, "logits_processor": [*moved.get("logits_processor", []), warper]}
 
     last = agree(llama, options, inputs=inputs, do_sample=True, top_k=0)
-    assert last.tier == "tree"
-    assert last.accepted > 0
+    # What moves them may follow all rows of a batch.
+    assert last.tier == ("tree" if len(INPUTS[inputs]["input_ids"]) == 1 else "plain")
+    assert (last.accepted > 0) == (last.tier == "tree")
 
 
 def test_settings_of_warpers_are_read_where_the_device_chooses(monkeypatch):

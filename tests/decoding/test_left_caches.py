@@ -144,7 +144,9 @@ def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows)
         save(tensors_in(ours[CACHE]))
         ids = torch.cat([plain.sequences, ids[:, :3]], dim=1)
         caches = [{CACHE: plain[CACHE]}, {CACHE: copy.deepcopy(saved(ours[CACHE]))}]
-    assert accepted > 0
+    # Recurrent states of a batch would only go back together.
+    replayed = model_class in ("Qwen3NextForCausalLM", "FalconH1ForCausalLM")
+    assert (accepted > 0) == (rows == 1 or not replayed)
 
 
 def recording(cache):

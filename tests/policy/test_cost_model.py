@@ -147,7 +147,6 @@ STEPS = (1, 2, 4, 8)
 VIEWS = {
     "filled up": (lambda cost: CostView(cost, STEPS), [1, 2, 4, 4, 8, 8, 8, 8, 9, 10], 0),
     "packed": (lambda cost: CostView(cost, rows=4), [4, 5, 6], 3),
-    "packed, in lockstep": (lambda cost: CostView(cost, rows=4, lockstep=True), [4, 8, 12], 0),
 }
 
 
@@ -173,10 +172,8 @@ def test_a_width_that_is_paid_for_is_filled():
 
 
 def test_a_rows_share_of_what_was_fed():
-    packed, lockstep = (
-        CostView(CostModel(), rows=4, lockstep=lockstep) for lockstep in (False, True)
-    )
-    assert [packed.share(4), packed.share(9), lockstep.share(12)] == [1, 6, 3]
+    packed = CostView(CostModel(), rows=4)
+    assert [packed.share(4), packed.share(9)] == [1, 6]
 
 
 def test_a_step_is_priced_by_what_it_is_now():

@@ -86,20 +86,6 @@ def test_only_the_likeliest_path_is_kept_where_trees_cannot_be_verified():
     assert kept.token_ids.tolist() == [2, 3]
 
 
-def test_rows_in_lockstep_are_planned_for_by_what_they_would_accept_together():
-    first = TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6])
-    second = TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4])
-    limits = Limits(chains=True, lockstep=True)
-    # Together 0.45 and 0.32 tokens: the second one does not pay, which it does for either row.
-    cost = CostModel.fixed(lambda n: [1.0, 1.1, 1.4, 1.9][n - 1])
-    kept = Planner().plan([first, second], cost, limits)
-    assert [tree.token_ids.tolist() for tree in kept] == [[3], [8]]
-    alone = Planner().plan([first, second], cost, Limits(chains=True))
-    assert [len(tree) for tree in alone] == [2, 2]
-    # Nothing is fed beyond the shortest draft.
-    assert [len(tree) for tree in Planner(budget=8).plan([first, second], None, limits)] == [2, 2]
-
-
 def test_drafters_are_asked_for_no_more_than_could_pay():
     planner = Planner(max_nodes=96)
     curves = (CURVES["flat"], CURVES["step"], lambda n: 0.02 * n**2)

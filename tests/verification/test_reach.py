@@ -89,7 +89,8 @@ def test_embeddings_in_place_of_ids_count(kind):
         plain = copy.deepcopy(model).generate(**options)
         assistant = SamAssistant([*told.tolist(), *plain.tolist()], budget=8)
         assert torch.equal(plain, model.generate(**options, assistant=assistant))
-        assert assistant.stats.last.tier == ("plain" if kind == "phi3" else "tree")
+        # The rows of a batch would pass the length together.
+        assert assistant.stats.last.tier == "plain"
 
 
 @pytest.mark.parametrize(
