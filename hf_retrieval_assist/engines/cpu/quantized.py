@@ -17,7 +17,6 @@ from .skinny import (
     INT4_COLUMNS,
     INT4_OUTPUTS,
     INT8_MULTIPLE,
-    int4_linear,
     int8_linear,
     pack_int4,
     pack_int8,
@@ -150,12 +149,6 @@ class FourBitWeight:
     def nbytes(self) -> int:
         """The memory that the matrix takes, in bytes."""
         return self.values.nbytes
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`; see :func:`~.skinny.int4_linear`."""
-        if x.shape[-1:] != self.shape[1:]:
-            raise ValueError(f"x: expected shape [..., {self.shape[1]}], got {list(x.shape)}")
-        return int4_linear(x, self.values, self.shape[0], self.lead, bias)
 
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""

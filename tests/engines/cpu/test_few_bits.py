@@ -104,7 +104,7 @@ def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("share", "least", "first"),
-    [(1 / 6, 8192, 1000), (1 / 6, 300, 256), (0.9, 0, 768), (0.0, 700, 512), (9.0, 0, 1000)],
+    [(1 / 6, 8192, 1000), (1 / 6, 300, 256), (3.0, 0, 768), (0.0, 700, 512), (9.0, 0, 1000)],
 )
 def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, monkeypatch):
     """A share of what all other layers take, in whole parts of which the largest is told."""
@@ -113,7 +113,7 @@ def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, 
     monkeypatch.setattr(few_bits, "OUTPUT_SHARE", share)
     monkeypatch.setattr(few_bits, "LEAST_ROWS", least)
     model = build(vocab_size=1000, head_dim=16, tie_word_embeddings=tied)
-    packed = FewBits(model, 8)
+    packed = FewBits(model)
     assert packed.output.first == first
     assert packed.output.whole is packed.by_id[id(model.lm_head.weight)]
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
