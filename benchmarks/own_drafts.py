@@ -5,8 +5,8 @@
 In bfloat16: the median time of a level of a draft beside a forward of one token by an assistant
 that never drafts; also of larger shapes with random weights. Then assistants that are new in every
 call over prompts that nothing was tuned on, beside the same without drafts (`budget=0`): seconds
-behind the first token, the better of two runs each, in turn. Groups in four bits begin where
-`inputs.LEAD` says. The memory of the process is locked.
+behind the first token, the better of two runs each, in turn. Columns of weights stand where
+`inputs.SHIFT` says. The memory of the process is locked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.engines.cpu import quantized_self
 from hf_retrieval_assist.tools.demo_model import MODELS
 
-from .inputs import LEAD, UNTUNED, Prompt, first_of_each, load_real, read_prompts
+from .inputs import SHIFT, UNTUNED, Prompt, first_of_each, load_real, read_prompts
 from .machine import ForwardClock, generate, prompt_of
 from .model import DECODINGS
 from .replay import SHAPES, build
@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     quick, count = arguments.quick, arguments.of_each_kind
     arguments.device, arguments.dtype = "cpu", "bfloat16"
-    report = Report("own_drafts", {"lead": LEAD, "tokens": TOKENS, "prompts_of_each_kind": count})
+    report = Report("own_drafts", {"shift": SHIFT, "tokens": TOKENS, "prompts_of_each_kind": count})
     if not quick:
         lock_memory(report)
     levels = report.table("A level of a draft", LEVEL)

@@ -96,7 +96,7 @@ cdef class RepeatedLinears(RepeatedOperator):
         Args:
             x, weight, bias: as for :func:`kernel_linear`.
             out: [..., out_features], contiguous, which every call writes to.
-            packed: what is read in the weight's place, with its `values`, `scales` and `lead` as for
+            packed: what is read in the weight's place, with its `values` and `scales` as for
                 `int8_linear`, or `int4_linear` where there are no scales; None: the weight.
             peaks: as for `int8_linear`.
 
@@ -115,8 +115,7 @@ cdef class RepeatedLinears(RepeatedOperator):
             return False
         self._add(x, weight, bias, out, packed, peaks)
         cdef linear_problem *last = self._problems + self._operation.count - 1
-        groups = last.weight_dtype != SKINNY_INT4 or last.lead == first.lead
-        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows and groups:
+        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
             return True
         self._operation.count -= 1
         self._kept.pop()
@@ -136,7 +135,7 @@ cdef class RepeatedLinears(RepeatedOperator):
             _describe_weight(problem, weight)
         elif packed.scales is None:
             weight = packed.values
-            _read_blocks(problem, weight, out.size(-1), x.size(-1), packed.lead)
+            _read_blocks(problem, weight, out.size(-1), x.size(-1))
         else:
             weight = packed.values
             _read_values(problem, weight, packed.scales)
@@ -333,20 +332,13 @@ cdef int _read_values(linear_problem *problem, object values, object scales) exc
     return 0
 
 
-cdef int _check_lead(int64_t lead) except -1:
-    if not 0 <= lead < INT4_GROUP:
-        raise ValueError(f"lead: expected 0 to {INT4_GROUP - 1} columns, got {lead}")
-    return 0
-
-
-def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
+def pack_int4(weight, column_weights=None, *, path=None, threads=None):
     """Round a matrix to four bits: a weight becomes `scale * level`, one of 16 levels that lie closer near zero, as
     those of NF4 (QLoRA, section 3), and, of those tried for each 32 neighbours of a row, the scale in float16 that
     leaves out the least square.
 
     Args:
         weight, path, threads: as for `skinny_linear`.
-        lead: columns, less than 32, by which the first group of neighbours is shorter than others.
         column_weights: float32 [depth], at least 0: how much what is left out of a column counts, which is most
             useful as the mean square of what it is multiplied by; None: as much as of any other.
 
@@ -361,10 +353,9 @@ def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
     _check_matrix("weight", weight, dtype)
     cdef int chosen = _path_index(path)
     cdef int count = _thread_count(threads)
-    _check_lead(lead)
     packing.outputs, packing.depth = weight.shape
-    packing.lead, packing.dtype, packing.next_block = lead, _dtypes[dtype], 0
-    groups = int4_groups(packing.depth, packing.lead)
+    packing.dtype, packing.next_block = _dtypes[dtype], 0
+    groups = skinny_parts(packing.depth, INT4_GROUP)
     blocks = torch.empty((skinny_parts(packing.outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES), dtype=torch.uint8)
     packing.weight = <char *><uintptr_t>weight.data_ptr()
     packing.weight_stride = weight.stride(0)
@@ -380,23 +371,20 @@ def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
     return blocks
 
 
-cdef int _read_blocks(
-    linear_problem *problem, object blocks, int64_t outputs, int64_t depth, int64_t lead
-) except -1:
-    _check_lead(lead)
-    groups = int4_groups(depth, lead)
+cdef int _read_blocks(linear_problem *problem, object blocks, int64_t outputs, int64_t depth) except -1:
+    groups = skinny_parts(depth, INT4_GROUP)
     _check_plain("blocks", blocks, torch.uint8)
     _check_shape("blocks", blocks, (skinny_parts(outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES))
     if not blocks.is_contiguous():
         raise ValueError(f"blocks: expected adjacent elements, got strides {blocks.stride()}")
-    problem.outputs, problem.depth, problem.lead = outputs, depth, lead
+    problem.outputs, problem.depth = outputs, depth
     problem.weight = <char *><uintptr_t>blocks.data_ptr()
     problem.weight_stride, problem.weight_dtype = groups * INT4_ROW_BYTES, SKINNY_INT4
     problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
     return 0
 
 
-def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=None):
+def int4_linear(x, blocks, outputs, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int4` has rounded, made for 1 to 64 rows of x.
 
     A row of x is rounded to eight bits, with a scale for each group of neighbours; products within a group are
@@ -406,7 +394,7 @@ def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=Non
 
     Args:
         x: [..., depth], float32, bfloat16 or float16, any strides.
-        blocks, lead: what `pack_int4` returned, and was given.
+        blocks: what `pack_int4` returned.
         outputs: the weight's rows.
         bias: [outputs] of x's dtype, or None.
         path, threads: as for `skinny_linear`.
@@ -418,7 +406,7 @@ def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=Non
     dtype = _dtype_of("x", x)
     depth = x.size(-1) if x.dim() else 0
     _check_rows(x, dtype, outputs, depth, bias)
-    _read_blocks(&problem, blocks, outputs, depth, lead)
+    _read_blocks(&problem, blocks, outputs, depth)
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 

@@ -144,7 +144,7 @@ static int64_t plan_linears(linear_pass *pass, const linear_problem *p, int coun
     if (p->weight_dtype == SKINNY_ROUNDED)
         pass->packed_bytes = skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
     else if (p->weight_dtype == SKINNY_INT4)
-        pass->packed_bytes = int4_groups(p->depth, p->lead) * (int64_t)sizeof(int4_x);
+        pass->packed_bytes = skinny_parts(p->depth, INT4_GROUP) * (int64_t)sizeof(int4_x);
     else
         pass->packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
     pass->panel_count = skinny_parts(p->rows, PANEL_ROWS);

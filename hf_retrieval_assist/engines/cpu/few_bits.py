@@ -234,7 +234,6 @@ class _Rows(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor | None
-    lead: int = 0
 
 
 class ShortOutput:

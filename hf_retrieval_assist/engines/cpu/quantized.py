@@ -23,9 +23,6 @@ from .skinny import (
 )
 from .weight_copies import WeightCopies
 
-# Columns by which a row's first group in four bits is shorter than others.
-LEAD = 0
-
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
@@ -38,8 +35,6 @@ class QuantizedWeight:
         norms: float32 [outputs], the norm of the row, rounded up.
         depth: the matrix's columns.
     """
-
-    lead = 0
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -119,7 +114,6 @@ class FourBitWeight:
     Attributes:
         values: uint8 [blocks, bytes], see :func:`~.skinny.pack_int4`.
         shape: of the matrix.
-        lead: columns by which the first group is shorter.
         column_weights: float32 [columns], how much each counted when it was rounded; None: all the
             same.
     """
@@ -128,7 +122,6 @@ class FourBitWeight:
 
     values: torch.Tensor
     shape: torch.Size
-    lead: int
     column_weights: torch.Tensor | None = None
 
     @classmethod
@@ -136,14 +129,13 @@ class FourBitWeight:
         cls, weight: torch.Tensor, column_weights: torch.Tensor | None = None
     ) -> FourBitWeight:
         """Round a dense CPU matrix; see :meth:`QuantizedWeight.pack`."""
-        values = pack_int4(weight.detach(), LEAD, column_weights)
-        return cls(values, weight.shape, LEAD, column_weights)
+        return cls(pack_int4(weight.detach(), column_weights), weight.shape, column_weights)
 
     @staticmethod
     def size_of(weight: torch.Tensor) -> int:
         """The bytes that a matrix takes in four bits."""
         outputs, depth = weight.shape
-        return -(-outputs // INT4_OUTPUTS) * -(-(depth + LEAD) // INT4_COLUMNS) * INT4_BLOCK
+        return -(-outputs // INT4_OUTPUTS) * -(-depth // INT4_COLUMNS) * INT4_BLOCK
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +147,7 @@ class FourBitWeight:
         end, begin = first + len(rows), first // INT4_OUTPUTS
         own = _by_output(self.values[begin : -(-end // INT4_OUTPUTS)])
         first -= begin * INT4_OUTPUTS
-        again = _by_output(pack_int4(rows.detach(), self.lead, self.column_weights))[: len(rows)]
+        again = _by_output(pack_int4(rows.detach(), self.column_weights))[: len(rows)]
         return torch.equal(again, own[first : first + len(rows)])
 
 

@@ -241,12 +241,10 @@ class PackedWeight(Protocol):
     Attributes:
         values: int8 [outputs, steps * 64] of eight bits; uint8, blocks of `pack_int4`, of four.
         scales: float32 [outputs], of eight bits; None of four.
-        lead: see `pack_int4`.
     """
 
     values: torch.Tensor
     scales: torch.Tensor | None
-    lead: int
 
 
 class PackedModel(Protocol):
