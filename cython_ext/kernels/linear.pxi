@@ -3,7 +3,6 @@
 
 MAX_ROWS = ROUTED_ROWS
 FEW_ROWS = 16
-PEAK_COLUMNS = CHUNK_ROWS
 INT4_OUTPUTS, INT4_COLUMNS, INT4_BLOCK = INT4_ROWS, INT4_GROUP, INT4_BLOCK_BYTES  # a block in four bits
 INT8_MULTIPLE = INT8_STEP  # rows in eight bits are filled up to a multiple of so many columns
 
@@ -74,7 +73,7 @@ cdef int _describe_weight(linear_problem *problem, object weight) except -1:
     problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.weight_stride = weight.stride()[0]
     problem.weight_dtype = _dtypes[weight.dtype]
-    problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
+    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
     return 0
 
 
@@ -91,29 +90,28 @@ cdef class RepeatedLinears(RepeatedOperator):
     cdef linear_problem _problems[MAX_TOGETHER]
     cdef list _kept
 
-    def __init__(self, x, weight, bias, out, packed=None, peaks=None):
+    def __init__(self, x, weight, bias, out, packed=None):
         """
         Args:
             x, weight, bias: as for :func:`kernel_linear`.
             out: [..., out_features], contiguous, which every call writes to.
             packed: what is read in the weight's place, with its `values` and `scales` as for
                 `int8_linear`, or `int4_linear` where there are no scales; None: the weight.
-            peaks: as for `int8_linear`.
 
         Raises:
             ValueError: rows of x do not lie at equal distances.
         """
         self._operation.kind, self._operation.problem = OPERATION_LINEARS, &self._problems[0]
         self._operation.count, self._kept = 0, []
-        self._add(x, weight, bias, out, packed, peaks)
+        self._add(x, weight, bias, out, packed)
 
-    def add(self, x, weight, bias, out, packed=None, peaks=None):
+    def add(self, x, weight, bias, out, packed=None):
         """Compute another layer of the same x together with these, if that can be; whether it can."""
         cdef linear_problem *first = self._problems
         dtype = weight.dtype if packed is None else packed.values.dtype
         if self._operation.count == MAX_TOGETHER or dtype is not self._kept[0][1].dtype:
             return False
-        self._add(x, weight, bias, out, packed, peaks)
+        self._add(x, weight, bias, out, packed)
         cdef linear_problem *last = self._problems + self._operation.count - 1
         if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
             return True
@@ -129,7 +127,7 @@ cdef class RepeatedLinears(RepeatedOperator):
         self._problems[0].y = <char *><uintptr_t>out.data_ptr()
         return out
 
-    cdef int _add(self, object x, object weight, object bias, object out, object packed, object peaks) except -1:
+    cdef int _add(self, object x, object weight, object bias, object out, object packed) except -1:
         cdef linear_problem *problem = self._problems + self._operation.count
         if packed is None:
             _describe_weight(problem, weight)
@@ -140,12 +138,10 @@ cdef class RepeatedLinears(RepeatedOperator):
             weight = packed.values
             _read_values(problem, weight, packed.scales)
             problem.depth, problem.weight_dtype = x.size(-1), SKINNY_ROUNDED
-        if peaks is not None:
-            _write_peaks(problem, peaks, x, out.dtype)
         described = _describe_rows(problem, x, bias, out)
         if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
-        self._kept.append((x, weight, out, (described, packed, peaks)))
+        self._kept.append((x, weight, out, (described, packed)))
         self._operation.count += 1
         return 0
 
@@ -269,7 +265,7 @@ def pack_int8(weight, *, path=None, threads=None):
     return values, scales, left_out, norms
 
 
-def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=None):
+def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
 
     A row of x is rounded to 14 bits, one scale per row; products are summed as integers, and the result is
@@ -281,8 +277,6 @@ def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=
             what fills them up.
         values, scales: what `pack_int8` returned.
         bias: [outputs] of x's dtype, or None.
-        peaks: float32 [rows, parts], contiguous, which is given the largest of every `PEAK_COLUMNS` outputs of
-            a row, where x is float32 and none is NaN; None: nobody wants them.
         path, threads: as for `skinny_linear`.
 
     Raises:
@@ -306,19 +300,7 @@ def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=
     _read_values(&problem, values, scales)
     problem.depth = depth
     problem.weight_dtype = SKINNY_ROUNDED
-    if peaks is not None:
-        _write_peaks(&problem, peaks, x, dtype)
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
-
-
-cdef int _write_peaks(linear_problem *problem, object peaks, object x, object dtype) except -1:
-    _check_plain("peaks", peaks, dtype)
-    parts = skinny_parts(problem.outputs, CHUNK_ROWS)
-    _check_shape("peaks", peaks, (x.numel() // max(1, problem.depth), parts))
-    if dtype is not torch.float32 or not peaks.is_contiguous():
-        raise ValueError(f"peaks: expected adjacent ones of float32 outputs, got {dtype}, {peaks.stride()}")
-    problem.peaks = <float *><uintptr_t>peaks.data_ptr()
-    return 0
 
 
 cdef int _read_values(linear_problem *problem, object values, object scales) except -1:
@@ -328,7 +310,6 @@ cdef int _read_values(linear_problem *problem, object values, object scales) exc
     problem.weight_dtype = SKINNY_INT8
     problem.scales = <char *><uintptr_t>scales.data_ptr()
     problem.scale_dtype = _dtypes[scales.dtype]
-    problem.peaks = NULL
     return 0
 
 
@@ -380,7 +361,7 @@ cdef int _read_blocks(linear_problem *problem, object blocks, int64_t outputs, i
     problem.outputs, problem.depth = outputs, depth
     problem.weight = <char *><uintptr_t>blocks.data_ptr()
     problem.weight_stride, problem.weight_dtype = groups * INT4_ROW_BYTES, SKINNY_INT4
-    problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
+    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
     return 0
 
 

@@ -39,7 +39,6 @@ typedef struct {
     int weight_dtype;    /* the same; float32 times bfloat16; any times int8, as it is or rounded; or int4 */
     const char *scales;  /* int8's: [outputs], or NULL */
     int scale_dtype;
-    float *peaks; /* the largest of each CHUNK_ROWS float32 outputs, none of them NaN: [rows, parts], or NULL */
 } linear_problem;
 
 /* A matrix to be rounded to int8, a row to one scale; its rows are filled up to whole steps with zeros. x is

@@ -34,7 +34,6 @@ cdef extern from "program.h" nogil:
         INT4_ROWS
         INT4_ROW_BYTES
         INT4_BLOCK_BYTES
-        CHUNK_ROWS
         MASK_NONE
         MASK_BOOL
         MASK_ADDED
@@ -64,7 +63,6 @@ cdef extern from "program.h" nogil:
         int weight_dtype
         const char *scales
         int scale_dtype
-        float *peaks
 
     ctypedef struct int8_packing:
         const char *weight

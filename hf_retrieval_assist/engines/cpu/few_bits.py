@@ -22,7 +22,7 @@ from ...types.evidence import EvidenceClasses
 from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
 from .reroute import overriding, reroute
-from .skinny import PEAK_COLUMNS, RepeatedLinears, routed_linear
+from .skinny import RepeatedLinears, routed_linear
 from .weight_copies import Kept, Mark, WeightCopies, mark_of, packable
 
 logger = get_logger(__name__)
@@ -101,7 +101,6 @@ class FewBits:
         whole: QuantizedWeight = self.by_id[id(last)]
         read = self.nbytes - whole.nbytes
         rows = max(LEAST_ROWS, int(OUTPUT_SHARE * read / whole.values.shape[1]))
-        rows -= rows % PEAK_COLUMNS
         self.output = ShortOutput(whole, min(rows, len(last)), layer.bias)
         logger.info(
             "%s: %d linear layers in four bits, %.0f MB, %.1f s",
@@ -328,14 +327,12 @@ class OutputReader:
         parts, self._among = self._output.parts()
         sizes = [len(part.scales) for part in parts]
         self._x, self._logits = torch.empty((1, depth)), torch.empty((1, sum(sizes)))
-        blocks = [-(-size // PEAK_COLUMNS) for size in sizes]
-        peaks = torch.empty((1, sum(blocks)))
-        given = zip(parts, self._logits.split(sizes, 1), peaks.split(blocks, 1), strict=True)
-        first, *others = [(self._x, None, part.bias, out, part, most) for part, out, most in given]
+        pairs = zip(parts, self._logits.split(sizes, 1), strict=True)
+        first, *others = [(self._x, None, part.bias, out, part) for part, out in pairs]
         self._products = RepeatedLinears(*first)
         for other in others:
             self._products.add(*other)
-        found = host_scores(self._logits, peaks.numpy())
+        found = host_scores(self._logits)
         assert found is not None
         self._scores = found
 

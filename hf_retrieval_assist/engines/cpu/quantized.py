@@ -72,12 +72,7 @@ class QuantizedWeight:
     def _parts(self) -> tuple[torch.Tensor, ...]:
         return self.values, self.scales, self.left_out, self.norms
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        peaks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
 
         A row of x, rounded to 14 bits with one scale, gives the same bits whatever rows stand
@@ -86,8 +81,6 @@ class QuantizedWeight:
         Args:
             x: [..., depth], float32, bfloat16 or float16.
             bias: [outputs] of x's dtype, or None.
-            peaks: float32 [rows, parts], which is given the largest of every `PEAK_COLUMNS`
-                outputs of a row of float32; None: nobody wants them.
 
         Returns:
             [..., outputs] of x's dtype.
@@ -97,7 +90,7 @@ class QuantizedWeight:
         """
         if x.shape[-1:] != (self.depth,):
             raise ValueError(f"x: expected shape [..., {self.depth}], got {list(x.shape)}")
-        return int8_linear(x, self.values, self.scales, bias, peaks=peaks)
+        return int8_linear(x, self.values, self.scales, bias)
 
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
-    PEAK_COLUMNS,
     RepeatedLinears,
     int4_linear,
     int8_linear,
@@ -174,23 +173,6 @@ def test_packing_does_not_depend_on_the_number_of_threads(path, pack):
         assert all(map(torch.equal, pack(weight, path=path, threads=threads), expected))
 
 
-@paths
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 256), (66, 700), (2, 2047)])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_largest_outputs_of_each_part_are_told(path, rows, outputs, threads):
-    x, weight = random(rows, 70, dtype=torch.float32), random(outputs, 70, seed=1)
-    values, scales, *_ = pack_int8(weight, path=path)
-    parts = -(-outputs // PEAK_COLUMNS)
-    peaks = torch.full((rows, parts), torch.nan)
-    y = int8_linear(x, values, scales, peaks=peaks, path=path, threads=threads)
-    assert torch.equal(y, int8_linear(x, values, scales, path=path))
-    assert torch.equal(peaks, torch.stack([part.amax(1) for part in y.split(PEAK_COLUMNS, 1)], 1))
-    with pytest.raises(ValueError, match="peaks: expected shape"):
-        int8_linear(x, values, scales, peaks=peaks[:, :0], path=path)
-    with pytest.raises(ValueError, match="peaks: expected adjacent ones of float32"):
-        int8_linear(x.bfloat16(), values, scales, peaks=peaks.bfloat16(), path=path)
-
-
 @everywhere
 @pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_becomes_nan_in_its_own_row_or_column_alone(path, dtype, special):
@@ -264,9 +246,8 @@ def test_layers_of_the_same_rows_are_computed_together(kind):
     x, biases = random(3, 70), (None, random(300, seed=5))
     weights = [kind.pack(random(n, 70, seed=n)) for n in (40, 300)]
     outs = [torch.empty(3, len(weight)) for weight in (biases[1][:40], biases[1])]
-    peaks = torch.empty(3, 2)
     together = RepeatedLinears(x, None, biases[0], outs[0], weights[0])
-    assert together.add(x, None, biases[1], outs[1], weights[1], peaks)
+    assert together.add(x, None, biases[1], outs[1], weights[1])
     [other] = {QuantizedWeight, FourBitWeight} - {kind}
     for weight, unlike in ((random(40, 70), None), (None, other.pack(random(40, 70)))):
         assert not together.add(x, weight, None, torch.empty(3, 40), unlike)
@@ -274,7 +255,6 @@ def test_layers_of_the_same_rows_are_computed_together(kind):
         together()
         for weight, bias, out in zip(weights, biases, outs, strict=True):
             assert torch.equal(out, product(x, weight, bias))
-        assert torch.equal(peaks, torch.stack([y.amax(1) for y in outs[1].split(256, 1)], 1))
         x.mul_(-2)
 
 
