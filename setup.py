@@ -13,7 +13,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("HFRA_DEBUG", "0") not in ("", "0")
-WINDOWS = os.name == "nt"
 
 DIRECTIVES = {
     "language_level": 3,
@@ -29,8 +28,6 @@ DIRECTIVES = {
 
 
 def compile_args() -> list[str]:
-    if WINDOWS:
-        return ["/Od", "/Zi"] if DEBUG else ["/O2"]
     # Python's own flags ask for warnings, of which what Cython writes has some, and for debug
     # information, which is three quarters of a wheel.
     quiet = ["-Wno-sign-compare", "-Wno-unused-function"]

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_retrieval_assist.engines.cpu import quantized
 from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model, prompt_inputs
 
 PROMPTS = Path(__file__).parent / "prompts"
 UNTUNED = PROMPTS / "untuned"
 """Prompts that nothing was tuned on: three of each of thirteen kinds."""
 
-LEAD = 16
-"""Columns by which groups in four bits begin later in real models, which were unpacked from such
-files: a grid equal to theirs would flatter drafts."""
+SHIFT = 16
+"""Columns by which weights of real models stand further behind, which were unpacked from files of
+four bits: groups that begin where those of the files do would flatter drafts."""
+# The axes of weights that are of the hidden state, or of neurons.
+AXES = {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (0, 1), "o_proj": (0,)}
+AXES |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "embed_tokens", "lm_head"), (1,))
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,20 @@ def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
 
 
 def load_real(dtype: torch.dtype | None, name: str) -> tuple[Any, Any]:
-    """A model of the demo, and its tokenizer."""
-    quantized.LEAD = LEAD
-    return load_demo_model(name, dtype=dtype)
+    """A model of the demo, whose hidden states and neurons are shifted, and its tokenizer."""
+    model, tokenizer = load_demo_model(name, dtype=dtype)
+    shift(model)
+    return model, tokenizer
+
+
+def shift(model: Any) -> None:
+    """Let a model, of Llama's or Gemma's kind, have its hidden states and neurons in another order,
+    in which it computes the same."""
+    for name, weight in model.named_parameters():
+        axes = AXES.get(
+            name.split(".")[-2], (0,) if len(weight) == model.config.hidden_size else ()
+        )
+        weight.data = weight.data.roll([SHIFT] * len(axes), axes) if axes else weight.data
 
 
 def load(arguments: argparse.Namespace, dtype: str | None = None) -> tuple[Any, Any]:

@@ -2,24 +2,19 @@
 
     python -m benchmarks own-drafts --output benchmarks/results
 
-In bfloat16: the median time of a level of a draft, at four and eight bits, beside a forward of one
-token by an assistant that never drafts; also of larger shapes with random weights. Then assistants
-that are new in every call over prompts that nothing was tuned on, beside the same without drafts
-(`budget=0`): seconds behind the first token, the better of two runs each, in turn. Groups in four
-bits begin where `inputs.LEAD` says. The memory of the process is locked.
-
-What drafts that agree so often would bring on the larger shapes is simulated: levels are computed,
-and then name the next token of the model's own text, which an earlier call wrote, or another one.
+In bfloat16: the median time of a level of a draft beside a forward of one token by an assistant
+that never drafts; also of larger shapes with random weights. Then assistants that are new in every
+call over prompts that nothing was tuned on, beside the same without drafts (`budget=0`): seconds
+behind the first token, the better of two runs each, in turn. Columns of weights stand where
+`inputs.SHIFT` says. The memory of the process is locked.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from statistics import geometric_mean, median
 from typing import Any
 from unittest import mock
@@ -29,10 +24,9 @@ from transformers import set_seed
 
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.engines.cpu import quantized_self
-from hf_retrieval_assist.engines.cpu.few_bits import EVIDENCE
 from hf_retrieval_assist.tools.demo_model import MODELS
 
-from .inputs import LEAD, UNTUNED, Prompt, first_of_each, load_real, read_prompts
+from .inputs import SHIFT, UNTUNED, Prompt, first_of_each, load_real, read_prompts
 from .machine import ForwardClock, generate, prompt_of
 from .model import DECODINGS
 from .replay import SHAPES, build
@@ -40,16 +34,11 @@ from .report import Report
 from .timing import lock_memory, orders
 
 RANDOM = ("0.6b", "1b", "4b")
-# Bits of the levels that are computed, and how often they name the next token.
-SIMULATED = ((4, 0.8), (4, 0.9), (8, 0.98))
 TOKENS, LEVELS, WARM = 48, 4, 8
 
 LEVEL = {
     "model": "model",
     "forward": "forward of one, ms",
-    "mbytes_8": "MB at 8 bits",
-    "level_8": "level, ms",
-    "share_8": "of a forward",
     "mbytes_4": "MB at 4 bits",
     "level_4": "level at 4, ms",
     "share_4": "at 4, of a forward",
@@ -64,14 +53,6 @@ BESIDE = {
     "per_forward": "tokens/forward",
     "same": "same text",
 }
-AGREEING = {
-    "model": "model",
-    "bits": "bits",
-    "agreement": "agreement",
-    "ratio": "x without drafts",
-    "per_forward": "tokens/forward",
-    "same": "same text",
-}
 METHODS: dict[str, Callable[[], Assistant]] = {
     "none": lambda: SamAssistant(budget=0),
     "logit n-grams": lambda: SamAssistant(fallback="logit_ngrams"),
@@ -79,22 +60,17 @@ METHODS: dict[str, Callable[[], Assistant]] = {
 }
 
 
-def level_seconds(model: Any, inputs: dict[str, Any], bits: int) -> tuple[float, int]:
-    """Median seconds of a level of drafts in so many bits, and the bytes of the copies."""
+def level_seconds(model: Any, inputs: dict[str, Any]) -> tuple[float, int]:
+    """Median seconds of a level of drafts, each the mean of its draft's, and the bytes of the
+    copies."""
     seconds: list[float] = []
-    grow = quantized_self._Chains._grow_level
-
-    def timed(chains: Any) -> bool:
-        began = time.perf_counter()
-        alone = grow(chains)
-        seconds.extend([time.perf_counter() - began] if alone else [])
-        return alone
-
-    assistant = Assistant([QuantizedSelf(bits, max_levels=LEVELS)], budget=LEVELS)
-    with mock.patch.object(quantized_self._Chains, "_grow_level", timed):
+    assistant = Assistant([QuantizedSelf(max_levels=LEVELS)], budget=LEVELS)
+    with mock.patch.object(
+        quantized_self._Price, "observe", lambda _, spent: seconds.append(spent)
+    ):
         for _ in range(2):
             generate(model, inputs, TOKENS, assistant=assistant)
-    return median(seconds), quantized_self.FewBits.of(model, bits).nbytes
+    return median(seconds), quantized_self.FewBits.of(model).nbytes
 
 
 def forward_seconds(model: Any, inputs: dict[str, Any]) -> float:
@@ -159,47 +135,6 @@ def beside(
     return rows
 
 
-@contextmanager
-def agreeing(text: list[int], rate: float) -> Iterator[None]:
-    """Scope in which levels name the next token of a text that often, and the one above it else."""
-    chances = random.Random(0)
-    kind = int(abs(EVIDENCE.priors - rate).argmin())
-
-    def go_on(chains: Any, row: int, token_ids: Any, *rest: Any) -> None:
-        chain = chains._rows[row]
-        behind = [*chains._own._rows[row].generated, *chain.path]
-        right = text[len(behind)] if len(behind) < len(text) else 0
-        token = right if chances.random() < rate else right + 1
-        chains.certainties.append(rate)
-        chain.add([token], [rate], [kind])
-
-    with mock.patch.object(quantized_self._Chains, "_go_on", go_on):
-        yield
-
-
-def simulated(model: Any, inputs: dict[str, Any], bits: int, rate: float) -> dict[str, Any]:
-    """What drafts of so many bits that agree so often would bring beside none."""
-    methods = {
-        "none": lambda: SamAssistant(budget=0),
-        "simulated": lambda: Assistant([QuantizedSelf(bits)]),
-    }
-    length = inputs["input_ids"].shape[1]
-    quantized_self.FewBits.of(model, bits).certainty = rate  # not what random weights came to
-    runs: dict[str, list[Any]] = {name: [] for name in methods}
-    for order in [["none", "simulated"], *orders(list(methods), 2)]:  # the first ones warm up
-        for name in order:
-            text = runs["none"][0][2][0, length:].tolist() if runs["none"] else []
-            with agreeing(text, rate):
-                runs[name].append(run_one(model, inputs, methods[name], {}))
-    none, own = (min(run[0] for run in found[1:]) for found in runs.values())
-    texts = [run[2] for found in runs.values() for run in found]
-    return {
-        "ratio": none / own,
-        "per_forward": runs["simulated"][-1][1],
-        "same": f"{sum(torch.equal(text, texts[0]) for text in texts)} of {len(texts)}",
-    }
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--of-each-kind", type=int, default=1, help="prompts")
 
@@ -207,29 +142,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     quick, count = arguments.quick, arguments.of_each_kind
     arguments.device, arguments.dtype = "cpu", "bfloat16"
-    report = Report("own_drafts", {"lead": LEAD, "tokens": TOKENS, "prompts_of_each_kind": count})
+    report = Report("own_drafts", {"shift": SHIFT, "tokens": TOKENS, "prompts_of_each_kind": count})
     if not quick:
         lock_memory(report)
     levels = report.table("A level of a draft", LEVEL)
     fresh = report.table("Beside no drafts", BESIDE)
-    agreed = report.table("Were they to agree so often", AGREEING)
     for name in ["tiny"] if quick else [*reversed(MODELS), *RANDOM]:
         real = name in MODELS
         model, tokenizer = load_real(torch.bfloat16, name) if real else (None, None)
         model = model or build(SHAPES[name], arguments)
         inputs = prompt_of(model, 1, arguments.seed)
         row: dict[str, Any] = {"forward": 1e3 * (forward := forward_seconds(model, inputs))}
-        for bits in () if quick else (8, 4):
-            seconds, nbytes = level_seconds(model, inputs, bits)
-            row |= {f"level_{bits}": 1e3 * seconds, f"share_{bits}": seconds / forward}
-            row[f"mbytes_{bits}"] = nbytes / 1e6
+        if not quick:
+            seconds, nbytes = level_seconds(model, inputs)
+            row |= {"level_4": 1e3 * seconds, "share_4": seconds / forward}
+            row["mbytes_4"] = nbytes / 1e6
         levels.add(model=name, **row)
         report.save(arguments.output)
-        for bits, rate in () if quick or real else SIMULATED:
-            progress(f"{name}, agreement {rate}")
-            found = simulated(model, inputs, bits, rate)
-            agreed.add(model=name, bits=bits, agreement=rate, **found)
-            report.save(arguments.output)
         prompts = first_of_each(read_prompts(UNTUNED), count) if real else []
         for decoding, options in DECODINGS.items() if real else ():
             for found in beside(model, tokenizer, prompts, options, progress):

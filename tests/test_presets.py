@@ -145,7 +145,7 @@ BELOW = {
     partial(StaticAutomatonDrafter, [[1]]): ("max_draft",),
     partial(DraftModelDrafter, None): ("max_nodes", "max_levels", "width", "temperature"),
     partial(DFlashDrafter, None): ("top_k",),
-    QuantizedSelf: ("bits", "max_levels"),
+    QuantizedSelf: ("max_levels",),
     Planner: ("max_nodes",),
 }
 BAD_SIZES += [

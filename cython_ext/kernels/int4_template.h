@@ -21,9 +21,9 @@ typedef struct {
 
 static ALWAYS_INLINE const int4_x *int4_x_of(const char *panel) { return (const int4_x *)panel; }
 
-/* Elements of a group, of a row that begins `lead` columns behind the first group. */
-static void read_group(float *to, const char *from, int64_t group, int64_t lead, int64_t depth, int dtype) {
-    const int64_t bytes = skinny_item_bytes(dtype), first = group * INT4_GROUP - lead;
+/* Elements of a group of a row. */
+static void read_group(float *to, const char *from, int64_t group, int64_t depth, int dtype) {
+    const int64_t bytes = skinny_item_bytes(dtype), first = group * INT4_GROUP;
     const int64_t begin = first < 0 ? -first : 0, end = skinny_min(INT4_GROUP, depth - first);
     char part[INT4_GROUP * 4] = {0};
     const char *elements = from + first * bytes;
@@ -36,14 +36,14 @@ static void read_group(float *to, const char *from, int64_t group, int64_t lead,
 
 static void pack_int4_x(const linear_pass *pass) {
     const linear_problem *p = pass->problems;
-    const int64_t groups = int4_groups(p->depth, p->lead), row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
+    const int64_t groups = skinny_parts(p->depth, INT4_GROUP), row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t row = 0; row < p->rows; row++) {
         int4_x *to = (int4_x *)(pass->panels + row * pass->packed_bytes);
         for (int64_t g = 0; g < groups; g++, to++) {
             float step[INT4_GROUP];
             int16_t rounded[INT4_GROUP] = {0};
             int sum = 0;
-            read_group(step, p->x + row * row_bytes, g, p->lead, p->depth, p->dtype);
+            read_group(step, p->x + row * row_bytes, g, p->depth, p->dtype);
             to->scale = scale_of(skinny_float_of(greatest_bits(step, INT4_GROUP)), INT8_MOST);
             if (to->scale > 0) round_step(rounded, step, 1 / to->scale, INT4_GROUP);
             for (int i = 0; i < INT4_GROUP; i++) to->values[i] = (int8_t)rounded[i], sum += rounded[i];
@@ -104,7 +104,7 @@ static void int4_blocks_of(int64_t rows, int places, const char *const *blocks, 
 
 /* All rows times the outputs [first, end) of a chunk. */
 static void multiply_int4(const linear_pass *pass, const linear_problem *p, int64_t first, int64_t end, float *sums) {
-    const int64_t groups = int4_groups(p->depth, p->lead), all = skinny_parts(end - first, INT4_ROWS);
+    const int64_t groups = skinny_parts(p->depth, INT4_GROUP), all = skinny_parts(end - first, INT4_ROWS);
     const int64_t apart = all / INT4_PLACES, rest = all % INT4_PLACES;
     const char *from = p->weight + first * p->weight_stride;
     for (int64_t turn = 0; turn < apart + rest; turn++) {
@@ -180,7 +180,7 @@ static uint16_t int4_scale_of(const float *step, const float *weights) {
 /* How much the columns of a group count; what stands beside the matrix does not. */
 static void read_column_weights(float *to, const int4_packing *p, int64_t group) {
     for (int i = 0; i < INT4_GROUP; i++) {
-        const int64_t column = group * INT4_GROUP + i - p->lead;
+        const int64_t column = group * INT4_GROUP + i;
         to[i] = column < 0 || column >= p->depth ? 0 : p->column_weights ? p->column_weights[column] : 1;
     }
 }
@@ -191,7 +191,7 @@ static void pack_int4_group(const int4_packing *p, char *block, int64_t output, 
     int16_t ones[16], numbers[INT4_GROUP];
     uint8_t *to = (uint8_t *)block + INT4_ROWS * 2 + o * 4;
     if (output < p->outputs)
-        read_group(step, p->weight + output * p->weight_stride * bytes, group, p->lead, p->depth, p->dtype);
+        read_group(step, p->weight + output * p->weight_stride * bytes, group, p->depth, p->dtype);
     for (int k = 0; k < 16; k++) ones[k] = 1;
     const uint16_t half = int4_scale_of(step, weights);
     const float scale = skinny_float_of_f16(half), factor = scale == 0 ? 0 : 1 / scale;
@@ -204,7 +204,7 @@ static void pack_int4_group(const int4_packing *p, char *block, int64_t output, 
 /* What one thread does: blocks of INT4_ROWS outputs until none is left. */
 static void pack_int4_work(void *shared) {
     int4_packing *p = shared;
-    const int64_t groups = int4_groups(p->depth, p->lead);
+    const int64_t groups = skinny_parts(p->depth, INT4_GROUP);
     int64_t first;
     while ((first = FETCH_ADD(&p->next_block) * INT4_ROWS) < p->outputs)
         for (int64_t g = 0; g < groups; g++) {

@@ -3,7 +3,6 @@
 
 MAX_ROWS = ROUTED_ROWS
 FEW_ROWS = 16
-PEAK_COLUMNS = CHUNK_ROWS
 INT4_OUTPUTS, INT4_COLUMNS, INT4_BLOCK = INT4_ROWS, INT4_GROUP, INT4_BLOCK_BYTES  # a block in four bits
 INT8_MULTIPLE = INT8_STEP  # rows in eight bits are filled up to a multiple of so many columns
 
@@ -74,7 +73,7 @@ cdef int _describe_weight(linear_problem *problem, object weight) except -1:
     problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.weight_stride = weight.stride()[0]
     problem.weight_dtype = _dtypes[weight.dtype]
-    problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
+    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
     return 0
 
 
@@ -91,32 +90,30 @@ cdef class RepeatedLinears(RepeatedOperator):
     cdef linear_problem _problems[MAX_TOGETHER]
     cdef list _kept
 
-    def __init__(self, x, weight, bias, out, packed=None, peaks=None):
+    def __init__(self, x, weight, bias, out, packed=None):
         """
         Args:
             x, weight, bias: as for :func:`kernel_linear`.
             out: [..., out_features], contiguous, which every call writes to.
-            packed: what is read in the weight's place, with its `values`, `scales` and `lead` as for
+            packed: what is read in the weight's place, with its `values` and `scales` as for
                 `int8_linear`, or `int4_linear` where there are no scales; None: the weight.
-            peaks: as for `int8_linear`.
 
         Raises:
             ValueError: rows of x do not lie at equal distances.
         """
         self._operation.kind, self._operation.problem = OPERATION_LINEARS, &self._problems[0]
         self._operation.count, self._kept = 0, []
-        self._add(x, weight, bias, out, packed, peaks)
+        self._add(x, weight, bias, out, packed)
 
-    def add(self, x, weight, bias, out, packed=None, peaks=None):
+    def add(self, x, weight, bias, out, packed=None):
         """Compute another layer of the same x together with these, if that can be; whether it can."""
         cdef linear_problem *first = self._problems
         dtype = weight.dtype if packed is None else packed.values.dtype
         if self._operation.count == MAX_TOGETHER or dtype is not self._kept[0][1].dtype:
             return False
-        self._add(x, weight, bias, out, packed, peaks)
+        self._add(x, weight, bias, out, packed)
         cdef linear_problem *last = self._problems + self._operation.count - 1
-        groups = last.weight_dtype != SKINNY_INT4 or last.lead == first.lead
-        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows and groups:
+        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
             return True
         self._operation.count -= 1
         self._kept.pop()
@@ -130,23 +127,21 @@ cdef class RepeatedLinears(RepeatedOperator):
         self._problems[0].y = <char *><uintptr_t>out.data_ptr()
         return out
 
-    cdef int _add(self, object x, object weight, object bias, object out, object packed, object peaks) except -1:
+    cdef int _add(self, object x, object weight, object bias, object out, object packed) except -1:
         cdef linear_problem *problem = self._problems + self._operation.count
         if packed is None:
             _describe_weight(problem, weight)
         elif packed.scales is None:
             weight = packed.values
-            _read_blocks(problem, weight, out.size(-1), x.size(-1), packed.lead)
+            _read_blocks(problem, weight, out.size(-1), x.size(-1))
         else:
             weight = packed.values
             _read_values(problem, weight, packed.scales)
             problem.depth, problem.weight_dtype = x.size(-1), SKINNY_ROUNDED
-        if peaks is not None:
-            _write_peaks(problem, peaks, x, out.dtype)
         described = _describe_rows(problem, x, bias, out)
         if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
-        self._kept.append((x, weight, out, (described, packed, peaks)))
+        self._kept.append((x, weight, out, (described, packed)))
         self._operation.count += 1
         return 0
 
@@ -270,7 +265,7 @@ def pack_int8(weight, *, path=None, threads=None):
     return values, scales, left_out, norms
 
 
-def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=None):
+def int8_linear(x, values, scales, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
 
     A row of x is rounded to 14 bits, one scale per row; products are summed as integers, and the result is
@@ -282,8 +277,6 @@ def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=
             what fills them up.
         values, scales: what `pack_int8` returned.
         bias: [outputs] of x's dtype, or None.
-        peaks: float32 [rows, parts], contiguous, which is given the largest of every `PEAK_COLUMNS` outputs of
-            a row, where x is float32 and none is NaN; None: nobody wants them.
         path, threads: as for `skinny_linear`.
 
     Raises:
@@ -307,19 +300,7 @@ def int8_linear(x, values, scales, bias=None, *, peaks=None, path=None, threads=
     _read_values(&problem, values, scales)
     problem.depth = depth
     problem.weight_dtype = SKINNY_ROUNDED
-    if peaks is not None:
-        _write_peaks(&problem, peaks, x, dtype)
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
-
-
-cdef int _write_peaks(linear_problem *problem, object peaks, object x, object dtype) except -1:
-    _check_plain("peaks", peaks, dtype)
-    parts = skinny_parts(problem.outputs, CHUNK_ROWS)
-    _check_shape("peaks", peaks, (x.numel() // max(1, problem.depth), parts))
-    if dtype is not torch.float32 or not peaks.is_contiguous():
-        raise ValueError(f"peaks: expected adjacent ones of float32 outputs, got {dtype}, {peaks.stride()}")
-    problem.peaks = <float *><uintptr_t>peaks.data_ptr()
-    return 0
 
 
 cdef int _read_values(linear_problem *problem, object values, object scales) except -1:
@@ -329,24 +310,16 @@ cdef int _read_values(linear_problem *problem, object values, object scales) exc
     problem.weight_dtype = SKINNY_INT8
     problem.scales = <char *><uintptr_t>scales.data_ptr()
     problem.scale_dtype = _dtypes[scales.dtype]
-    problem.peaks = NULL
     return 0
 
 
-cdef int _check_lead(int64_t lead) except -1:
-    if not 0 <= lead < INT4_GROUP:
-        raise ValueError(f"lead: expected 0 to {INT4_GROUP - 1} columns, got {lead}")
-    return 0
-
-
-def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
+def pack_int4(weight, column_weights=None, *, path=None, threads=None):
     """Round a matrix to four bits: a weight becomes `scale * level`, one of 16 levels that lie closer near zero, as
     those of NF4 (QLoRA, section 3), and, of those tried for each 32 neighbours of a row, the scale in float16 that
     leaves out the least square.
 
     Args:
         weight, path, threads: as for `skinny_linear`.
-        lead: columns, less than 32, by which the first group of neighbours is shorter than others.
         column_weights: float32 [depth], at least 0: how much what is left out of a column counts, which is most
             useful as the mean square of what it is multiplied by; None: as much as of any other.
 
@@ -361,10 +334,9 @@ def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
     _check_matrix("weight", weight, dtype)
     cdef int chosen = _path_index(path)
     cdef int count = _thread_count(threads)
-    _check_lead(lead)
     packing.outputs, packing.depth = weight.shape
-    packing.lead, packing.dtype, packing.next_block = lead, _dtypes[dtype], 0
-    groups = int4_groups(packing.depth, packing.lead)
+    packing.dtype, packing.next_block = _dtypes[dtype], 0
+    groups = skinny_parts(packing.depth, INT4_GROUP)
     blocks = torch.empty((skinny_parts(packing.outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES), dtype=torch.uint8)
     packing.weight = <char *><uintptr_t>weight.data_ptr()
     packing.weight_stride = weight.stride(0)
@@ -380,23 +352,20 @@ def pack_int4(weight, lead=0, column_weights=None, *, path=None, threads=None):
     return blocks
 
 
-cdef int _read_blocks(
-    linear_problem *problem, object blocks, int64_t outputs, int64_t depth, int64_t lead
-) except -1:
-    _check_lead(lead)
-    groups = int4_groups(depth, lead)
+cdef int _read_blocks(linear_problem *problem, object blocks, int64_t outputs, int64_t depth) except -1:
+    groups = skinny_parts(depth, INT4_GROUP)
     _check_plain("blocks", blocks, torch.uint8)
     _check_shape("blocks", blocks, (skinny_parts(outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES))
     if not blocks.is_contiguous():
         raise ValueError(f"blocks: expected adjacent elements, got strides {blocks.stride()}")
-    problem.outputs, problem.depth, problem.lead = outputs, depth, lead
+    problem.outputs, problem.depth = outputs, depth
     problem.weight = <char *><uintptr_t>blocks.data_ptr()
     problem.weight_stride, problem.weight_dtype = groups * INT4_ROW_BYTES, SKINNY_INT4
-    problem.scales, problem.scale_dtype, problem.peaks = NULL, SKINNY_FLOAT32, NULL
+    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
     return 0
 
 
-def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=None):
+def int4_linear(x, blocks, outputs, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias` for the weight that `pack_int4` has rounded, made for 1 to 64 rows of x.
 
     A row of x is rounded to eight bits, with a scale for each group of neighbours; products within a group are
@@ -406,7 +375,7 @@ def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=Non
 
     Args:
         x: [..., depth], float32, bfloat16 or float16, any strides.
-        blocks, lead: what `pack_int4` returned, and was given.
+        blocks: what `pack_int4` returned.
         outputs: the weight's rows.
         bias: [outputs] of x's dtype, or None.
         path, threads: as for `skinny_linear`.
@@ -418,7 +387,7 @@ def int4_linear(x, blocks, outputs, lead=0, bias=None, *, path=None, threads=Non
     dtype = _dtype_of("x", x)
     depth = x.size(-1) if x.dim() else 0
     _check_rows(x, dtype, outputs, depth, bias)
-    _read_blocks(&problem, blocks, outputs, depth, lead)
+    _read_blocks(&problem, blocks, outputs, depth)
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 

@@ -39,8 +39,6 @@ typedef struct {
     int weight_dtype;    /* the same; float32 times bfloat16; any times int8, as it is or rounded; or int4 */
     const char *scales;  /* int8's: [outputs], or NULL */
     int scale_dtype;
-    int64_t lead; /* int4's columns of the first group that stand before the matrix */
-    float *peaks; /* the largest of each CHUNK_ROWS float32 outputs, none of them NaN: [rows, parts], or NULL */
 } linear_problem;
 
 /* A matrix to be rounded to int8, a row to one scale; its rows are filled up to whole steps with zeros. x is
@@ -73,7 +71,6 @@ typedef struct {
 typedef struct {
     const char *weight; /* [outputs, depth] */
     int64_t outputs, depth, weight_stride;
-    int64_t lead; /* see linear_problem */
     int dtype;
     const float *column_weights; /* [depth]: how much what is left out of a column counts; NULL: the same for all */
     char *blocks;
@@ -85,8 +82,6 @@ typedef struct {
  * with numbers of eight bits fit 16. */
 static const uint8_t int4_levels[16] = {0, 13, 24, 32, 40, 47, 53, 59, 66, 72, 78, 85, 92, 100, 111, 126};
 #define INT4_ZERO 64
-
-static inline int64_t int4_groups(int64_t depth, int64_t lead) { return skinny_parts(depth + lead, INT4_GROUP); }
 
 /* One pass over the weights of problems that share x, shared by its threads. */
 typedef struct {

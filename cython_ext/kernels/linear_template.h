@@ -79,22 +79,6 @@ static void write_outputs(const linear_pass *pass, const linear_problem *p, int6
     }
 }
 
-/* The largest of each row's float32 outputs [first, end), which are a chunk's. */
-static void write_peaks(const linear_problem *p, int64_t first, int64_t end) {
-    const int64_t parts = skinny_parts(p->outputs, CHUNK_ROWS);
-    for (int64_t row = 0; row < p->rows; row++) {
-        const float *y = (const float *)p->y + row * p->y_stride;
-        float lanes[LANES], *peak = p->peaks + row * parts + first / CHUNK_ROWS;
-        VEC most = SET1(-INFINITY);
-        int64_t o = first;
-        for (; o + LANES <= end; o += LANES) most = MAX(LOAD(y + o), most);
-        STORE(lanes, most);
-        *peak = lanes[0];
-        for (int64_t i = 1; i < LANES; i++) *peak = lanes[i] > *peak ? lanes[i] : *peak;
-        for (; o < end; o++) *peak = y[o] > *peak ? y[o] : *peak;
-    }
-}
-
 /* The problem that a chunk of a pass belongs to; its first weight row is written to `first`, and the row
  * behind its last one to `end`. */
 static const linear_problem *problem_of(const linear_pass *pass, int64_t chunk, int64_t *first, int64_t *end) {
@@ -118,7 +102,6 @@ static void multiply_chunk(void *of, int64_t chunk, int thread) {
         for (int64_t o = 0; o < apart; o++) tile_row(pass, p, first + o, apart, sums + o);
     for (int64_t o = 0; o < end - first; o += LANES)
         write_outputs(pass, p, first + o, skinny_min(LANES, end - first - o), sums + o);
-    if (p->peaks) write_peaks(p, first, end);
 }
 
 static void multiply_all(void *of, int64_t chunk, int thread) {
@@ -144,12 +127,12 @@ static int64_t plan_linears(linear_pass *pass, const linear_problem *p, int coun
     if (p->weight_dtype == SKINNY_ROUNDED)
         pass->packed_bytes = skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
     else if (p->weight_dtype == SKINNY_INT4)
-        pass->packed_bytes = int4_groups(p->depth, p->lead) * (int64_t)sizeof(int4_x);
+        pass->packed_bytes = skinny_parts(p->depth, INT4_GROUP) * (int64_t)sizeof(int4_x);
     else
         pass->packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
     pass->panel_count = skinny_parts(p->rows, PANEL_ROWS);
     for (int i = 0; i < count; i++) {
-        pass->chunk_rows[i] = p[i].peaks ? CHUNK_ROWS : linear_chunk_rows(p[i].outputs, threads);
+        pass->chunk_rows[i] = linear_chunk_rows(p[i].outputs, threads);
         pass->chunks[i] = skinny_parts(p[i].outputs, pass->chunk_rows[i]);
         pass->all_chunks += pass->chunks[i];
     }

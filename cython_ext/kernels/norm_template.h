@@ -5,7 +5,7 @@
 #define NORM_MOST_LANES 16
 
 /* A product that is added must be rounded first. */
-#if defined(__clang__) || defined(_MSC_VER)
+#if defined(__clang__)
 #define ROUND_PRODUCTS
 #pragma STDC FP_CONTRACT OFF
 #else

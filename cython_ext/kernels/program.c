@@ -112,7 +112,6 @@ int run_linears(const linear_problem *problems, int count, const kernel_path *pa
             parts[i] = problems[i];
             parts[i].x += row * parts[i].x_stride * bytes;
             parts[i].y += row * parts[i].y_stride * bytes;
-            if (parts[i].peaks) parts[i].peaks += row * skinny_parts(parts[i].outputs, CHUNK_ROWS);
             parts[i].rows = skinny_min(PASS_ROWS, rows - row);
         }
         failed = run_pass(parts, count, path, useful);

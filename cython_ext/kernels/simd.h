@@ -41,10 +41,8 @@ static inline int64_t skinny_item_bytes(int dtype) {
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
 #define ADD_RELEASE(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELEASE)
 #define LOAD_ACQUIRE(counter) __atomic_load_n((counter), __ATOMIC_ACQUIRE)
-#elif defined(_MSC_VER)
-#define ALWAYS_INLINE __forceinline
 #else
-#error "expected GCC, Clang or MSVC"
+#error "expected GCC or Clang"
 #endif
 
 /* The cases of a switch over 1 to `count` rows, so that the compiler knows how many each has. */

@@ -34,7 +34,6 @@ cdef extern from "program.h" nogil:
         INT4_ROWS
         INT4_ROW_BYTES
         INT4_BLOCK_BYTES
-        CHUNK_ROWS
         MASK_NONE
         MASK_BOOL
         MASK_ADDED
@@ -64,8 +63,6 @@ cdef extern from "program.h" nogil:
         int weight_dtype
         const char *scales
         int scale_dtype
-        int64_t lead
-        float *peaks
 
     ctypedef struct int8_packing:
         const char *weight
@@ -80,7 +77,6 @@ cdef extern from "program.h" nogil:
     ctypedef struct int4_packing:
         const char *weight
         int64_t outputs, depth, weight_stride
-        int64_t lead
         int dtype
         const float *column_weights
         char *blocks
@@ -142,7 +138,6 @@ cdef extern from "program.h" nogil:
 
     int64_t skinny_item_bytes(int dtype)
     int64_t skinny_parts(int64_t, int64_t)
-    int64_t int4_groups(int64_t depth, int64_t lead)
     int kernel_paths(kernel_path *paths)
     void plain_norm(norm_problem *)
     void run_alone(work_step)

@@ -73,7 +73,6 @@ cdef class Scores:
         address: where the first lies; the others follow without gaps.
         rows, columns: how many.
         dtype: "float32", "bfloat16" or "float16".
-        peaks: float32 [rows, blocks], no less than any score of each block of `BLOCK_COLUMNS`; None: unknown.
     """
 
     cdef object _owner
@@ -81,24 +80,14 @@ cdef class Scores:
     cdef readonly Py_ssize_t rows, columns
     cdef Py_ssize_t _row_bytes
     cdef int _kind
-    cdef const float* _peaks
-    cdef Py_ssize_t _blocks
 
-    def __cinit__(self, owner, uintptr_t address, Py_ssize_t rows, Py_ssize_t columns, str dtype, peaks=None):
+    def __cinit__(self, owner, uintptr_t address, Py_ssize_t rows, Py_ssize_t columns, str dtype):
         kinds = ("float32", "bfloat16", "float16")
         if dtype not in kinds:
             raise ValueError(f"dtype: expected one of {kinds}, got {dtype!r}")
         self._owner, self._data = owner, <const char*>address
         self.rows, self.columns, self._kind = rows, columns, kinds.index(dtype)
         self._row_bytes = columns * (4 if self._kind == KIND_FLOAT32 else 2)
-        self._peaks, self._blocks = NULL, (columns + BLOCK - 1) // BLOCK
-        cdef const float[:, ::1] known
-        if peaks is not None:
-            known = peaks
-            if not (known.shape[0] == rows and known.shape[1] == self._blocks):
-                raise ValueError(f"peaks: expected [{rows}, {self._blocks}], got {list(peaks.shape)}")
-            if rows and columns:
-                self._owner, self._peaks = (owner, peaks), &known[0, 0]
 
     def __len__(self):
         return self.rows
@@ -178,8 +167,7 @@ cdef class Scores:
         first = k
         while first < columns:
             end = min((first // BLOCK + 1) * BLOCK, columns)
-            if self._peaks == NULL or self._peaks[row * self._blocks + first // BLOCK] > values[k - 1]:
-                compete(block_of(data, self._kind, first, end, buffer), end - first, first, k, values, ids)
+            compete(block_of(data, self._kind, first, end, buffer), end - first, first, k, values, ids)
             first = end
 
 
@@ -199,36 +187,41 @@ def peaks_of(const float[::1] numbers):
 
 
 def reaching(
-    const float[::1] near, const float[::1] peaks, const float[::1] bounds, const float[::1] most, float norm,
-    Py_ssize_t k, float greatest, float tolerance, float margin,
+    const float[::1] near, const float[::1] bounds, const float[::1] most, float norm, Py_ssize_t k, float greatest,
+    float tolerance, float margin,
 ):
     """Which of many numbers may be among the k largest, each known to within a bound of its own.
 
     Args:
-        near, peaks: float32 [n], finite, and the largest of each block of them, see `peaks_of`.
-        bounds, most: the same of what, times `norm`, is how far each may be off.
+        near: float32 [n], finite.
+        bounds, most: float32 [n], what, times `norm`, is how far each may be off; and the largest of each block
+            of these, see `peaks_of`.
         greatest, tolerance, margin: what the k-th of their lower bounds must not exceed, and by which
             share of it and by how much more others may fall short of it.
 
     Returns int64, ascending: those whose upper bounds reach the k-th largest lower bound.
     """
     cdef Py_ssize_t n = near.shape[0], parts = most.shape[0], first, end, i, b, count = 0
-    if not (bounds.shape[0] == n and 1 <= k <= n and parts == peaks.shape[0] == (n + BLOCK - 1) // BLOCK):
+    if not (bounds.shape[0] == n and 1 <= k <= n and parts == (n + BLOCK - 1) // BLOCK):
         raise ValueError(f"k: expected 1 to {n}, and as many bounds, got {k} and {bounds.shape[0]}")
     cdef float* upper = <float*>resized(NULL, (parts + k) * sizeof(float) + k * sizeof(int32_t))
     cdef float* lower = upper + parts
     cdef int32_t* ids = <int32_t*>(lower + k)
     cdef float buffer[BLOCK]
-    cdef float least
+    cdef float least, peak
     cdef int32_t unordered
     with nogil:
         for i in range(k):
             lower[i] = -INFINITY
         for b in range(parts):
-            upper[b] = peaks[b] + norm * most[b]
+            first, end = b * BLOCK, min((b + 1) * BLOCK, n)
+            peak = block_largest(
+                block_of(<const char*>&near[0], KIND_FLOAT32, first, end, buffer), BLOCK, &unordered
+            )
+            upper[b] = peak + norm * most[b]
             # One of the block is known to be no less; the exact number is found below.
-            if peaks[b] - norm * most[b] > lower[k - 1]:
-                insert_among(lower, ids, k, peaks[b] - norm * most[b], 0)
+            if peak - norm * most[b] > lower[k - 1]:
+                insert_among(lower, ids, k, peak - norm * most[b], 0)
         least = lower[k - 1]
         for i in range(k):
             lower[i] = -INFINITY

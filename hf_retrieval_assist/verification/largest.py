@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,16 +12,16 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def host_scores(scores: torch.Tensor, peaks: Any = None) -> Scores | None:
+def host_scores(scores: torch.Tensor) -> Scores | None:
     """Scores [..., columns] where they lie, as [n, columns]; None where they are no float numbers
-    of four or two bytes on the host, or have gaps. `peaks`: see `Scores`."""
+    of four or two bytes on the host, or have gaps."""
     dtype = _DTYPES.get(scores.dtype)
     plain = type(scores) in _TENSORS and scores.is_cpu and scores.is_contiguous()
     if dtype is None or not plain or scores.is_neg():
         return None
     columns = scores.shape[-1]
     rows = scores.numel() // max(1, columns)
-    return Scores(scores, scores.data_ptr(), rows, columns, dtype, peaks)
+    return Scores(scores, scores.data_ptr(), rows, columns, dtype)
 
 
 def largest(

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import llama_engine, model, tables, timing
+from benchmarks import inputs, llama_engine, model, tables, timing
 from benchmarks.__main__ import parse
 from benchmarks.inputs import Prompt
 from benchmarks.methods import Run
@@ -16,6 +16,7 @@ from tests.support.rounding import near
 
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
+from ..support.lossless import PROMPT, build
 
 pytestmark = pytest.mark.slow
 
@@ -183,3 +184,14 @@ def test_llama_cpp_is_given_the_models_weights(kind, tmp_path):
         assert ((values - weight).view(-1, 32).abs() <= 0.6 * steps + 1e-4).all()
     else:
         assert torch.equal(values.to(torch.bfloat16), weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_a_model_whose_columns_are_shifted_computes_the_same(kind):
+    """All that is read of a hidden state, or of neurons, is moved with it."""
+    model = build(kind, tie_word_embeddings=kind[0] == "G")
+    with torch.no_grad():
+        expected, before = model(PROMPT).logits, model.lm_head.weight.clone()
+        inputs.shift(model)
+        assert torch.equal(model.lm_head.weight, before.roll(inputs.SHIFT, 1))
+        torch.testing.assert_close(model(PROMPT).logits, expected, rtol=1e-4, atol=1e-4)

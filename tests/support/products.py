@@ -80,28 +80,26 @@ def dequantized(weight):
     return (weight.values.float() * weight.scales[:, None])[:, : weight.depth]
 
 
-def in_groups(matrix, lead):
-    """[rows, groups, 32] columns that share a scale in four bits, the first `lead` none of them."""
-    groups = -(-(lead + matrix.shape[-1]) // 32)
-    filled = F.pad(matrix, (lead, groups * 32 - lead - matrix.shape[-1]))
-    return filled.unflatten(-1, (groups, 32))
+def in_groups(matrix):
+    """[rows, groups, 32] columns that share a scale in four bits."""
+    return F.pad(matrix, (0, -matrix.shape[-1] % 32)).unflatten(-1, (-1, 32))
 
 
 # What a weight in four bits may be, times its scale.
 LEVELS = torch.tensor([-64, -51, -40, -32, -24, -17, -11, -5, 2, 8, 14, 21, 28, 36, 47, 62])
 
 
-def from_four_bits(blocks, shape, lead=0):
+def from_four_bits(blocks, shape):
     """The matrix that products with blocks of `pack_int4` are of, float64; linear_kernels.h says
     how they lie."""
     outputs, depth = shape
-    parts = blocks.view(len(blocks), -(-(lead + depth) // 32), 288)
+    parts = blocks.view(len(blocks), -(-depth // 32), 288)
     scales = parts[..., :32].contiguous().view(torch.float16)
     eights = parts[..., 32:].unflatten(2, (4, 16, 4))
     numbers = torch.stack([eights & 15, eights >> 4], 4).transpose(2, 3).flatten(3)
     values = LEVELS[numbers.long()].double()
     weight = (values * scales[..., None]).transpose(1, 2).flatten(2).flatten(0, 1)
-    return weight[:outputs, lead : lead + depth]
+    return weight[:outputs, :depth]
 
 
 class Whole:
@@ -153,16 +151,14 @@ class PackedInFour(Whole):
     """The product in four bits, by which 32 neighbours of a row are rounded to eight."""
 
     def __init__(self, weight, path):
-        self.outputs, self.lead = len(weight), 7 * len(weight) % 32
-        self.blocks = pack_int4(weight, self.lead, path=path)
-        super().__init__(from_four_bits(self.blocks, weight.shape, self.lead), path)
+        self.outputs, self.blocks = len(weight), pack_int4(weight, path=path)
+        super().__init__(from_four_bits(self.blocks, weight.shape), path)
 
     def __call__(self, x, bias=None, **options):
-        given = self.blocks, self.outputs, self.lead, bias
-        return int4_linear(x, *given, path=self.path, **options)
+        return int4_linear(x, self.blocks, self.outputs, bias, path=self.path, **options)
 
     def rounding_of(self, x):
-        x, weight = (in_groups(part.double().abs(), self.lead) for part in (x, self.exact))
+        x, weight = (in_groups(part.double().abs()) for part in (x, self.exact))
         return 1.01 * (x.amax(-1) / 127 / 2) @ weight.sum(-1).T
 
 

@@ -1,4 +1,4 @@
-"""A model's weights in few bits, from which it drafts for itself."""
+"""A model's weights in four bits, from which it drafts for itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...types.evidence import EvidenceClasses
 from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
 from .reroute import overriding, reroute
-from .skinny import PEAK_COLUMNS, RepeatedLinears, routed_linear
+from .skinny import RepeatedLinears, routed_linear
 from .weight_copies import Kept, Mark, WeightCopies, mark_of, packable
 
 logger = get_logger(__name__)
@@ -69,60 +69,53 @@ _LOOK_PERIOD = 16
 
 
 class FewBits:
-    """The weights of a model's linear layers in few bits.
+    """The weights of a model's linear layers in four bits.
 
     A weight that layers share is packed once. Layers that are no linears stay as they are, and so
     do small ones: adapters keep their precision. The output layer has eight bits, and where it is
     large only the rows of tokens that may come.
 
     Args:
-        model: whose.
-        bits: of a weight, 4 or 8.
-        column_weights: float32 [columns], how much each of a weight's counts where it is rounded to
-            four bits, by the identity of the parameter; of others all count the same.
+        model: whose; its output layer is one that is packed.
+        column_weights: float32 [columns], how much each of a weight's counts where it is rounded,
+            by the identity of the parameter; of others all count the same.
 
     Attributes:
         by_id: what stands for each weight, by the identity of the parameter.
-        output: what stands for the output layer in drafts of one text; None: all of it.
+        output: what stands for the output layer.
         calibrator: what drafts' evidence was worth.
         certainty: how likely a first choice was to be right, lately.
-        unrecorded: calls in a row in which no forward of one token could be recorded.
     """
 
-    def __init__(
-        self, model: Any, bits: int, column_weights: Mapping[int, torch.Tensor] = NO_WEIGHTS
-    ) -> None:
-        started, self.bits = time.perf_counter(), bits
+    def __init__(self, model: Any, column_weights: Mapping[int, torch.Tensor] = NO_WEIGHTS) -> None:
+        started, self._looks = time.perf_counter(), 0
         self.calibrator, self.certainty = Calibrator(EVIDENCE), _FIRST_CERTAINTY
-        self._looks = self.unrecorded = 0
-        copied = _copied(model, bits)
+        copied = _copied(model)
         self._kept: list[Kept[Any]] = [
             copies.of(weight, *([column_weights.get(id(weight))] if copies is IN_FOUR_BITS else []))
             for weight, copies in copied
         ]
         pairs = zip(copied, self._kept, strict=True)
         self.by_id: Mapping[int, Any] = {id(weight): kept.copy for (weight, _), kept in pairs}
-        self.output: ShortOutput | None = None
-        last, layer = _output_weight(model), model.get_output_embeddings()
-        if last is not None:
-            whole: QuantizedWeight = self.by_id[id(last)]
-            read = self.nbytes - whole.nbytes
-            rows = max(LEAST_ROWS, int(OUTPUT_SHARE * read / whole.values.shape[1]))
-            rows -= rows % PEAK_COLUMNS
-            self.output = ShortOutput(whole, min(rows, len(last)), layer.bias)
+        last, layer = output_weight(model), model.get_output_embeddings()
+        whole: QuantizedWeight = self.by_id[id(last)]
+        read = self.nbytes - whole.nbytes
+        rows = max(LEAST_ROWS, int(OUTPUT_SHARE * read / whole.values.shape[1]))
+        self.output = ShortOutput(whole, min(rows, len(last)), layer.bias)
         logger.info(
-            "%s: %d linear layers in %d bits, %.0f MB, %.1f s",
-            *(type(model).__name__, len(copied), bits, self.nbytes / 1e6),
+            "%s: %d linear layers in four bits, %.0f MB, %.1f s",
+            *(type(model).__name__, len(copied), self.nbytes / 1e6),
             time.perf_counter() - started,
         )
 
     @classmethod
-    def known_of(cls, model: nn.Module, bits: int) -> FewBits | None:
+    def known_of(cls, model: nn.Module) -> FewBits | None:
         """Those that were packed of a model, if its weights are what they were."""
-        known = _known.get(model, {})
-        if bits in known and not known[bits]._stands_for(model):
-            del known[bits]
-        return known.get(bits)
+        known = _known.get(model)
+        if known is not None and not known._stands_for(model):
+            del _known[model]
+            return None
+        return known
 
     @staticmethod
     def release(model: nn.Module) -> None:
@@ -130,16 +123,15 @@ class FewBits:
         _known.pop(model, None)
 
     @classmethod
-    def of(cls, model: nn.Module, bits: int, read: Callable[[], object] = lambda: None) -> FewBits:
+    def of(cls, model: nn.Module, read: Callable[[], object] = lambda: None) -> FewBits:
         """Those of a model, packed if need be, which all share.
 
         Args:
             read: runs the model over text of the kind that it will be drafted with.
         """
-        found = cls.known_of(model, bits)
+        found = cls.known_of(model)
         if found is None:
-            found = cls(model, bits, _column_weights(model, read) if bits == 4 else NO_WEIGHTS)
-        _known.setdefault(model, {})[bits] = found
+            found = _known[model] = cls(model, _column_weights(model, read))
         return found
 
     @property
@@ -150,7 +142,7 @@ class FewBits:
     def _stands_for(self, model: nn.Module) -> bool:
         """Whether the model's weights are what was packed."""
         self._looks += 1
-        copied = _copied(model, self.bits)
+        copied = _copied(model)
         if [id(weight) for weight, _ in copied] != [*self.by_id]:
             return False
         if self._looks % _LOOK_PERIOD == 0:
@@ -193,28 +185,29 @@ class _Observed:
 
 def _column_weights(model: nn.Module, read: Callable[[], object]) -> dict[int, torch.Tensor]:
     """How much the columns of weights in four bits count for what the model reads."""
-    seen = {id(x): _Observed(x) for x, copies in _copied(model, 4) if copies is IN_FOUR_BITS}
+    seen = {id(x): _Observed(x) for x, copies in _copied(model) if copies is IN_FOUR_BITS}
     with reroute(), overriding(seen):
         read()
     found = {i: observed.column_weights for i, observed in seen.items()}
     return {i: weights for i, weights in found.items() if weights is not None}
 
 
-_known: WeakKeyDictionary[nn.Module, dict[int, FewBits]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, FewBits] = WeakKeyDictionary()
 
 
-def _copied(model: nn.Module, bits: int) -> list[tuple[torch.Tensor, WeightCopies[Any]]]:
+def _copied(model: nn.Module) -> list[tuple[torch.Tensor, WeightCopies[Any]]]:
     """The weights that are packed, each with the copies of its kind."""
-    others = IN_FOUR_BITS if bits == 4 else WEIGHTS
     weights = [packable(layer, LEAST_ELEMENTS) for layer in model.modules()]
-    found = {id(weight): (weight, others) for weight in weights}
+    found: dict[int, tuple[torch.Tensor, WeightCopies[Any]]] = {
+        id(weight): (weight, IN_FOUR_BITS) for weight in weights
+    }
     found.pop(id(None), None)
-    if (last := _output_weight(model)) is not None:
+    if (last := output_weight(model)) is not None:
         found[id(last)] = last, WEIGHTS
     return [*found.values()]
 
 
-def _output_weight(model: Any) -> Any:
+def output_weight(model: Any) -> Any:
     """That of a model's output layer; None where it is not packed."""
     layer = model.get_output_embeddings()
     return None if layer is None else packable(layer)
@@ -222,14 +215,14 @@ def _output_weight(model: Any) -> Any:
 
 def marks_of(model: nn.Module) -> list[Mark]:
     """What the weights that would be packed are like, as far as PyTorch counts."""
-    return [mark_of(weight) for weight, _ in _copied(model, 4)]
+    return [mark_of(weight) for weight, _ in _copied(model)]
 
 
-def bytes_of(model: nn.Module, bits: int) -> tuple[int, int]:
-    """The memory that a model's weights in few bits will take besides what there is of them, and
+def bytes_of(model: nn.Module) -> tuple[int, int]:
+    """The memory that a model's weights in four bits will take besides what there is of them, and
     what that takes."""
     sizes = [0, 0]
-    for weight, copies in _copied(model, bits):
+    for weight, copies in _copied(model):
         sizes[copies.find(weight) is not None] += copies.size_of(weight)
     return sizes[0], sizes[1]
 
@@ -240,7 +233,6 @@ class _Rows(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor | None
-    lead: int = 0
 
 
 class ShortOutput:
@@ -335,14 +327,12 @@ class OutputReader:
         parts, self._among = self._output.parts()
         sizes = [len(part.scales) for part in parts]
         self._x, self._logits = torch.empty((1, depth)), torch.empty((1, sum(sizes)))
-        blocks = [-(-size // PEAK_COLUMNS) for size in sizes]
-        peaks = torch.empty((1, sum(blocks)))
-        given = zip(parts, self._logits.split(sizes, 1), peaks.split(blocks, 1), strict=True)
-        first, *others = [(self._x, None, part.bias, out, part, most) for part, out, most in given]
+        pairs = zip(parts, self._logits.split(sizes, 1), strict=True)
+        first, *others = [(self._x, None, part.bias, out, part) for part, out in pairs]
         self._products = RepeatedLinears(*first)
         for other in others:
             self._products.add(*other)
-        found = host_scores(self._logits, peaks.numpy())
+        found = host_scores(self._logits)
         assert found is not None
         self._scores = found
 

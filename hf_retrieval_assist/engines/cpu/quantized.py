@@ -17,15 +17,11 @@ from .skinny import (
     INT4_COLUMNS,
     INT4_OUTPUTS,
     INT8_MULTIPLE,
-    int4_linear,
     int8_linear,
     pack_int4,
     pack_int8,
 )
 from .weight_copies import WeightCopies
-
-# Columns by which a row's first group in four bits is shorter than others.
-LEAD = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +35,6 @@ class QuantizedWeight:
         norms: float32 [outputs], the norm of the row, rounded up.
         depth: the matrix's columns.
     """
-
-    lead = 0
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -78,12 +72,7 @@ class QuantizedWeight:
     def _parts(self) -> tuple[torch.Tensor, ...]:
         return self.values, self.scales, self.left_out, self.norms
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        peaks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
 
         A row of x, rounded to 14 bits with one scale, gives the same bits whatever rows stand
@@ -92,8 +81,6 @@ class QuantizedWeight:
         Args:
             x: [..., depth], float32, bfloat16 or float16.
             bias: [outputs] of x's dtype, or None.
-            peaks: float32 [rows, parts], which is given the largest of every `PEAK_COLUMNS`
-                outputs of a row of float32; None: nobody wants them.
 
         Returns:
             [..., outputs] of x's dtype.
@@ -103,7 +90,7 @@ class QuantizedWeight:
         """
         if x.shape[-1:] != (self.depth,):
             raise ValueError(f"x: expected shape [..., {self.depth}], got {list(x.shape)}")
-        return int8_linear(x, self.values, self.scales, bias, peaks=peaks)
+        return int8_linear(x, self.values, self.scales, bias)
 
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""
@@ -120,7 +107,6 @@ class FourBitWeight:
     Attributes:
         values: uint8 [blocks, bytes], see :func:`~.skinny.pack_int4`.
         shape: of the matrix.
-        lead: columns by which the first group is shorter.
         column_weights: float32 [columns], how much each counted when it was rounded; None: all the
             same.
     """
@@ -129,7 +115,6 @@ class FourBitWeight:
 
     values: torch.Tensor
     shape: torch.Size
-    lead: int
     column_weights: torch.Tensor | None = None
 
     @classmethod
@@ -137,32 +122,25 @@ class FourBitWeight:
         cls, weight: torch.Tensor, column_weights: torch.Tensor | None = None
     ) -> FourBitWeight:
         """Round a dense CPU matrix; see :meth:`QuantizedWeight.pack`."""
-        values = pack_int4(weight.detach(), LEAD, column_weights)
-        return cls(values, weight.shape, LEAD, column_weights)
+        return cls(pack_int4(weight.detach(), column_weights), weight.shape, column_weights)
 
     @staticmethod
     def size_of(weight: torch.Tensor) -> int:
         """The bytes that a matrix takes in four bits."""
         outputs, depth = weight.shape
-        return -(-outputs // INT4_OUTPUTS) * -(-(depth + LEAD) // INT4_COLUMNS) * INT4_BLOCK
+        return -(-outputs // INT4_OUTPUTS) * -(-depth // INT4_COLUMNS) * INT4_BLOCK
 
     @property
     def nbytes(self) -> int:
         """The memory that the matrix takes, in bytes."""
         return self.values.nbytes
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`; see :func:`~.skinny.int4_linear`."""
-        if x.shape[-1:] != self.shape[1:]:
-            raise ValueError(f"x: expected shape [..., {self.shape[1]}], got {list(x.shape)}")
-        return int4_linear(x, self.values, self.shape[0], self.lead, bias)
-
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""
         end, begin = first + len(rows), first // INT4_OUTPUTS
         own = _by_output(self.values[begin : -(-end // INT4_OUTPUTS)])
         first -= begin * INT4_OUTPUTS
-        again = _by_output(pack_int4(rows.detach(), self.lead, self.column_weights))[: len(rows)]
+        again = _by_output(pack_int4(rows.detach(), self.column_weights))[: len(rows)]
         return torch.equal(again, own[first : first + len(rows)])
 
 

@@ -1,13 +1,13 @@
-"""Drafts of the target itself with its weights in few bits."""
+"""Drafts of the target itself with its weights in four bits."""
 
 from __future__ import annotations
 
 import math
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from ...drafters.base import (
     Target,
     Tokens,
 )
-from ...drafters.call_view import Among
 from ...host.ranks import require_whole
 from ...host.transformers_private import input_device
 from ...policy.acceptance import Calibrator
@@ -33,15 +32,26 @@ from ...structures.draft_tree import flattened
 from ...structures.evidence import OpenDrafts
 from ...system.arguments import require_at_least
 from ...system.locks import Lock
+from ...system.log import get_logger
 from ...system.memory import may_take
 from ...system.running_mean import toward
 from ...types.token_tree import Forest, TokenTree
 from ...verification.own_forwards import TargetForwards
 from . import skinny
-from .few_bits import CHOICES, FewBits, OutputReader, bytes_of, evidence_classes, marks_of
-from .reroute import overriding, reroute
-from .tree_verifier import MOST_RECORDING, CpuTreeVerifier
+from .few_bits import (
+    CHOICES,
+    FewBits,
+    OutputReader,
+    bytes_of,
+    evidence_classes,
+    marks_of,
+    output_weight,
+)
+from .reroute import reroute
+from .tree_verifier import CpuTreeVerifier
 from .weight_copies import Mark
+
+logger = get_logger(__name__)
 
 CHOICES_SEEN = 8  # tokens that the target found likely behind each accepted one
 
@@ -61,9 +71,6 @@ PATIENCE, MOST_PATIENCE = 32, 2048
 
 # Tokens of the texts that are read once more to see which columns of weights count most.
 _READ = 64
-
-# Calls in a row whose forwards of one token could not be recorded, after which none is tried.
-_MOST_UNRECORDED = 2
 
 # How much of a longer time of a level is believed, and of a shorter one; and how much longer the
 # former may be. Machines are slower for a while, never faster than they are.
@@ -120,27 +127,28 @@ def _begin_waiting(model: nn.Module) -> None:
         _patience[model] = _Patience(marks, min(known.needed << known.over, MOST_PATIENCE))
 
 
-# Keys: a model's fingerprint, bits, rows, and whether levels are compiled calls.
-_prices: defaultdict[Hashable, _Price] = defaultdict(_Price)
+_prices: weakref.WeakKeyDictionary[FewBits, _Price] = weakref.WeakKeyDictionary()
 
 
 class QuantizedSelf(Drafter):
-    """The target drafts for itself, by its own modules with weights in few bits.
+    """The target drafts for itself, by its own forward with weights in four bits.
 
-    So it reads a quarter of the bytes of bfloat16 in four bits, and half in eight, and mostly
-    chooses the same token. It reads the cache that the target keeps of the text anyway: there is no
-    second prefill, and no second cache. A draft is a chain of first choices, with others beside
-    them; each of its levels is one forward for all rows of a batch. It grows while its certainty,
-    calibrated on what was accepted so far, pays for the time a level takes. Sampled texts are
-    drafted with the call's own warpers and the random numbers that their tokens will be drawn with.
+    So it reads a quarter of the bytes of bfloat16, and mostly chooses the same token. It reads the
+    cache that the target keeps of the text anyway: there is no second prefill, and no second cache.
+    A draft is a chain of first choices, with others beside them; each of its levels is one compiled
+    call, made of the recording of a forward of one token. It grows while its certainty, calibrated
+    on what was accepted so far, pays for the time a level takes. Sampled texts are drafted with the
+    call's own warpers and the random numbers that their tokens will be drawn with.
+
+    It drafts for one text at a time, of models whose forwards can be recorded; in other calls it
+    does nothing.
 
     Args:
-        bits: of a weight, 4 or 8; of the output layer's always 8.
         max_levels: forwards for one draft at most.
-        optional: whether it does nothing where it cannot draft, where nobody counts what drafts
-            cost (`budget` is a number), or where copies would take memory that the machine or the
-            assistant's `extra_memory` does not have, instead of raising; it then packs weights only
-            once it has been asked so often that this may pay.
+        optional: whether it says nothing where it cannot draft, does nothing where nobody counts
+            what drafts cost (`budget` is a number), or where copies would take memory that the
+            machine or the assistant's `extra_memory` does not have; it then packs weights only once
+            it has been asked so often that this may pay.
 
     Raises:
         ValueError: an argument is out of range; from `start`, unless optional, the model is not
@@ -151,12 +159,10 @@ class QuantizedSelf(Drafter):
     needs = FeedbackNeeds(top_k=CHOICES_SEEN)
     costly = True
 
-    def __init__(self, bits: int = 4, *, max_levels: int = 8, optional: bool = False) -> None:
-        if bits not in (4, 8):
-            raise ValueError(f"bits: expected 4 or 8, got {bits}")
+    def __init__(self, *, max_levels: int = 8, optional: bool = False) -> None:
         require_at_least(1, max_levels=max_levels)
-        self.bits, self.max_levels, self.optional = bits, max_levels, optional
-        # What calls draft with; None: nothing, as there is no memory for it.
+        self.max_levels, self.optional = max_levels, optional
+        # What calls draft with; None: nothing.
         self._calls: weakref.WeakKeyDictionary[TargetForwards, _OfCall | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -189,66 +195,81 @@ class QuantizedSelf(Drafter):
 
     @torch.no_grad()
     def prepare(self, sessions: Sequence[QuantizedSession], curve: Curve | None) -> None:
-        """Pack the model's weights where they are not yet, and record its forward of one token."""
+        """Record the model's forward of one token, and pack its weights where they are not yet."""
         for session in sessions:
             session.curve = curve
-        own = sessions[0].target.call.own
+        target = sessions[0].target
+        own = target.call.own
         if own is None or not own.ready or own in self._calls:
             return
         with self._lock:
-            weights = self._weights(sessions[0].target, own)
-            if weights is not None:
-                self._calls[own] = _OfCall(weights, own)
+            if own.rows > 1 or not self._is_due(target, own):
+                return
+            self._calls[own] = self._given(target, own)
+            if self._calls[own] is None and not self.optional:
+                name = type(target.model).__name__
+                logger.warning_once(
+                    f"{name}: QuantizedSelf drafts nothing; a forward of one token is not repeated"
+                )
 
-    def _weights(self, target: Target, own: TargetForwards) -> FewBits | None:
-        """The model's in few bits; None: they are not to be packed yet, or not in this call."""
+    def _is_due(self, target: Target, own: TargetForwards) -> bool:
+        """Whether the model's weights are packed, or were asked for often enough to be."""
         model = target.model
         if own not in self._sizes:
-            known = FewBits.known_of(model, self.bits)
-            if known is not None:
-                return known
-            self._sizes[own] = bytes_of(model, self.bits)
+            if FewBits.known_of(model) is not None:
+                return True
+            self._sizes[own] = bytes_of(model)
             _begin_waiting(model)
-        patience, (missing, held) = _patience[model], self._sizes[own]
+        patience = _patience[model]
         patience.asked += 1
-        if self.optional and missing and patience.asked <= patience.needed:
-            return None
+        return not (self.optional and self._sizes[own][0]) or patience.asked > patience.needed
+
+    def _given(self, target: Target, own: TargetForwards) -> _OfCall | None:
+        """What a call drafts with; None: nothing."""
+        model, verifier = target.model, own.verifier
+        missing, held = self._sizes.get(own, (0, 0))
         if self.optional and not may_take(missing, target.call.extra_memory, held):
-            self._calls[own] = None
             return None
+        if not isinstance(verifier, CpuTreeVerifier) or output_weight(model) is None:
+            return None
+        token = own.last(0)
+        with own.drafting(), reroute():
+            if not verifier.record_alone(lambda: own.feed([token]), own.deepest(0)):
+                return None
 
         def read() -> None:
-            if isinstance(own.verifier, CpuTreeVerifier) and own.verifier.is_unwatched:
-                with own.drafting():
-                    own.feed_again(_READ, target.vocab_size)
+            with own.drafting():
+                own.feed_again(_READ, target.vocab_size)
 
-        patience.over = True
-        return FewBits.of(model, self.bits, read)
+        if own in self._sizes:
+            _patience[model].over = True
+        weights = FewBits.of(model, read)
+        return _OfCall(weights, verifier, OutputReader(weights.output))
 
     def drafts_for(self, own: TargetForwards) -> bool:
         """Whether a call may be drafted for, as far as is known."""
-        return own.ready and (own not in self._calls or self._calls[own] is not None)
+        known = own not in self._calls or self._calls[own] is not None
+        return own.ready and own.rows == 1 and known
 
     @torch.no_grad()
     def propose(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
-        own = sessions[0].target.call.own
+        session = sessions[0]
+        own = session.target.call.own
         if own is None:
             raise ValueError("QuantizedSelf: expected a call of generate to draft for, got none")
-        drafts = [TokenTree.empty()] * len(sessions)
-        asked = [i for i, session in enumerate(sessions) if budgets[i] > 0 and session.room]
-        if own.ready and asked and not torch.is_autocast_enabled("cpu"):
-            given = self._calls.get(own)
-            if given is not None:
-                some = [sessions[i] for i in asked]
-                chains = _Chains(own, some, [budgets[i] for i in asked], given)
-                if chains.goes_on():
-                    with own.drafting(), reroute(), overriding(given.weights.by_id):
-                        chains.grow()
-                    given.weights.observe_certainties(chains.certainties)
-                    for i, chain in zip(asked, chains.chains, strict=True):
-                        drafts[i] = chain.tree()
-                    return self._calibrated(sessions, proposed(drafts, budgets), given)
-        return Forest.of(drafts)
+        given = self._calls.get(own)
+        if given is None or torch.is_autocast_enabled("cpu") or not (budgets[0] and session.room):
+            return Forest.empty(len(sessions))
+        chain = _Chain(session, budgets[0], given)
+        if not chain.goes_on():
+            return Forest.empty(1)
+        with own.drafting(), reroute():
+            chain.grow()
+        weights, drafts = given.weights, proposed([chain.tree()], budgets)
+        weights.observe_certainties(chain.certainties)
+        session.calibrator = weights.calibrator
+        calibrated = weights.calibrator.calibrate([session.calibration], drafts)
+        return replace(calibrated, classes=np.full_like(calibrated.classes, -1))
 
     def commit(
         self, sessions: Sequence[QuantizedSession], tokens: Tokens, feedbacks: Feedbacks
@@ -263,50 +284,19 @@ class QuantizedSelf(Drafter):
                 likely, _ = feedback.top.of(nodes, min(CHOICES_SEEN, vocab_size), vocab_size)
                 session.unread += likely.ravel().tolist()
 
-    def _calibrated(
-        self, sessions: Sequence[QuantizedSession], drafts: Forest, given: _OfCall
-    ) -> Forest:
-        """Drafts with the rates of their evidence, which their texts will judge."""
-        texts = [session.calibration for session in sessions]
-        for session in sessions:
-            session.calibrator = given.weights.calibrator
-        calibrated = given.weights.calibrator.calibrate(texts, drafts)
-        return replace(calibrated, classes=np.full_like(calibrated.classes, -1))
-
 
 def automatic() -> QuantizedSelf:
     """The drafter that `fallback="auto"` has besides others."""
     return QuantizedSelf(optional=True)
 
 
-class _OfCall:
-    """What the rows of one call draft with.
+class _OfCall(NamedTuple):
+    """What one call drafts with: the model's weights, what computes a level, and what reads the
+    output layer behind it."""
 
-    Attributes:
-        weights: the model's.
-        single: computes levels of the only row in one compiled call each; None: every level is a
-            forward of all rows.
-        output: what such levels read of the output layer.
-    """
-
-    def __init__(self, weights: FewBits, own: TargetForwards) -> None:
-        self.weights, self.single = weights, None
-        if weights.output is not None:
-            self.output = OutputReader(weights.output)
-            verifier, room, token = own.verifier, own.deepest(0), own.last(0)
-            if (
-                isinstance(verifier, CpuTreeVerifier)
-                and own.rows == 1
-                and (room is None or room > MOST_RECORDING)
-                and weights.unrecorded < _MOST_UNRECORDED
-                and verifier.may_record
-            ):
-                weights.unrecorded += 1
-                with own.drafting(), reroute():
-                    recorded = verifier.record_alone(lambda: own.feed([token]))
-                    # Compiles the call.
-                    if recorded and verifier.draft_alone(token, weights) is not None:
-                        self.single, weights.unrecorded = verifier, 0
+    weights: FewBits
+    verifier: CpuTreeVerifier
+    output: OutputReader
 
 
 @dataclass(eq=False)
@@ -331,9 +321,9 @@ class QuantizedSession(DraftSession):
     @property
     def room(self) -> int:
         """Forwards that may be run for a draft."""
-        own, row = self.target.call.own, self.target.call.row
+        own = self.target.call.own
         assert own is not None
-        deepest = own.deepest(row) if own.ready else 0
+        deepest = own.deepest(0) if own.ready else 0
         most = self.drafter.max_levels
         return most if deepest is None else min(most, deepest)
 
@@ -344,48 +334,31 @@ class QuantizedSession(DraftSession):
 
 
 class _Chain:
-    """The draft of one row while it grows.
+    """A draft, which grows until it holds what it may or another level does not pay.
 
     Attributes:
-        session: the row's.
-        preview: what its call would choose.
-        room: levels that it may have.
-        path: tokens of the chain.
-        reached: how likely the chain's last one is to be accepted.
-        ended: whether nothing comes behind it.
+        certainties: how likely the first choice behind each fed token is.
     """
 
-    def __init__(self, session: QuantizedSession, budget: int) -> None:
-        preview = session.target.call.preview
+    def __init__(self, session: QuantizedSession, budget: int, given: _OfCall) -> None:
+        preview, own = session.target.call.preview, session.target.call.own
         assert preview is not None
-        self.session, self.preview = session, preview
-        self.room, self._budget = session.room, budget
-        self.path: list[int] = []
-        self.reached, self.ended = 1.0, False
-        self._parent = -1
+        assert own is not None
+        self.certainties: list[float] = []
+        self._preview, self._given, self._root = preview, given, own.last(0)
+        self._room, self._budget = session.room, budget
+        # Tokens of the chain; how likely its last one is to be accepted; whether nothing follows.
+        self._path: list[int] = []
+        self._reached, self._ended = 1.0, False
         self._nodes: list[tuple[int, int, float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    @property
-    def promised(self) -> float:
-        """Tokens that it is expected to bring."""
-        return sum(prob for _, _, prob, _ in self._nodes)
-
-    def add(self, token_ids: Sequence[int], rates: Sequence[float], classes: Sequence[int]) -> None:
-        """Add the choices behind its last token, of which the first goes on."""
-        first, before, reached = len(self._nodes), self._parent, self.reached
-        for token, rate, kind in zip(token_ids, rates, classes, strict=True):
-            if reached * rate >= _LEAST_DRAFTED:
-                self._nodes.append((before, token, reached * rate, kind))
-        if len(self._nodes) > first and reached * rates[0] >= _LEAST_DRAFTED:
-            self._parent, self.reached = first, reached * rates[0]
-            self.path.append(token_ids[0])
-        else:
-            self.ended = True
-        self.ended |= self.reached < _LEAST_FOLLOWED or len(self._nodes) >= self._budget
-        self.ended |= len(self.path) >= self.room
+        self._parent, self._levels, self._spent = -1, 0, 0.0
+        # Seconds of a step by the tokens that it feeds, and of a level.
+        curve = session.curve
+        self._seconds = None if curve is None else curve(1 + CHOICES * self._room).tolist()
+        self._price = _prices.setdefault(given.weights, _Price())
+        self._level_seconds = self._price.seconds
+        given.weights.output.add(session.unread)
+        session.unread = []
 
     def tree(self) -> TokenTree:
         parents, token_ids, probs, classes = (
@@ -393,117 +366,72 @@ class _Chain:
         )
         return TokenTree.build(token_ids, parents, probs, classes)
 
-
-class _Chains:
-    """Drafts of some rows, which grow until they hold what they may or another level does not pay.
-
-    Attributes:
-        certainties: how likely the first choice behind each fed token is.
-    """
-
-    def __init__(
-        self,
-        own: TargetForwards,
-        sessions: Sequence[QuantizedSession],
-        budgets: Sequence[int],
-        given: _OfCall,
-    ) -> None:
-        self.chains = [_Chain(one, budget) for one, budget in zip(sessions, budgets, strict=True)]
-        self.certainties: list[float] = []
-        self._own, self._given = own, given
-        self._known = sessions[0].target.fingerprint, given.weights.bits, len(sessions)
-        self._rows: dict[int, _Chain] = {one.session.target.call.row: one for one in self.chains}
-        self._levels, self._spent = 0, 0.0
-        most = sum(CHOICES * chain.room for chain in self.chains)
-        curve = sessions[0].curve
-        # Seconds of a step by the tokens that it feeds, and of a level.
-        self._seconds = None if curve is None else curve(1 + most).tolist()
-        self._known_price = self._price(given.single is not None)
-        self._level_seconds = self._known_price.seconds
-        if given.weights.output is not None:
-            for session in sessions:
-                given.weights.output.add(session.unread)
-                session.unread = []
-
-    def _price(self, single: bool) -> _Price:
-        """What a level takes, as a compiled call of one row or not."""
-        return _prices[(*self._known, single)]
-
     def grow(self) -> None:
-        """All levels of a draft."""
-        begun, alone = time.perf_counter(), True
+        """Add all levels of a draft."""
+        begun, weights = time.perf_counter(), self._given.weights
         while True:
-            alone &= self._grow_level()
+            x = self._given.verifier.draft_alone((self._path or [self._root])[-1], weights)
+            if x is None:  # the cache, or the model, is no longer what it was
+                break
+            self._choose(x)
             self._levels += 1
             self._spent = time.perf_counter() - begun
             if not self.goes_on():
                 break
-        self._price(alone).observe(self._spent / self._levels)
+        if self._levels:
+            self._price.observe(self._spent / self._levels)
 
-    def _grow_level(self) -> bool:
-        """Add a level; whether one compiled call has computed it."""
-        last = {row: (chain.path or [self._own.last(row)])[-1] for row, chain in self._live.items()}
-        if (single := self._given.single) is not None:
-            [(row, token)] = last.items()
-            x = single.draft_alone(token, self._given.weights)
-            if x is not None:
-                if self._rows[row].preview.greedy:
-                    self._go_on(row, *self._given.output.best(x, CHOICES))
-                else:
-                    self._choose(row, *self._given.output(x))
-                return True
-        logits = self._own.feed([last.get(row) for row in range(self._own.rows)])
-        for row in last:
-            self._choose(row, logits[row][None])
-        return False
+    def _choose(self, x: torch.Tensor) -> None:
+        """Add what the target would choose, were this what its output layer read."""
+        if self._preview.greedy:
+            self._add(*self._given.output.best(x, CHOICES))
+        else:
+            logits, among = self._given.output(x)
+            best, ids = self._preview.best(logits, [self._path], CHOICES, among)
+            known = self._preview.knows(among.vocab_size)
+            self._add(ids[0].tolist(), best[0].tolist(), known)
 
-    def _choose(self, row: int, logits: torch.Tensor, among: Among | None = None) -> None:
-        """Let a row's chain go on by what the target would choose of these logits, [1, columns]."""
-        chain = self._rows[row]
-        best, ids = chain.preview.best(logits, [chain.path], CHOICES, among)
-        known = chain.preview.knows(logits.shape[1] if among is None else among.vocab_size)
-        self._go_on(row, ids[0].tolist(), best[0].tolist(), known)
-
-    def _go_on(
-        self, row: int, token_ids: Sequence[int], best: Sequence[float], known: bool = True
-    ) -> None:
-        """Let a row's chain go on by the likeliest tokens; see `evidence_classes`."""
+    def _add(self, token_ids: Sequence[int], best: Sequence[float], known: bool = True) -> None:
+        """Add the likeliest tokens behind the last one, of which the first goes on; see
+        `evidence_classes`."""
         scores = [score for score in best if math.isfinite(score)]
         if not scores:
-            self._rows[row].ended = True
+            self._ended = True
             return
         classes = evidence_classes(scores, known)
         rates = self._given.weights.calibrator.rates(np.array(classes)).tolist()
         self.certainties.append(rates[0])
-        self._rows[row].add(token_ids[: len(scores)], rates, classes)
-
-    @property
-    def _live(self) -> dict[int, _Chain]:
-        return {row: chain for row, chain in self._rows.items() if not chain.ended}
+        first, before, reached = len(self._nodes), self._parent, self._reached
+        for token, rate, kind in zip(token_ids, rates, classes, strict=False):
+            if reached * rate >= _LEAST_DRAFTED:
+                self._nodes.append((before, token, reached * rate, kind))
+        self._ended = reached * rates[0] < _LEAST_DRAFTED
+        if not self._ended:
+            self._parent, self._reached = first, reached * rates[0]
+            self._path.append(token_ids[0])
+        self._ended |= self._reached < _LEAST_FOLLOWED or len(self._nodes) >= self._budget
+        self._ended |= len(self._path) >= self._room
 
     def goes_on(self) -> bool:
         """Whether another level is worth its time; while nobody knows that, one tells."""
-        if not (live := self._live):
+        if self._ended:
             return False
         first, timed = not self._levels, self._level_seconds < math.inf
-        price = self._known_price
-        if timed and self._pays([*live.values()], _MARGIN if first else 1.0):
+        if timed and self._pays(_MARGIN if first else 1.0):
             return True
         if first and timed:
-            price.refusals += 1
-        return first and (not timed or price.refusals % _TRIAL_PERIOD == 0)
+            self._price.refusals += 1
+        return first and (not timed or self._price.refusals % _TRIAL_PERIOD == 0)
 
-    def _pays(self, live: Sequence[_Chain], margin: float) -> bool:
+    def _pays(self, margin: float) -> bool:
         """Whether any number of further levels brings so many times the tokens per second."""
         if self._seconds is None:
             return True
-        further = max(chain.room for chain in live) - self._levels
-        nodes = max(map(len, self.chains))
-        tokens = len(self.chains) + sum(chain.promised for chain in self.chains)
+        nodes = len(self._nodes)
+        tokens = 1 + sum(prob for _, _, prob, _ in self._nodes)
         seconds, certainty = self._seconds, self._given.weights.certainty
-        now = tokens / (seconds[nodes] + self._spent)
-        reached = sum(chain.reached for chain in live)
-        for levels in range(1, further + 1):
+        now, reached = tokens / (seconds[nodes] + self._spent), self._reached
+        for levels in range(1, self._room - self._levels + 1):
             reached *= certainty
             tokens += reached
             spent = self._spent + levels * self._level_seconds

@@ -158,22 +158,27 @@ class Program:
         if all(map(can_compile, on_cache)) and self._updates and len({*numbers}) == len(numbers):
             self._placed = GivenLayers(numbers, self._updates[0].dtype)
         self._plans: dict[Any, _Plan] = {}
-        self._variants: WeakKeyDictionary[Any, Variant | None] = WeakKeyDictionary()
+        self._variants: WeakKeyDictionary[Any, Variant] = WeakKeyDictionary()
         self.nbytes = nbytes
 
-    def variant(self, weights: PackedModel) -> Variant | None:
-        """The same with other weights, up to what the output layer reads; None where that is not
-        known, or layers of the cache are not written to in one compiled call."""
+    @property
+    def varies(self) -> bool:
+        """Whether it has variants: it is of one token, what the output layer reads is known, and
+        layers of the cache are written to in one compiled call."""
+        one = self._placed is not None and self._updates[0].tokens == 1
+        return one and self._last_layer is not None
+
+    def variant(self, weights: PackedModel) -> Variant:
+        """The same with other weights, up to what the output layer reads."""
         if weights not in self._variants:
             self._variants[weights] = self._made_variant(weights.by_id)
         return self._variants[weights]
 
-    def _made_variant(self, packed: Mapping[int, PackedWeight]) -> Variant | None:
-        x = getattr(self._last_layer, "x", None)
-        if x is None or self._placed is None or self._updates[0].tokens != 1:
-            return None
-        operators = [y for one in self._operators for y in _chosen(one, packed.keys(), packed)]
-        whole = _compiled(operators, self._placed)
+    def _made_variant(self, packed: Mapping[int, PackedWeight]) -> Variant:
+        assert self._placed is not None
+        assert self._last_layer is not None
+        operators = [x for one in self._operators for x in _with_packed(one, packed)]
+        whole, x = _compiled(operators, self._placed), self._last_layer.x  # type: ignore[attr-defined]
         return Variant(self._inputs, whole, self._given, self._placed, x)
 
     def __call__(
@@ -210,25 +215,20 @@ class Program:
 
     def _plan(self, layers: Sequence[Any], masks: Sequence[torch.Tensor]) -> _Plan:
         """The operators of a forward in which other weights stand for some."""
-        by_id = overrides.by_id
-        overridden = self._weights.intersection(by_id)
-        packed = {i: by_id[i] for i in overridden if hasattr(by_id[i], "scales")}
+        overridden = self._weights.intersection(overrides.by_id)
         placed = self._placed is not None and self._placed.open(
             layers, masks, self._updates[0].tokens
         )
-        # Tensors that a plan keeps: an identity is no other one's as long as it does.
-        values = frozenset([(i, id(one.values)) for i, one in packed.items()])
-        key = frozenset(overridden), values, placed
+        key = frozenset(overridden), placed
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) == _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._planned(overridden, packed, placed)
+            plan = self._plans[key] = self._planned(overridden, placed)
         return plan
 
-    def _planned(self, overridden: set[int], packed: dict[int, Any], placed: bool) -> _Plan:
-        chosen = [x for one in self._operators for x in _chosen(one, overridden, packed)]
-        layer = self._last_layer
-        [last] = [None] if layer is None else _chosen(layer, overridden, packed)
+    def _planned(self, overridden: set[int], placed: bool) -> _Plan:
+        chosen = [_chosen(operator, overridden) for operator in self._operators]
+        last = None if self._last_layer is None else _chosen(self._last_layer, overridden)
         if not isinstance(last, RepeatedLinears):
             last = None
         whole = chosen if last is None else [*chosen, last]
@@ -241,12 +241,10 @@ class PackedWeight(Protocol):
     Attributes:
         values: int8 [outputs, steps * 64] of eight bits; uint8, blocks of `pack_int4`, of four.
         scales: float32 [outputs], of eight bits; None of four.
-        lead: see `pack_int4`.
     """
 
     values: torch.Tensor
     scales: torch.Tensor | None
-    lead: int
 
 
 class PackedModel(Protocol):
@@ -306,15 +304,18 @@ class Variant:
         return self._x
 
 
-def _chosen(
-    operator: Operator, overridden: Set[int], packed: Mapping[int, Any]
-) -> Sequence[Operator]:
-    """What computes an operator where others stand for some weights, of which these are packed."""
-    own = overridden & getattr(operator, "weights", frozenset())
-    if not own:
+def _chosen(operator: Operator, overridden: Set[int]) -> Operator:
+    """What computes an operator where others stand for these weights."""
+    if overridden.isdisjoint(getattr(operator, "weights", ())):
+        return getattr(operator, "direct", operator)
+    return operator
+
+
+def _with_packed(operator: Operator, packed: Mapping[int, PackedWeight]) -> Sequence[Operator]:
+    """What computes an operator with weights in few bits."""
+    if packed.keys().isdisjoint(getattr(operator, "weights", ())):
         return [getattr(operator, "direct", operator)]
-    found = operator.packed(packed) if packed.keys() >= own else None  # type: ignore[attr-defined]
-    return found or [operator]
+    return operator.packed(packed) or [operator]  # type: ignore[attr-defined]
 
 
 def _compiled(operators: Sequence[Operator], given: GivenLayers | None) -> list[Operator]:

@@ -178,6 +178,11 @@ class RepeatedForward(Borrower[Programs]):
             self._programs = self._single = None
         return self._programs is not None
 
+    def may_record(self, shape: tuple[int, ...]) -> bool:
+        """Whether forwards over ids of a shape may be recorded, as far as is known."""
+        programs = self._programs if self.is_current() else None
+        return programs is not None and shape not in programs.faults
+
     @property
     def single(self) -> Program | None:
         """What repeats a forward of one token without a mask; None: there is nothing yet."""

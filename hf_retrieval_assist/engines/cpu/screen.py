@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...structures.scores import BLOCK_COLUMNS, Scores, peaks_of, reaching
+from ...structures.scores import Scores, peaks_of, reaching
 from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
-from .skinny import PEAK_COLUMNS, chosen_linear, skinny_linear
+from .skinny import chosen_linear, skinny_linear
 
 __all__ = ["Screen", "Screened"]
 
@@ -34,9 +34,6 @@ LEAST_MARGIN = 1e-30
 MOST_CANDIDATES = 1 / 16
 
 _Bounds: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-assert PEAK_COLUMNS == BLOCK_COLUMNS
 
 
 class Screen:
@@ -65,12 +62,9 @@ class Screen:
         # Numbers that are less by so much round to less, in that dtype and in float32.
         self._rounding = info.max, 4 * info.eps, 2 * info.smallest_normal + LEAST_MARGIN
 
-    def reaching(
-        self, near: NDArray[np.float32], peaks: NDArray[np.float32], norm: float, count: int
-    ) -> NDArray[np.int64]:
-        """The tokens that may be among the greatest by approximate logits, float32 [tokens], of
-        which each block's greatest is known."""
-        found: NDArray[np.int64] = reaching(near, peaks, *self._known, norm, count, *self._rounding)
+    def reaching(self, near: NDArray[np.float32], norm: float, count: int) -> NDArray[np.int64]:
+        """The tokens that may be among the greatest by approximate logits, float32 [tokens]."""
+        found: NDArray[np.int64] = reaching(near, *self._known, norm, count, *self._rounding)
         return found
 
     def look(self, x: torch.Tensor) -> Screened:
@@ -88,12 +82,9 @@ class Screened:
     def __init__(self, screen: Screen, x: torch.Tensor) -> None:
         self._screen = screen
         self._x = x
-        peaks = x.new_empty((len(x), -(-len(screen.weight) // BLOCK_COLUMNS)), dtype=torch.float32)
-        self.near = screen.packed(x.float(), peaks=peaks)
-        self._table, self._peaks = self.near.numpy(), peaks.numpy()
-        if len(screen.unknown):
-            self.near[:, screen.unknown] = 0.0
-            self._peaks = np.stack([peaks_of(row) for row in self._table])
+        self.near = screen.packed(x.float())
+        self._table = self.near.numpy()
+        self.near[:, screen.unknown] = 0.0
         # Rounded up.
         norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).tolist()
         self._norms = [norm * (1 + 2.0**-20) for norm in norms]
@@ -101,7 +92,7 @@ class Screened:
     @cached_property
     def scores(self) -> Scores:
         """The approximate logits, as they lie."""
-        found = host_scores(self.near, self._peaks)
+        found = host_scores(self.near)
         assert found is not None
         return found
 
@@ -153,8 +144,7 @@ class Screened:
         if lacking:
             near = near.copy()
             near[also] = -np.finfo(np.float32).max
-        peaks = peaks_of(near) if lacking else self._peaks[row]
-        ids = screen.reaching(near, peaks, norm * (1 + 2.0**-20), count)
+        ids = screen.reaching(near, norm * (1 + 2.0**-20), count)
         if lacking or len(screen.unknown):
             ids = np.unique(
                 np.concatenate([ids, screen.unknown, *([] if also is None else [also])])

@@ -125,45 +125,40 @@ class CpuTreeVerifier(TreeVerifier):
         repeated = self._repeated
         return repeated.single if repeated is not None and repeated.is_current() else None
 
-    @property
-    def is_unwatched(self) -> bool:
-        """Whether nothing of a caller's sees this call's forwards, as those that may be repeated
-        tell: no hook, and no code but that of libraries."""
-        self.ready()
-        return self._repeated is not None and self._repeated.is_current()
-
-    @property
-    def may_record(self) -> bool:
-        """Whether forwards of one token without a mask, which rows that are padded always have, may
-        be recorded in this call."""
-        self.ready()
-        repeats = self._repeated is not None and bool(self._repeated.widths)
-        return repeats and self.attention.prompt_mask is None
-
-    def record_alone(self, feed: Callable[[], object]) -> bool:
-        """Let forwards of one token be recorded, if they can be; whether they are.
+    def record_alone(self, feed: Callable[[], object], room: int | None) -> bool:
+        """Let forwards of one token without a mask be recorded, if they can be; whether one drafts
+        by `draft_alone`.
 
         Args:
             feed: feeds one token more.
+            room: so many at most; None without limit.
         """
-        for _ in range(MOST_RECORDING):
+        self.ready()
+        repeated = self._repeated
+        if repeated is None or not repeated.may_record((1, 1)) or self._views_alone() is None:
+            return False
+        few = room is not None and room <= MOST_RECORDING
+        for _ in range(0 if few else MOST_RECORDING):
             if self._single is not None:
                 break
             feed()
-        return self._single is not None
+        single = self._single
+        return single is not None and single.varies
+
+    def _views_alone(self) -> Any:
+        """The views of a forward of one token; None: it has a mask, as those of padded rows
+        have."""
+        masks, views = self.attention.masks(self._one, self.cache.slots)
+        given = masks.values() if isinstance(masks, dict) else [masks]
+        return views if all(mask is None for mask in given) else None
 
     def draft_alone(self, token_id: int, weights: PackedModel) -> torch.Tensor | None:
         """What the output layer would read, [1, 1, depth], behind one token more of the only row,
         which is not kept, with weights in few bits; None: there is no compiled forward of that."""
         slots, single = self.cache.slots, self._single
-        variant = None if single is None else single.variant(weights)
-        if variant is None or self._next is None:
+        if single is None or self._next is None or (views := self._views_alone()) is None:
             return None
-        masks, views = self.attention.masks(self._one, slots)
-        if any(
-            mask is not None for mask in (masks.values() if isinstance(masks, dict) else [masks])
-        ):
-            return None
+        variant = single.variant(weights)
         self.feeding, slots.views = True, views
         try:
             x = variant(token_id, self._next + slots.longest - self.begun, self.cache.layers)

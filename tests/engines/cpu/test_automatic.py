@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,7 @@ from hf_retrieval_assist.engines.cpu.quantized_self import QuantizedSelf
 from hf_retrieval_assist.engines.cpu.skinny import PATHS
 from hf_retrieval_assist.system import memory
 from tests.support.fixed_costs import FixedCosts
-from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.lossless import PROMPT, build, run, same
 from tests.support.memories import remembering
 from tests.support.quick import cases, crossed
 from tests.support.tiny_models import VOCAB
@@ -34,7 +33,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.9}
 def at_once(monkeypatch):
     """Tiny models are packed when they are first asked for, and levels take no time."""
     price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
-    monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
+    monkeypatch.setattr(quantized_self, "_Price", lambda: price)
     monkeypatch.setattr(quantized_self, "PATIENCE", 0)
     for part in (few_bits, weight_copies):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
@@ -50,8 +49,16 @@ def drafted(monkeypatch):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """What every step that asked has found to draft with; None: nothing yet."""
-    return results_of(monkeypatch, QuantizedSelf, "_weights")
+    """The weights with which each call that was due drafts; None: it does not."""
+    return results_of(
+        *(monkeypatch, QuantizedSelf, "_given"), lambda given, *_: given and given.weights
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether packing was due, each time that somebody asked."""
+    return results_of(monkeypatch, QuantizedSelf, "_is_due")
 
 
 def model_of():
@@ -64,12 +71,10 @@ def automatic(preset=SamAssistant, **options):
 
 
 @pytest.mark.parametrize(
-    ("preset", "rows", "options"),
-    cases(crossed([SamAssistant, remembering], [1, 3], [SAMPLED, {}])),
+    ("preset", "options"), cases(crossed([SamAssistant, remembering], [SAMPLED, {}]))
 )
-def test_output_is_plain(preset, options, rows, drafted):
-    model, assistant = model_of(), automatic(preset)
-    inputs = padded(rows) if rows > 1 else {"input_ids": PROMPT}
+def test_output_is_plain(preset, options, drafted):
+    model, assistant, inputs = model_of(), automatic(preset), {"input_ids": PROMPT}
     for seed in range(3):
         results = []
         for one in (None, assistant):
@@ -78,10 +83,10 @@ def test_output_is_plain(preset, options, rows, drafted):
             results.append(model.generate(**inputs, **given, assistant=one))
         assert torch.equal(*results)
     assert sum(drafted) > NEW
-    assert assistant.stats.last.steps < (NEW - 1) * rows / 1.5
+    assert assistant.stats.last.steps < (NEW - 1) / 1.5
 
 
-def test_weights_are_packed_after_some_asks(packed, drafted, monkeypatch):
+def test_weights_are_packed_after_some_asks(packed, asked, drafted, monkeypatch):
     """Those of several calls of a model count together, whatever the assistants."""
     monkeypatch.setattr(quantized_self, "PATIENCE", 5)
     run(model_of(), assistant=automatic(), max_new_tokens=4)
@@ -91,25 +96,25 @@ def test_weights_are_packed_after_some_asks(packed, drafted, monkeypatch):
     for tokens in (4, NEW):
         same(model, assistant=automatic(), max_new_tokens=tokens)
         assert (IN_FOUR_BITS.nbytes() > known) == (tokens == NEW)
-    assert packed[:5] == [None] * 5
-    assert packed[5:] == [FewBits.known_of(model, 4)]
+    assert asked[-6:] == [False] * 5 + [True]
+    assert packed == [FewBits.known_of(model)]
     assert not any(drafted[:5])
     assert any(drafted[5:])
     # Another assistant of the same model waits for nothing.
     packed.clear()
     run(model, assistant=automatic())
-    assert packed == [FewBits.known_of(model, 4)]
+    assert packed == [FewBits.known_of(model)]
 
 
-def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(packed, monkeypatch):
+def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(asked, monkeypatch):
     """A training loop would pack them for each of its calls."""
     monkeypatch.setattr(quantized_self, "PATIENCE", 5)
     monkeypatch.setattr(quantized_self, "MOST_PATIENCE", 18)
     model, waited = model_of(), []
     for tokens in (4, NEW, NEW, 4, 4, NEW, NEW):
-        packed.clear()
+        asked.clear()
         same(model, assistant=automatic(), max_new_tokens=tokens)
-        waited.append(packed.index(packed[-1]) if packed[-1] is not None else None)
+        waited.append(asked.index(True) if asked[-1] else None)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(weight.roll(1, 0))
@@ -121,13 +126,13 @@ def test_calls_share_what_was_packed_until_weights_change(packed):
     for _ in range(3):
         same(model, assistant=assistant)
     assert len(packed) == 3
-    assert {*packed} == {before := FewBits.known_of(model, 4)}
+    assert {*packed} == {before := FewBits.known_of(model)}
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.roll(1, 0))
     for _ in range(3):
         same(model, assistant=assistant, max_new_tokens=NEW)
-    assert {*packed[3:]} == {FewBits.known_of(model, 4)} != {before}
+    assert {*packed[3:]} == {FewBits.known_of(model)} != {before}
     # Drafts of other weights are hardly ever right.
     assert assistant.stats.last.accepted > NEW / 2
 
@@ -140,10 +145,10 @@ def test_what_was_packed_is_given_back(packed):
     release_memory(model)
     packed.clear()
     gc.collect()
-    assert FewBits.known_of(model, 4) is None
+    assert FewBits.known_of(model) is None
     assert IN_FOUR_BITS.nbytes() == known
     same(model, assistant=assistant)
-    assert packed == [FewBits.known_of(model, 4)]
+    assert packed == [FewBits.known_of(model)]
 
 
 WITHOUT = {
@@ -160,13 +165,13 @@ def test_nothing_is_packed_where_it_may_not_be(name, drafted, monkeypatch):
     if name == "a machine without memory":
         monkeypatch.setattr(memory, "free_memory", lambda: 0)
     if options.get("extra_memory") == -1:
-        options["extra_memory"] += sum(bytes_of(model, 4))
+        options["extra_memory"] += sum(bytes_of(model))
     gc.collect()
     known = IN_FOUR_BITS.nbytes()
     same(model, assistant=automatic(**options), calls=2)
     assert IN_FOUR_BITS.nbytes() == known
     assert not any(drafted)
-    same(model, assistant=automatic(extra_memory=sum(bytes_of(model, 4))))
+    same(model, assistant=automatic(extra_memory=sum(bytes_of(model))))
     assert IN_FOUR_BITS.nbytes() > known
 
 

@@ -14,13 +14,16 @@ from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import compact, copies
 from hf_retrieval_assist.engines.cpu.compact import COMPACT
 from hf_retrieval_assist.engines.cpu.quantized import WEIGHTS
+from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.engine import engine_of
 from hf_retrieval_assist.verification.options import CallOptions
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from tests.support.copied_models import HIDDEN, TOKENS, compact_products, model_of, watch_screens
-from tests.support.lossless import PROMPT, run
+from tests.support.lossless import PROMPT, build, run
+from tests.support.rounding import OF_MODEL, within
+from tests.support.threads import in_threads
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
@@ -192,3 +195,23 @@ def test_hooks_of_all_modules_leave_the_output_layer_alone():
     finally:
         handle.remove()
     assert watch.screened == 0
+
+
+def test_other_threads_and_models_compute_as_always():
+    """A forward of another thread, and one of another model inside of a hook."""
+    model, other = model_of(), build(transformers.Qwen3ForCausalLM)
+    expected = model(PROMPT).logits
+    results = []
+    expected_other = other(PROMPT).logits
+
+    def look(*_):
+        if not overrides.by_id:
+            return
+        results.extend(in_threads(lambda ids: model.model(ids)[0], [PROMPT]))
+        handle.remove()
+        found = other(PROMPT).logits
+        torch.testing.assert_close(found, expected_other, **within(expected_other, OF_MODEL))
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(look)
+    run(model, assistant=SamAssistant(trust_forward=True))
+    assert torch.equal(model.lm_head(results[0]), expected)

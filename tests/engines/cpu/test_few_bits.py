@@ -7,13 +7,13 @@ from torch import nn
 from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, OutputReader, ShortOutput
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.skinny import PATHS, PEAK_COLUMNS
+from hf_retrieval_assist.engines.cpu.skinny import PATHS
 from tests.support.lossless import build
 from tests.support.products import random
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
 
-FIRST, TOKENS, DEPTH = 2 * PEAK_COLUMNS, 3 * PEAK_COLUMNS + 70, 70
+FIRST, TOKENS, DEPTH = 512, 838, 70
 
 
 @pytest.fixture
@@ -104,16 +104,16 @@ def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("share", "least", "first"),
-    [(1 / 6, 8192, 1000), (1 / 6, 300, 256), (0.9, 0, 768), (0.0, 700, 512), (9.0, 0, 1000)],
+    [(1 / 6, 8192, 1000), (1 / 6, 300, 300), (3.0, 0, 891), (0.0, 700, 700), (9.0, 0, 1000)],
 )
 def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, monkeypatch):
-    """A share of what all other layers take, in whole parts of which the largest is told."""
+    """A share of what all other layers take."""
     for part in (few_bits, weight_copies):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
     monkeypatch.setattr(few_bits, "OUTPUT_SHARE", share)
     monkeypatch.setattr(few_bits, "LEAST_ROWS", least)
     model = build(vocab_size=1000, head_dim=16, tie_word_embeddings=tied)
-    packed = FewBits(model, 8)
+    packed = FewBits(model)
     assert packed.output.first == first
     assert packed.output.whole is packed.by_id[id(model.lm_head.weight)]
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, reroute
 from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, recording, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits
-from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
-from hf_retrieval_assist.engines.cpu.reroute import overriding
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
     CompiledOperators,
     RepeatedElements,
     RepeatedRows,
 )
-from tests.support.quick import cases, crossed
+from tests.support.quick import cases
 from tests.support.watching import results_of
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
@@ -31,23 +28,15 @@ PROMPT = torch.arange(40)[None] % 7 + 20
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The plans that programs make, each with how many weights are in few bits."""
-    made, planned = [], recording.Program._planned
-
-    def watched(program, overridden, packed, placed):
-        plan = planned(program, overridden, packed, placed)
-        made.append((plan, len(packed)))
-        return plan
-
-    monkeypatch.setattr(recording.Program, "_planned", watched)
-    return made
+    """The plans that programs make."""
+    return results_of(monkeypatch, recording.Program, "_planned")
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Small weights are packed as well, and levels known to take no time."""
     price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
-    monkeypatch.setattr(quantized_self, "_prices", defaultdict(lambda: price))
+    monkeypatch.setattr(quantized_self, "_Price", lambda: price)
     for part in (few_bits, weight_copies):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
 
@@ -96,7 +85,7 @@ def test_layers_are_one_call(plans, threads):
     # Positions are turned into angles by a few operators of PyTorch, whatever the layers.
     assert plans
     assert all(
-        len(plan.operators) <= 12 and len(compiled_in(plan.operators)) <= 2 for plan, _ in plans
+        len(plan.operators) <= 12 and len(compiled_in(plan.operators)) <= 2 for plan in plans
     )
 
 
@@ -106,11 +95,11 @@ def test_rows_that_grow_by_different_amounts_are_written_to_by_their_layers(plan
     expected = plainly(model, prompt)
     for _ in range(6):
         assert torch.equal(generate(model, assistant, prompt), expected)
-    assert any(len(plan.operators) > 12 for plan, _ in plans)
+    assert any(len(plan.operators) > 12 for plan in plans)
 
 
-def drafting(bits=4):
-    return Assistant([QuantizedSelf(bits)], budget=4)
+def drafting():
+    return Assistant([QuantizedSelf()], budget=4)
 
 
 def programs_of(model):
@@ -123,14 +112,13 @@ def programs_of(model):
     }
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.usefixtures("few")
-def test_a_level_of_a_draft_is_one_call(monkeypatch, bits):
+def test_a_level_of_a_draft_is_one_call(monkeypatch):
     """It ends before the output layer."""
     variants = results_of(monkeypatch, recording.Program, "_made_variant")
     levels = results_of(monkeypatch, recording.Variant, "__call__", lambda x, *_: x.shape)
     model = llama()
-    repeated(model, drafting(bits), plainly(model))
+    repeated(model, drafting(), plainly(model))
     assert len(variants) == 1
     assert len(variants[0]._operators) <= 12
     assert len(compiled_in(variants[0]._operators)) <= 2
@@ -138,37 +126,11 @@ def test_a_level_of_a_draft_is_one_call(monkeypatch, bits):
     assert {*levels} == {(1, 1, 64)}
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.usefixtures("few")
-def test_weights_in_few_bits_are_the_same_program(plans, bits):
-    """Rows lie side by side."""
-    model, prompt = llama(), torch.cat([PROMPT, PROMPT.flip(1)])
-    repeated(model, drafting(bits), plainly(model, prompt), prompt)
-    in_few_bits = [plan for plan, packed in plans if packed]
-    assert in_few_bits
-    assert all(len(plan.operators) <= 12 and plan.last is not None for plan in in_few_bits)
-
-
-def test_weights_that_are_packed_anew_are_another_plan():
-    model = llama()
-    repeated(model, SamAssistant(budget=3), plainly(model))
-    program = next(iter(programs_of(model).values()))
-    program._placed = None  # without a cache
-    weight = model.model.layers[0].mlp.down_proj.weight
-    first, second = (QuantizedWeight.pack(weight.detach() * factor) for factor in (1, 2))
-    packed = SimpleNamespace(values=first.values, scales=first.scales)
-    with overriding({id(weight): packed}):
-        plan = program._plan((), ())
-        assert program._plan((), ()) is plan
-        packed.values, packed.scales = second.values, second.scales
-        assert program._plan((), ()) is not plan
-
-
 @pytest.mark.usefixtures("few")
 def test_a_model_that_is_packed_anew_is_another_variant_and_the_first_is_freed():
     model = llama()
     repeated(model, drafting(), plainly(model))
-    program, one, other = programs_of(model)[1], FewBits(model, 4), FewBits(model, 8)
+    program, one, other = programs_of(model)[1], FewBits(model), FewBits(model)
     variant = program.variant(one)
     assert variant is program.variant(one) is not program.variant(other)
     freed = weakref.ref(variant)
@@ -177,16 +139,14 @@ def test_a_model_that_is_packed_anew_is_another_variant_and_the_first_is_freed()
     assert freed() is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bits"), cases(crossed([torch.bfloat16, torch.float32, torch.float16], [4, 8]))
-)
+@pytest.mark.parametrize("dtype", cases([torch.bfloat16, torch.float32, torch.float16]))
 @pytest.mark.usefixtures("few")
-def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype, bits):
+def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype):
     """Computed one after another."""
     levels = results_of(monkeypatch, recording.Variant, "__call__", lambda x, *_: x.clone())
 
     def drafted():
-        model, assistant = llama(dtype), drafting(bits)
+        model, assistant = llama(dtype), drafting()
         for _ in range(3):
             generate(model, assistant)
         found = levels.copy()

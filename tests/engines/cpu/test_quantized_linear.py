@@ -6,11 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.engines.cpu import quantized
 from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
-    PEAK_COLUMNS,
     RepeatedLinears,
     int4_linear,
     int8_linear,
@@ -61,15 +59,21 @@ def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
     assert (result.norms <= weight.double().norm(dim=1) * 1.0001).all()
 
 
+def product(x, weight, bias):
+    if isinstance(weight, FourBitWeight):
+        return int4_linear(x, weight.values, weight.shape[0], bias)
+    return weight(x, bias)
+
+
 def left_out(weight, rounded):
     """The squared norm of what rounding takes from each group."""
-    return in_groups(weight.double() - rounded, 0).square().sum(-1)
+    return in_groups(weight.double() - rounded).square().sum(-1)
 
 
 def plainly_in_four_bits(weight, sign, levels=LEVELS):
     """Groups whose element of the greatest magnitude becomes the last level, to whose nearest half
     numbers are rounded before."""
-    groups = in_groups(weight.float(), 0)
+    groups = in_groups(weight.float())
     scales = (sign * groups.abs().amax(-1, keepdim=True) / levels.abs().amax()).half().float()
     halves = (2 * (1 / scales) * groups).nan_to_num().round() / 2
     values = levels[torch.bucketize(halves, (levels[1:] + levels[:-1]) / 2)]
@@ -134,31 +138,28 @@ def test_columns_that_count_more_lose_less(path):
     weight, counts = random(64, 320), random(320, seed=1).square().square()
     counts[5::32] = 0
     rounded = [
-        from_four_bits(pack_int4(weight, 3, given, path=path), weight.shape, 3)
+        from_four_bits(pack_int4(weight, given, path=path), weight.shape)
         for given in (None, torch.ones(320), counts)
     ]
     assert torch.equal(rounded[0], rounded[1])
     lost = [(counts * (weight - one).square()).sum() for one in rounded]
     assert lost[2] < 0.7 * lost[0]
     with pytest.raises(ValueError, match=r"column_weights: expected shape \[320\], got \[64\]"):
-        pack_int4(weight, 3, counts[:64])
+        pack_int4(weight, counts[:64])
     with pytest.raises(TypeError, match=r"column_weights: expected torch\.float32"):
-        pack_int4(weight, 3, counts.double())
+        pack_int4(weight, counts.double())
 
 
 @everywhere
-@pytest.mark.parametrize("lead", [0, 1, 17, 31])
 @pytest.mark.parametrize(("outputs", "depth"), [(1, 1), (15, 32), (16, 33), (40, 100), (7, 64)])
-def test_what_fills_blocks_up_counts_as_zero(path, dtype, lead, outputs, depth):
-    """Columns before and behind a row's, which count nothing, and outputs behind the last."""
-    weight = random(outputs, depth, dtype=dtype)
-    around = lead, -(lead + depth) % 32
-    filled, counts = F.pad(weight, (*around, 0, -outputs % 16)), F.pad(torch.ones(depth), around)
+def test_what_fills_blocks_up_counts_as_zero(path, dtype, outputs, depth):
+    """Columns behind a row's, which count nothing, and outputs behind the last."""
+    weight, behind = random(outputs, depth, dtype=dtype), (0, -depth % 32)
+    filled, counts = F.pad(weight, (*behind, 0, -outputs % 16)), F.pad(torch.ones(depth), behind)
     wide = random(outputs, depth + 9, dtype=dtype)
     wide[:, 4 : 4 + depth] = weight
-    for one in ((weight, lead), (wide[:, 4 : 4 + depth], lead), (filled, 0, counts)):
-        blocks = pack_int4(*one, path=path)
-        assert torch.equal(blocks, pack_int4(filled, 0, counts, path=path))
+    for one in (weight, wide[:, 4 : 4 + depth]):
+        assert torch.equal(pack_int4(one, path=path), pack_int4(filled, counts, path=path))
 
 
 @paths
@@ -170,23 +171,6 @@ def test_packing_does_not_depend_on_the_number_of_threads(path, pack):
     expected = pack(weight, path=path, threads=1)
     for threads in (2, 3, 8):
         assert all(map(torch.equal, pack(weight, path=path, threads=threads), expected))
-
-
-@paths
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 5), (3, 256), (66, 700), (2, 2047)])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_largest_outputs_of_each_part_are_told(path, rows, outputs, threads):
-    x, weight = random(rows, 70, dtype=torch.float32), random(outputs, 70, seed=1)
-    values, scales, *_ = pack_int8(weight, path=path)
-    parts = -(-outputs // PEAK_COLUMNS)
-    peaks = torch.full((rows, parts), torch.nan)
-    y = int8_linear(x, values, scales, peaks=peaks, path=path, threads=threads)
-    assert torch.equal(y, int8_linear(x, values, scales, path=path))
-    assert torch.equal(peaks, torch.stack([part.amax(1) for part in y.split(PEAK_COLUMNS, 1)], 1))
-    with pytest.raises(ValueError, match="peaks: expected shape"):
-        int8_linear(x, values, scales, peaks=peaks[:, :0], path=path)
-    with pytest.raises(ValueError, match="peaks: expected adjacent ones of float32"):
-        int8_linear(x.bfloat16(), values, scales, peaks=peaks.bfloat16(), path=path)
 
 
 @everywhere
@@ -256,35 +240,22 @@ def test_sums_of_the_greatest_integers_do_not_overflow(path):
     torch.testing.assert_close(y, torch.full((2, 3), -float(depth)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("lead", [0, 13])
 @pytest.mark.parametrize("kind", [QuantizedWeight, FourBitWeight])
-def test_layers_of_the_same_rows_are_computed_together(kind, lead, monkeypatch):
+def test_layers_of_the_same_rows_are_computed_together(kind):
     """As each alone; others are refused."""
-    monkeypatch.setattr(quantized, "LEAD", lead)
     x, biases = random(3, 70), (None, random(300, seed=5))
     weights = [kind.pack(random(n, 70, seed=n)) for n in (40, 300)]
     outs = [torch.empty(3, len(weight)) for weight in (biases[1][:40], biases[1])]
-    peaks = torch.empty(3, 2)
     together = RepeatedLinears(x, None, biases[0], outs[0], weights[0])
-    assert together.add(x, None, biases[1], outs[1], weights[1], peaks)
+    assert together.add(x, None, biases[1], outs[1], weights[1])
     [other] = {QuantizedWeight, FourBitWeight} - {kind}
     for weight, unlike in ((random(40, 70), None), (None, other.pack(random(40, 70)))):
         assert not together.add(x, weight, None, torch.empty(3, 40), unlike)
     for _ in range(2):
         together()
         for weight, bias, out in zip(weights, biases, outs, strict=True):
-            assert torch.equal(out, weight(x, bias))
-        assert torch.equal(peaks, torch.stack([y.amax(1) for y in outs[1].split(256, 1)], 1))
+            assert torch.equal(out, product(x, weight, bias))
         x.mul_(-2)
-
-
-def test_layers_whose_groups_begin_elsewhere_are_not_computed_together(monkeypatch):
-    x, weights = random(3, 70), []
-    for lead in (0, 13):
-        monkeypatch.setattr(quantized, "LEAD", lead)
-        weights.append(FourBitWeight.pack(random(40, 70)))
-    together = RepeatedLinears(x, None, None, torch.empty(3, 40), weights[0])
-    assert not together.add(x, None, None, torch.empty(3, 40), weights[1])
 
 
 W, X = torch.ones(4, 40), torch.ones(2, 40)
@@ -325,7 +296,6 @@ BLOCKS = pack_int4(torch.ones(20, 40))
         (ValueError, "blocks: expected adjacent", {"blocks": BLOCKS.T.contiguous().T}),
         (ValueError, "blocks: expected shape", {"blocks": BLOCKS[:1]}),
         (ValueError, "blocks: expected shape", {"outputs": 33}),
-        (ValueError, "blocks: expected shape", {"lead": 25}),
         (ValueError, "bias: expected shape", {"bias": torch.ones(19)}),
     ],
 )
@@ -349,4 +319,5 @@ def test_the_memory_of_a_copy_is_known_beforehand(kind):
         assert copy.shape == shape
         assert copy.nbytes == kind.size_of(weight)
         x, bias = random(3, shape[1], seed=1), random(shape[0], seed=2)
-        assert (copy(x, bias) - F.linear(x, weight, bias)).norm() < 0.12 * (x @ weight.T).norm()
+        found, expected = product(x, copy, bias), F.linear(x, weight, bias)
+        assert (found - expected).norm() < 0.12 * (x @ weight.T).norm()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_retrieval_assist.engines.cpu import quantized
 from hf_retrieval_assist.engines.cpu.compact import CompactWeight
 from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.weight_copies import BANDS, EVERY, WeightCopies
@@ -98,7 +97,7 @@ def test_a_weight_that_was_written_to_is_packed_anew(name, kind):
     if kind is QuantizedWeight:
         torch.testing.assert_close(dequantized(found), expected, rtol=0, atol=0.05)
     if kind is FourBitWeight:
-        rest = from_four_bits(found.values, found.shape, found.lead) - expected
+        rest = from_four_bits(found.values, found.shape) - expected
         assert rest.norm() < 0.1 * expected.norm()
     before = None
     gc.collect()
@@ -127,11 +126,9 @@ def test_columns_show_where_there_are_more_than_rows(kind):
         assert weights.find(weight) is None
 
 
-@pytest.mark.parametrize("lead", [0, 13])
 @pytest.mark.parametrize("count", [1, 5, 16, 40])
 @pytest.mark.parametrize("first", [0, 1, 15, 16, 155, 259])
-def test_rows_in_four_bits_are_known_wherever_a_band_begins(monkeypatch, first, count, lead):
-    monkeypatch.setattr(quantized, "LEAD", lead)
+def test_rows_in_four_bits_are_known_wherever_a_band_begins(first, count):
     weight = weight_of(299, 70)
     packed, rows = FourBitWeight.pack(weight), weight[first : first + count]
     assert packed.is_of(rows, first)
