@@ -1,6 +1,4 @@
-"""Heads of random weights for any target, and what they launch on an accelerator."""
-
-from collections import Counter
+"""Heads of random weights for any target."""
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.extensions.heads import mtp
 from hf_retrieval_assist.extensions.heads.borrowed import BorrowedLayers, TargetShape
 from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter
@@ -19,7 +16,6 @@ from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
 from hf_retrieval_assist.extensions.heads.eagle_format import HeadConfig, default_boundaries
 from hf_retrieval_assist.extensions.heads.mtp import MtpDrafter, MtpLayers
 
-from .accelerator import DEVICE
 from .lossless import build
 from .mtp_models import FAMILIES, with_mtp
 from .tiny_models import VOCAB, randomise
@@ -109,33 +105,6 @@ def layers_of(drafter, target):
     if isinstance(drafter, MtpDrafter):
         return mtp.mtp_layers(target)
     return drafter.head if isinstance(drafter, EagleDrafter) else drafter.model
-
-
-def put_head(machine, target, head):
-    """Move a head, and what it shares with its target, to an accelerator."""
-    machine.put(target)
-    machine.put(head)
-    if isinstance(head, MtpLayers):
-        machine.put(head.module)
-    else:
-        head.borrowed.embedding_weight = target.get_input_embeddings().weight
-        head.borrowed.device = DEVICE
-
-
-def as_launches(machine, head, monkeypatch):
-    """Count what a head may repeat from a recording as one launch."""
-    run = FixedMemory.run
-
-    def shown(memory, step, compute):
-        before, calls = machine.counts.copy(), machine.calls.copy()
-        found = run(memory, step, compute)
-        if memory._model is head:
-            inside = machine.counts - before
-            assert not {kind for _, kind in inside} - {"kernel", "view"}
-            machine.counts, machine.calls = before + Counter({("loop", "recorded"): 1}), calls
-        return found
-
-    monkeypatch.setattr(FixedMemory, "run", shown)
 
 
 BLOCK = 5

@@ -15,11 +15,27 @@ from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.types.token_tree import TokenTree
 
-from .accelerator import _NO_KERNEL, _WAITING, aten
 from .lossless import run
 from .oracle_drafter import OracleDrafter
 from .scripted import Scripted
 from .watching import a_librarys
+
+aten = torch.ops.aten
+
+# Operators that launch nothing: they make views, or memory without content.
+_NO_KERNEL = {
+    *(aten.view, aten.t, aten.transpose, aten.permute, aten.slice, aten.select, aten.unsqueeze),
+    *(aten.squeeze, aten.expand, aten._unsafe_view, aten.alias, aten.detach, aten.split),
+    *(aten.split_with_sizes, aten.chunk, aten.unbind, aten.as_strided, aten._reshape_alias),
+    *(aten.unfold, aten.diagonal, aten.lift_fresh, aten.lift, aten.set_, aten.narrow),
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+    *(aten.is_same_size,),
+}
+# Operators whose results have a shape that only the device knows.
+_WAITING = {
+    *(aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal),
+    *(aten._local_scalar_dense, aten.is_nonzero, aten.repeat_interleave),
+}
 
 
 class _Tape(TorchDispatchMode):

@@ -1,24 +1,18 @@
 """Drafts of layers in static buffers: the same as of forwards, from recordings."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models import growth
-from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.engines.cuda import fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.engines.cuda.fixed_masks import FixedMasks
-from hf_retrieval_assist.engines.cuda.recorded_drafts import RecordedDrafts
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
-from hf_retrieval_assist.extensions.heads.layers_follower import LayersFollower
 from hf_retrieval_assist.verification import largest
 from tests.support import dense_attention
-from tests.support.accelerator import DEVICE, Accelerator
 from tests.support.drafted_texts import DRAFT_MODELS, Texts, assert_same_drafts, drafting
-from tests.support.heads import as_launches, assisted, layers_of, put_head
+from tests.support.heads import assisted, layers_of
 from tests.support.lossless import run
 from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases, crossed
@@ -144,82 +138,3 @@ def test_calls_share_recordings_and_say_what_plain_decoding_says(name, static_bu
         made.append(WORKSPACES.report(drafting).made)
     assert made[0] == 0 < made[1]
     assert made[3:] == made[2:3] * 2
-
-
-# The tokens of a level put in place and its masks narrowed, then the forward, at once or one kernel
-# at a time; its children chosen (four), looked up by their places (two), those fed next picked.
-# Where texts went on by different counts, what is new in them is moved to its place (two).
-LAUNCHES = 2 + 6 + 1 + 2
-# Recorded with the forward: its masks.
-BUILT = 4
-
-
-def counted_drafts(machine, owner, name, monkeypatch, fed):
-    """What settled drafts of a group take, beside what `fed` has then."""
-    drafts, draft = [], getattr(owner, name)
-
-    def counted(drafting, group, *arguments):
-        settled = group.static_drafts is not None
-        fed.clear()
-        machine.reset()
-        trees = draft(drafting, group, *arguments)
-        # The first forward of a width allocates.
-        if settled and ("loop", "kernel", "aten.zeros.default") not in machine.calls:
-            drafts.append((machine.counts.copy(), list(fed)))
-        return trees
-
-    monkeypatch.setattr(owner, name, counted)
-    return drafts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 8])
-def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
-    case = drafting("LlamaForCausalLM")
-    model = case.drafter.model
-    expected = case.conversation(range(rows))
-    machine, fed, feed = Accelerator(), [], RecordedDrafts.feed
-    machine.put(model)
-
-    def counted(recorded, *arguments):
-        fed.append(machine.counts.copy())
-        return feed(recorded, *arguments)
-
-    monkeypatch.setattr(RecordedDrafts, "feed", counted)
-    drafts = counted_drafts(machine, DraftModelDrafter, "_draft", monkeypatch, fed)
-    with machine, machine.watch(model):
-        assert_same_drafts(case.conversation(range(rows)), expected)
-    assert len(drafts) > 1
-    for whole, forwards in drafts:
-        assert whole["loop", "to device"] == len(forwards) > 1
-        assert whole["loop", "to host"] == 1
-        assert not {place for place in whole if place[1] == "wait"}
-        for before, after in pairwise(forwards):
-            assert after["loop", "to host"] == 0
-            assert (after - before)["loop", "kernel"] <= LAUNCHES + BUILT
-
-
-# What is new in the texts gathered (two), and the layers' last states kept for the next draft.
-OF_A_HEAD = 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
-def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch):
-    """One of the texts joins late, and one leaves."""
-    case = case_of(kind)
-    expected = case.conversation(range(rows))
-    machine, head = Accelerator(), layers_of(case.drafter, case.target)
-    put_head(machine, case.target, head)
-    with machine:
-        case.features = [found.to(DEVICE) for found in case.features]
-    as_launches(machine, head, monkeypatch)
-    drafts = counted_drafts(machine, LayersFollower, "draft", monkeypatch, [])
-    with machine:
-        assert_same_drafts(case.conversation(range(rows)), expected)
-    usual = [counts for counts, _ in drafts if counts["loop", "recorded"] == 2]
-    assert len(usual) > 3
-    for counts in usual:
-        assert counts["loop", "kernel"] <= OF_A_HEAD
-        assert [counts["loop", kind] for kind in ("to device", "to host", "wait")] == [2, 1, 0]
