@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .assistants import Assistant as Assistant
     from .attachment import attach as attach
     from .attachment import detach as detach
+    from .cache.prefixes import Prefixes as Prefixes
     from .candidate_generator import RetrievalCandidateGenerator as RetrievalCandidateGenerator
     from .corpus.datastore import Datastore as Datastore
     from .drafters.base import Drafter as Drafter
@@ -42,6 +43,7 @@ _NAMES = {
     "assistants": "Assistant",
     "attachment": "attach detach",
     "candidate_generator": "RetrievalCandidateGenerator",
+    "cache.prefixes": "Prefixes",
     "corpus.datastore": "Datastore",
     "drafters.base": "DraftSession Drafter",
     "hook": "install uninstall",

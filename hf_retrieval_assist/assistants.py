@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .attachment import attached
+from .cache.prefixes import Prefixes
 from .decoding.decode import decode
 from .decoding.observer import Observer
 from .drafters.base import Drafter
@@ -23,7 +24,7 @@ from .policy.planner import Budget
 from .policy.policy import DraftingPolicy, Graphs
 from .policy.stats import CallStats
 from .system import changes
-from .system.arguments import require_several
+from .system.arguments import kind_of, require_several
 from .system.locks import Lock
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Assistant:
             classes, hooks and exchanged functions), on your word that it computes each token from
             the tokens before it, whatever the length and the number fed. Otherwise they are
             decoded plainly.
+        prefixes: keeps keys and values of calls' texts, so that a call of one text whose prompt
+            begins with a kept one, as a chat's next turn does, does not read that again; None:
+            nothing is kept. Private calls keep none and take none.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
         costs: what forwards cost, to share between assistants; None: what all assistants of the
@@ -82,11 +86,14 @@ class Assistant:
         extra_memory: int | None = None,
         residual: bool = False,
         trust_forward: bool = False,
+        prefixes: Prefixes | None = None,
         costs: CostModels | None = None,
         **unknown: Never,
     ):
         self._refuse(*unknown)
         require_several("drafters", drafters, "a list of drafters")
+        if prefixes is not None and not isinstance(prefixes, Prefixes):
+            raise TypeError(f"prefixes: expected Prefixes, got {kind_of(prefixes)}")
         self.policy = policy = self._policy(
             drafters,
             budget=budget,
@@ -97,6 +104,7 @@ class Assistant:
             extra_memory=extra_memory,
             residual=residual,
             trust_forward=trust_forward,
+            prefixes=prefixes,
             costs=costs,
         )
         self.drafters, self.stats, self.costs = policy.drafters, policy.stats, policy.costs

@@ -42,10 +42,10 @@ _MOST_BYTES = 1 << 28
 
 _REFS = attrgetter("store.block_refs")
 
-# Layers that share another one's entries have a class of their own in later versions only.
-_SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+"""Layers that share another one's entries, which have a class of their own in later versions."""
 
-SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_SHARING)
+SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *SHARING)
 """Layers whose content is one entry per token, so that any path of a tree can be kept."""
 
 HYBRID_LAYERS = (
@@ -109,7 +109,7 @@ class SlotCache(DynamicCache):
         known = len(cache.layers)
         own, missing = wrapper.layers[:known], wrapper.layers[known:]
         # What was made layer by layer lacks the last ones where these share others' entries.
-        if known > len(own) or (known and not all(type(layer) in _SHARING for layer in missing)):
+        if known > len(own) or (known and not all(type(layer) in SHARING for layer in missing)):
             raise ValueError(
                 f"{CACHE}: expected a cache of {len(wrapper.layers)} layers as the model "
                 f"has, got {known}"
@@ -336,7 +336,7 @@ def _slot_layer(layer: Any, slots: RowSlots) -> Any:
 
 def _plain_layer(layer: Any) -> Any:
     """The empty layer of transformers whose place a slot layer takes; None: it keeps more."""
-    if type(layer) in _SHARING:
+    if type(layer) in SHARING:
         return type(layer)()
     if type(layer) is not SlotLayer:
         return None
@@ -383,7 +383,7 @@ def _has_appended_layers(cache: Any, config: PreTrainedConfig) -> bool:
 
 def _fits(layer: Any, own: Any, slots: RowSlots) -> bool:
     """Whether the model's own layer can stand for another one."""
-    if own is None or type(own) in _SHARING:
+    if own is None or type(own) in SHARING:
         return True
     like = _slot_layer(layer, slots)
     return (
@@ -421,7 +421,7 @@ def has_static_slots(cache: StaticCache, config: PreTrainedConfig, dtype: torch.
 
     Where only windows are kept, and shorter ones than the model's, tokens would be forgotten early.
     """
-    known = (StaticLayer, StaticSlidingWindowLayer, *_SHARING)
+    known = (StaticLayer, StaticSlidingWindowLayer, *SHARING)
     if cache.offloading or any(type(layer) not in known for layer in cache.layers):
         return False
     states = (states for layer in cache.layers for states in (layer.keys, layer.values))

@@ -14,6 +14,7 @@ from ..verification.engine import UnservableError, engine_of
 from ..verification.service import learn_moves
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
+from .kept_prefix import KeptPrefix
 from .loop import Generation
 from .observer import Observe, Observer
 from .plainly import decode_plainly
@@ -74,9 +75,12 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
         counts.reason = service.reason
         result = decode_plainly(call, counts, observer)
     else:
+        kept = KeptPrefix.of(call, policy, service)
+        if kept is not None:
+            kept.take(counts)
         started += feed_parts(call, service.cache_name, policy.reroute, counts)
         try:
-            result = _decode_with_drafts(call, policy, service, counts, observer)
+            result = _decode_with_drafts(call, policy, service, kept, counts, observer)
         except UnservableError as error:
             call.tell_plain(str(error))
             counts.tier, counts.reason = Tier.PLAIN.value, str(error)
@@ -94,10 +98,11 @@ def _decode_with_drafts(
     call: Call,
     policy: DraftingPolicy,
     service: Service,
+    kept: KeptPrefix | None,
     counts: CallStats,
     observer: Observer | None,
 ) -> Any:
-    generation = Generation(call, policy, service, counts, observer)
+    generation = Generation(call, policy, service, kept, counts, observer)
     result = generation.run()
     plain_steps = generation.tokens - 1
     counts.saved_forwards = plain_steps - counts.forwards

@@ -33,6 +33,7 @@ from ..verification.tiers import Service, Tier
 from ..verification.verified import Verified
 from ..verification.verifier import Verifier
 from .call import Call
+from .kept_prefix import KeptPrefix
 from .observer import Observer
 from .selection import RowPreview
 from .walk import Drawn, Walk
@@ -67,6 +68,7 @@ class Generation:
         call: what is generated.
         policy: where drafts come from.
         service: how the model is served.
+        kept: takes the call's text to later ones; None: nobody does.
         counts: the call's figures.
         observer: is told every step; None: nobody is.
 
@@ -81,11 +83,12 @@ class Generation:
         call: Call,
         policy: DraftingPolicy,
         service: Service,
+        kept: KeptPrefix | None,
         counts: CallStats,
         observer: Observer | None,
     ):
         self.call, self.policy, self.counts, self.observer = call, policy, counts, observer
-        self.service = service
+        self.service, self.kept = service, kept
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
         self.walk = Walk(call, self.rows, policy.residual)
@@ -181,7 +184,7 @@ class Generation:
 
     def prefill(self) -> Any:
         """transformers' own prefill; what the model returned."""
-        call, policy = self.call, self.policy
+        call, policy, kept = self.call, self.policy, self.kept
         options = CallOptions(
             batch=call.batch_size,
             capacity=call.prompt_length + call.room,
@@ -189,7 +192,7 @@ class Generation:
             top_k=policy.top_k,
             all_logits=policy.needs_all_logits,
             select=self.walk.rowwise,
-            cache_outlives_call=self.cache_outlives_call,
+            cache_outlives_call=self.cache_outlives_call or (kept is not None and kept.keeps),
             recorded=call.may_record(policy.graphs) and not self.service.foreign,
             fused=policy.graphs == "fused",
             fixed_width=policy.fixed_width,
@@ -295,8 +298,11 @@ class Generation:
         self.counts.keeps_seed = self.walk.end(end)
         new = torch.tensor([row.fed(0, end) for row in self.rows], dtype=torch.long, device=device)
         prompts = torch.stack([row.prompt for row in self.rows])
+        sequences = torch.cat([prompts, new], dim=1)
+        if self.kept is not None:
+            self.kept.leave(sequences[0], self.returned_cache)
         return self.walk.collector.result(
-            torch.cat([prompts, new], dim=1),
+            sequences,
             self.returned_cache,
             self.call.model_kwargs.get("encoder_outputs"),
             end,

@@ -68,7 +68,7 @@ def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -
         return 0.0
     token = _parts.set(None)
     try:
-        for start, end in _spans(parts.tokens, length):
+        for start, end in _spans(kwargs[cache_name].get_seq_length(), parts.tokens, length):
             ids = call.input_ids[:, start:end]
             begun = perf_counter()
             parts.between()
@@ -84,14 +84,17 @@ def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -
     return others
 
 
-def _spans(tokens: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where the parts of a prompt begin and end, the last one's left out. A token takes the longer
-    the more it attends to, twice as long behind two first parts: later parts are shorter."""
-    start, end = 0, tokens
-    while end < length:
+def _spans(start: int, tokens: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where the parts of a prompt begin and end behind what was read, the last one's left out. A
+    token takes the longer the more it attends to, twice as long behind two first parts: later
+    parts are shorter."""
+    while True:
+        count = 2 * tokens * tokens // (2 * tokens + start) if start else tokens
+        end = start + max(1, tokens // _SHORTEST, count)
+        if end >= length:
+            return
         yield start, end
-        count = 2 * tokens * tokens // (2 * tokens + end)
-        start, end = end, end + max(1, tokens // _SHORTEST, count)
+        start = end
 
 
 def _is_usual(call: Call, cache: Any) -> bool:
@@ -101,7 +104,6 @@ def _is_usual(call: Call, cache: Any) -> bool:
         call.batch_size == 1
         and has_slots(cache)
         and not private.is_callers(cache)
-        and not cache.get_seq_length()
         and stands_for(cache, call.model, 1)
         and call.config.prefill_chunk_size is None
         and all(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..cache.prefixes import Prefixes
 from ..draft_models.residual import ChildDraw
 from ..drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from ..drafters.expected import Expected
@@ -44,6 +45,7 @@ class Options(TypedDict, total=False):
     fixed_width: int | None
     extra_memory: int | None
     trust_forward: bool
+    prefixes: Prefixes | None
     costs: CostModels | None
 
 
@@ -114,6 +116,7 @@ class DraftingPolicy:
         extra_memory: int | None = None,
         residual: bool = False,
         trust_forward: bool = False,
+        prefixes: Prefixes | None = None,
         costs: CostModels | None = None,
     ):
         if fixed_width is not None and fixed_width < 1:
@@ -128,6 +131,7 @@ class DraftingPolicy:
         self.extra_memory = extra_memory
         self.residual = residual
         self.trust_forward = trust_forward
+        self.prefixes = prefixes
         self.costs = cost_store.OF_PROCESS if costs is None else costs
         self._accounts: dict[CostKey, Account] = {}
         self._calibrators: dict[str, tuple[Calibrator, ...]] = {}

@@ -29,6 +29,7 @@ class CallStats:
         recordings: that were made; what earlier calls have made is used again.
         saved_forwards: that plain decoding would have needed besides.
         tokens: generated tokens, all rows together.
+        read_before: tokens of prompts that were not read, since earlier calls had read them.
         drafted: verified nodes.
         accepted: nodes that became tokens.
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
@@ -58,6 +59,7 @@ class CallStats:
     recordings: int = 0
     saved_forwards: int = 0
     tokens: int = 0
+    read_before: int = 0
     drafted: int = 0
     accepted: int = 0
     expected_accepted: int = 0
@@ -156,6 +158,8 @@ class CallStats:
             times = f"{'about' if ratio >= 1 else 'only'} {ratio:.2f} times as fast as"
             said = f"{times} without drafts: {said}, {self.compared_seconds:.2f} s where steps "
             said += f"without drafts take about {self.undrafted_seconds:.2f} s"
+        if self.read_before:
+            said += f"; {self.read_before:,} tokens of the prompt were read before"
         if self.once_seconds > max(_SAID_ONCE[0] * total, _SAID_ONCE[1]):
             said += f"; {self.once_seconds:.2f} s went to what is done once for a model"
         return said

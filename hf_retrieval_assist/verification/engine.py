@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
 
 from ..cache.kv_cache import SlotCache, has_slots
+from ..cache.prefixes import release_prefixes
 from ..host import transformers_private as private
 from ..host.scopes import scopes_left
 from ..plugins import every
@@ -255,9 +256,10 @@ def release_memory(model: torch.nn.Module) -> None:
     """Give back the memory that calls have left for the next ones with a model.
 
     That is static buffers and recorded forwards on a GPU, recorded forwards and copies of weights
-    on a CPU. The next call makes them anew, as far as they pay; the model is not tested again. A
-    call that runs meanwhile goes on with what it has, and leaves it as always. PyTorch's allocator
-    keeps a GPU's memory for the process until :func:`torch.cuda.empty_cache`.
+    on a CPU, and keys and values that `Prefixes` keep. The next call makes them anew, as far as
+    they pay; the model is not tested again. A call that runs meanwhile goes on with what it has,
+    and leaves it as always. PyTorch's allocator keeps a GPU's memory for the process until
+    :func:`torch.cuda.empty_cache`.
 
     Args:
         model: a model or head, or a module round some.
@@ -267,6 +269,7 @@ def release_memory(model: torch.nn.Module) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    for engine in _engines():
-        for module in model.modules():
+    for module in model.modules():
+        release_prefixes(module)
+        for engine in _engines():
             engine.release(module)

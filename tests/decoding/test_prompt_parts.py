@@ -25,7 +25,7 @@ from tests.support.quick import cases, crossed
 PART = 5
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
 OTHER = PROMPT[:, 4:18]
-LOOKS = len([*_spans(PART, PROMPT.shape[1])])
+LOOKS = len([*_spans(0, PART, PROMPT.shape[1])])
 KINDS = [LlamaForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen2ForCausalLM]
 
 
@@ -148,7 +148,7 @@ def test_time_of_others_is_not_the_calls(monkeypatch):
 
 def test_parts_get_shorter():
     for tokens, length in ((PART, 23), (1024, 30_000), (1024, 1025), (1, 9)):
-        spans = [*_spans(tokens, length)]
+        spans = [*_spans(0, tokens, length)]
         assert spans[0] == (0, tokens)
         assert all(one[1] == other[0] for one, other in pairwise(spans))
         sizes = [end - start for start, end in spans]

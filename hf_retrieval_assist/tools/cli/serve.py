@@ -29,6 +29,13 @@ _MAX_BYTES = Option("256M", parser=byte_count, metavar="BYTES", help="memory for
 _EXTRA = Option(
     None, parser=byte_count, metavar="BYTES", help="memory for smaller copies of weights"
 )
+_PREFIXES = Option(
+    "1G",
+    parser=byte_count,
+    metavar="BYTES",
+    help="memory for keys and values of texts with which later prompts may begin, as a chat's next "
+    "turn does; 0: none are kept; continuous batching shares its own",
+)
 _TENANTS = Option(
     None,
     metavar="FILE|header:NAME",
@@ -58,6 +65,7 @@ def serve(
     admin_key: Path | None = _ADMIN,
     corpus: str | None = Option(None, help="texts, or a datastore, to draft from"),
     extra_memory: int | None = _EXTRA,
+    prefixes: int = _PREFIXES,
     device: str = Option("auto", help="auto, cpu, cuda:0, ..."),
     dtype: str = DTYPE,
     attn_implementation: str | None = Option(None, help="such as sdpa or eager"),
@@ -85,7 +93,7 @@ def serve(
     uvicorn, build_app = _server()
     from ...extensions.serving.service import Limits
 
-    make = _Assistants(model, memory, max_bytes, private, corpus, extra_memory)
+    make = _Assistants(model, memory, max_bytes, private, corpus, extra_memory, prefixes)
     owners = _tenants(tenants, admin_key, private, make)
     bounds = {"num_blocks": cb_num_blocks, "max_batch_tokens": cb_max_batch_tokens}
     if cb_page_size is not None:
@@ -132,9 +140,11 @@ class _Assistants:
         private: bool,
         corpus: str | None,
         extra_memory: int | None,
+        prefixes: int,
     ) -> None:
         from transformers import AutoTokenizer
 
+        from ...cache.prefixes import Prefixes
         from ...memory.output_memory import OutputMemory
         from ...presets import tokenised
 
@@ -145,25 +155,31 @@ class _Assistants:
             place = {"url" if "://" in memory else "path": memory}
         self._memory = OutputMemory(max_bytes, **place)
         self._extra_memory = extra_memory
+        self._prefixes = Prefixes(prefixes) if prefixes else None
         # Tenants share what is indexed.
         tokenizer = None if corpus is None else loaded(AutoTokenizer, model)
         self._corpus = None if corpus is None else tokenised(corpus, tokenizer)
-        made = self._made(self._memory)
+        made = self._made(self._memory, self._prefixes)
         self.assistant = made.private() if private else made
 
-    def _made(self, memory: Any) -> Any:
+    def _made(self, memory: Any, prefixes: Any) -> Any:
         from ...presets import SamAssistant
 
-        return SamAssistant(self._corpus, memory=memory, extra_memory=self._extra_memory)
+        options = {"extra_memory": self._extra_memory, "prefixes": prefixes}
+        return SamAssistant(self._corpus, memory=memory, **options)
 
     def of_tenant(self, name: str) -> Any:
         """A tenant's, whose figures count among those of all."""
-        made = self._made(self._memory.namespace(name))
+        own = None if self._prefixes is None else self._prefixes.namespace(name)
+        made = self._made(self._memory.namespace(name), own)
         made.stats = made.policy.stats = self.assistant.stats
         return made
 
     def forget(self, tenant: str) -> int:
-        """Erase a tenant's outputs, and what was learnt of them; how many those were."""
+        """Erase a tenant's outputs, and what was learnt and kept of its texts; how many those
+        were."""
+        if self._prefixes is not None:
+            self._prefixes.namespace(tenant).forget()
         return self._memory.namespace(tenant).forget()
 
     @property

@@ -1,0 +1,103 @@
+"""A call that begins where an earlier one's text was left, and leaves its own to later ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..cache.prefixes import Prefixes, can_keep
+from ..host import transformers_private as private
+from ..host.model_key import is_autocast, key_of
+from ..policy.policy import DraftingPolicy
+from ..policy.stats import CallStats
+from ..system.lazy import cached_property
+from ..verification.tiers import Service, has_padding
+from .call import Call
+
+# Inputs of the prompt that are known of the tokens of a kept text.
+_KNOWN = frozenset(("attention_mask", "position_ids"))
+
+
+class KeptPrefix:
+    """What one call takes of kept texts, and leaves.
+
+    Args:
+        call: of one row whose ids are all that its forwards compute from.
+        prefixes: that keep texts.
+        cache_name: the forward's keyword for the cache.
+    """
+
+    def __init__(self, call: Call, prefixes: Prefixes, cache_name: str) -> None:
+        self._call, self._prefixes, self._cache_name = call, prefixes, cache_name
+
+    @classmethod
+    def of(cls, call: Call, policy: DraftingPolicy, service: Service) -> KeptPrefix | None:
+        """That of a call; None where it takes and leaves nothing."""
+        if policy.prefixes is None or not policy.teaches or not _is_usual(call, service):
+            return None
+        return cls(call, policy.prefixes, service.cache_name)
+
+    @cached_property
+    def _state(self) -> Any:
+        """The model's, and how often its weights were written to; read once: it may change between
+        calls."""
+        model = self._call.model
+        tensors = (*model.parameters(), *model.buffers())
+        return key_of(model), [None if x.is_inference() else x._version for x in tensors]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the call's cache is kept: nobody else goes on from it."""
+        return not self._call.config.return_dict_in_generate
+
+    def take(self, counts: CallStats) -> None:
+        """Begin with the longest kept beginning of the prompt; its last token is always read."""
+        ids = _listed(self._call.input_ids)
+        found = self._prefixes.find(self._call.model, lambda: self._state, ids[:-1])
+        counts.read_before, cache = found
+        if cache is not None:
+            self._call.model_kwargs[self._cache_name] = cache
+
+    def leave(self, text: torch.Tensor, cache: Any) -> None:
+        """Keep the call's text, int64 [length], of which the cache holds the first tokens."""
+        if self.keeps and can_keep(cache):
+            held = cache.get_seq_length()
+            self._prefixes.keep(self._call.model, self._state, _listed(text)[:held], cache)
+
+
+def _is_usual(call: Call, service: Service) -> bool:
+    """Whether a call is one of a single text, whose keys and values depend on its ids alone: not on
+    how long the text was when they were computed."""
+    kwargs, length = call.model_kwargs, call.input_ids.shape[1]
+    cache, reach = kwargs.get(service.cache_name), service.reach
+    tensors = {name: x for name, x in kwargs.items() if isinstance(x, torch.Tensor)}
+    positions = tensors.get("position_ids")
+    return (
+        call.batch_size == 1
+        and length > 1
+        and cache is not None
+        and can_keep(cache)
+        and not private.is_callers(cache)
+        and not cache.get_seq_length()
+        and tensors.keys() <= _KNOWN
+        and not has_padding(kwargs)
+        and (positions is None or _counts(positions, length))
+        and not reach.borders
+        and reach.apart_from is None
+        and call.config.prefill_chunk_size is None
+        and not is_autocast(call.device)
+    )
+
+
+def _counts(positions: torch.Tensor, length: int) -> bool:
+    """Whether positions are those of a text from its first token on."""
+    counted = torch.arange(length, device=positions.device)
+    return positions.shape[-1] == length and bool((positions == counted).all())
+
+
+def _listed(ids: torch.Tensor) -> NDArray[np.int64]:
+    found: NDArray[np.int64] = ids.reshape(-1).cpu().numpy()
+    return found

@@ -1,0 +1,249 @@
+"""Texts that calls leave, and with which later ones begin: the same tokens, read once."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from hf_retrieval_assist import OutputMemory, Prefixes, SamAssistant, release_memory
+from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
+from hf_retrieval_assist.host.transformers_private import CACHE
+from tests.support.lossless import build
+from tests.support.op_recorder import serve_in_place
+from tests.support.quick import cases
+from tests.support.watching import fed_shapes
+
+# No window, and windows that texts pass.
+KINDS = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen2ForCausalLM"]
+
+
+def ids_of(length, seed=0):
+    return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, ids, assistant=None, **options):
+    torch.manual_seed(5)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0} | options
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, **options, assistant=assistant)
+
+
+def has_windows(model):
+    return "sliding_attention" in (getattr(model.config, "layer_types", None) or ())
+
+
+def turns(model, assistant, count=4, begin=None, **options):
+    """A conversation whose whole history is sent with every turn: what was read before, by turn."""
+    text, read = ids_of(30) if begin is None else begin, []
+    for turn in range(count):
+        plain = generate(model, text, **options)
+        ours = generate(model, text, assistant, **options)
+        assert torch.equal(plain, ours)
+        read.append(assistant.stats.last.read_before)
+        text = torch.cat([plain, ids_of(7, seed=1 + turn)], dim=1)
+    return text, read
+
+
+@pytest.fixture(scope="module", params=cases(KINDS, 2))
+def model(request):
+    return build(request.param, eos_token_id=None)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("budget", [0, 6])
+def test_a_conversation_is_read_once(model, budget, do_sample):
+    assistant = SamAssistant(prefixes=Prefixes(), budget=budget)
+    _, read = turns(model, assistant, do_sample=do_sample)
+    # All but the last token of each answer, which no forward was fed.
+    assert read == [0, 41, 60, 79]
+    assert len(assistant.policy.prefixes) >= 1
+    assert "79 tokens of the prompt were read before" in str(assistant.stats.last)
+
+
+def test_only_the_rest_is_fed(model):
+    assistant = SamAssistant(prefixes=Prefixes(), fallback=None)
+    text, _ = turns(model, assistant, 2)
+    with fed_shapes(model) as shapes:
+        generate(model, text, assistant, max_new_tokens=1)
+    assert shapes == [(1, text.shape[1] - 60)]
+    # The whole prompt once more: its last token is read, and what windows have to see again.
+    with fed_shapes(model) as shapes:
+        generate(model, text, assistant, max_new_tokens=1)
+    assert shapes == [(1, text.shape[1] - 60 if has_windows(model) else 1)]
+
+
+def test_histories_that_are_edited(model):
+    """Cut in the middle, or another from there on; layers with windows have dropped what stood
+    there, if the text has passed them."""
+    assistant = SamAssistant(prefixes=Prefixes(), budget=4)
+    text, _ = turns(model, assistant, 3)
+    for kept in (50, 20, 8):
+        edited = torch.cat([text[:, :kept], ids_of(9, seed=kept)], dim=1)
+        assert torch.equal(generate(model, edited), generate(model, edited, assistant))
+        expected = 0 if kept < 16 else kept
+        assert assistant.stats.last.read_before == expected or has_windows(model)
+
+
+def test_two_conversations_in_turns(model):
+    assistant = SamAssistant(prefixes=Prefixes(), budget=4)
+    one, other = ids_of(24, seed=8), ids_of(24, seed=9)
+    for _ in range(3):
+        one, read = turns(model, assistant, 1, one)
+        other, other_read = turns(model, assistant, 1, other)
+    assert read[0] > 24
+    assert other_read[0] > 24
+
+
+def test_threads(model):
+    assistant, wrong = SamAssistant(prefixes=Prefixes()), []
+
+    def talk(seed):
+        try:
+            turns(model, assistant, 3, ids_of(20, seed))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=talk, args=(seed,)) for seed in (1, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_model_that_has_changed_is_read_anew():
+    model = build()
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    assistant = SamAssistant(prefixes=Prefixes(), budget=4)
+    text, _ = turns(model, assistant, 2)
+    with model.disable_adapter():
+        assert torch.equal(generate(model, text), generate(model, text, assistant))
+        assert assistant.stats.last.read_before == 0
+    assert torch.equal(generate(model, text), generate(model, text, assistant))
+    assert assistant.stats.last.read_before > 0
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_A" in n).mul_(3)
+    assert torch.equal(generate(model, text), generate(model, text, assistant))
+    assert assistant.stats.last.read_before == 0
+
+
+def test_what_takes_and_keeps_nothing():
+    model, prefixes = build(), Prefixes()
+    assistant = SamAssistant(prefixes=prefixes)
+    text, _ = turns(model, assistant, 2)
+    known = len(prefixes)
+    generate(model, text, assistant.private())
+    assert (assistant.stats.last.read_before, len(prefixes)) == (0, known)
+    # Rows of a batch, padding, embeddings, and a cache of the caller's.
+    batch = text.repeat(2, 1)
+    generate(model, batch, assistant)
+    assert assistant.stats.last.read_before == 0
+    mask = torch.ones_like(text)
+    mask[:, :2] = 0
+    model.generate(text, attention_mask=mask, max_new_tokens=3, assistant=assistant)
+    assert assistant.stats.last.read_before == 0
+    embeds = model.get_input_embeddings()(text).detach()
+    model.generate(inputs_embeds=embeds, max_new_tokens=3, assistant=assistant)
+    assert assistant.stats.last.read_before == 0
+    assert len(prefixes) == known
+    # A returned cache is its caller's, whoever goes on from it.
+    returned = generate(model, text, assistant, return_dict_in_generate=True)
+    assert assistant.stats.last.read_before > 0
+    assert len(prefixes) == known
+    returned[CACHE].layers[0].keys.zero_()
+    assert torch.equal(generate(model, text), generate(model, text, assistant))
+
+
+def test_other_tenants_find_nothing():
+    model, prefixes = build(), Prefixes()
+    acme, globex = (SamAssistant(prefixes=prefixes.namespace(name)) for name in ("acme", "globex"))
+    text, _ = turns(model, acme, 2)
+    generate(model, text, globex)
+    assert globex.stats.last.read_before == 0
+    assert prefixes.namespace("acme").forget() == 1
+    generate(model, text, acme)
+    assert acme.stats.last.read_before == 0
+    assert prefixes.forget() == 2
+    assert prefixes.nbytes == 0
+
+
+def test_the_bound_holds():
+    model = build()
+    assistant = SamAssistant(prefixes=Prefixes())
+    turns(model, assistant, 1)
+    one = assistant.policy.prefixes.nbytes
+    small = Prefixes(3 * one)
+    assistant = SamAssistant(prefixes=small)
+    for seed in range(6):
+        generate(model, ids_of(30, seed=20 + seed), assistant)
+        assert small.nbytes <= small.max_bytes
+    assert len(small) == 3
+    generate(model, ids_of(30, seed=25), assistant)
+    assert assistant.stats.last.read_before == 29
+    generate(model, ids_of(30, seed=20), assistant)
+    assert assistant.stats.last.read_before == 0
+    tiny = SamAssistant(prefixes=Prefixes(1))
+    turns(model, tiny, 2)
+    assert len(tiny.policy.prefixes) == 0
+    release_memory(model)
+    assert len(small) == 0
+
+
+def test_prompts_in_parts(model):
+    """A server's: parts begin behind what was read."""
+    assistant, seen = SamAssistant(prefixes=Prefixes(), budget=4), []
+    with prompts_in_parts(16, lambda: seen.append(1)):
+        text, read = turns(model, assistant, 2)
+        assert read[1] == 41
+        long = torch.cat([text, ids_of(60, seed=3)], dim=1)
+        assert torch.equal(generate(model, long), generate(model, long, assistant))
+        assert assistant.stats.last.read_before == 60
+
+
+def test_static_buffers(monkeypatch):
+    serve_in_place(monkeypatch)
+    assistant = SamAssistant(prefixes=Prefixes(), budget=6)
+    _, read = turns(build(), assistant, 3)
+    assert read == [0, 41, 60]
+
+
+def test_interrupted_calls_keep_nothing(model):
+    class Interrupts:
+        def put(self, value):
+            self.left = getattr(self, "left", 4) - 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pass
+
+    prefixes = Prefixes()
+    assistant = SamAssistant(prefixes=prefixes, budget=2)
+    text = ids_of(30)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, text, assistant, streamer=Interrupts())
+    assert len(prefixes) == 0
+    turns(model, assistant, 3)
+
+
+def test_states_are_not_kept():
+    model = build("Qwen3NextForCausalLM")
+    assistant = SamAssistant(prefixes=Prefixes(), memory=OutputMemory())
+    _, read = turns(model, assistant, 2)
+    assert read == [0, 0]
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="expected a number of bytes, got str"):
+        Prefixes("2G")
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        Prefixes(0)
+    with pytest.raises(TypeError, match="prefixes: expected Prefixes, got int"):
+        SamAssistant(prefixes=1 << 30)
+    assert Prefixes().find(object(), lambda: None, np.arange(40)) == (0, None)
