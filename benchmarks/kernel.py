@@ -34,7 +34,6 @@ from hf_retrieval_assist.engines.cpu.screen import Screen, Screened
 from hf_retrieval_assist.engines.cpu.skinny import (
     chosen_linear,
     kernel_attention,
-    kernel_linear,
     skinny_linear,
 )
 from hf_retrieval_assist.host.transformers_private import CACHE
@@ -131,7 +130,7 @@ def linears(report: Report, arguments: argparse.Namespace, progress: Callable[[s
             x = torch.randn(rows, depth).to(dtype)
             calls = {
                 "PyTorch": partial(F.linear, x, weight),
-                "kernel": partial(kernel_linear, x, weight, None),
+                "kernel": partial(skinny_linear, x, weight),
             }
             seconds = typical_seconds(f"{place}, {rows} rows", calls, repeats, progress)
             bound = max(weight.nbytes / gbytes, 2 * rows * weight.numel() / gflops) / 1e9

@@ -224,30 +224,6 @@ cdef int _thread_count(object threads) except -1:
     return threads
 
 
-cdef int _check_plain(str name, object tensor, object dtype) except -1:
-    """Raise unless `tensor` is dense, on the CPU and of the dtype."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if not tensor.is_cpu or tensor.layout is not _strided:
-        raise ValueError(
-            f"{name}: expected a dense CPU tensor, got {tensor.layout} on {tensor.device}"
-        )
-    if tensor.is_neg():
-        raise ValueError(f"{name}: expected values in memory, got a view with the negative bit set")
-    if tensor.dtype is not dtype:
-        raise TypeError(f"{name}: expected {dtype} like the others, got {tensor.dtype}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: requires grad, and the kernel is not differentiable")
-    return 0
-
-
-cdef object _dtype_of(str name, object tensor):
-    dtype = getattr(tensor, "dtype", None)
-    if dtype not in _dtypes:
-        raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
-    return dtype
-
-
 cdef bint _is_plain(object tensor, object dtype):
     """Whether nothing but the tensor's own memory decides its values."""
     kind = type(tensor)

@@ -11,12 +11,12 @@ from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
-    int4_linear,
-    int8_linear,
+    dense,
+    int4,
+    int8,
     pack_int4,
     pack_int8,
-    scaled_linear,
-    skinny_linear,
+    product,
 )
 
 from .threads import in_threads
@@ -105,11 +105,11 @@ def from_four_bits(blocks, shape):
 class Whole:
     """The weight as it is."""
 
-    def __init__(self, weight, path):
-        self.exact, self.path = weight, path
+    def __init__(self, exact, path, matrix=None):
+        self.exact, self.path, self.matrix = exact, path, matrix or dense(exact)
 
     def __call__(self, x, bias=None, **options):
-        return skinny_linear(x, self.exact, bias, path=self.path, **options)
+        return product(x, self.matrix, bias, path=self.path, **options)
 
     def rounding_of(self, x):
         """What the kernel's rounding of the rows takes, at most."""
@@ -136,11 +136,8 @@ class Packed(Whole):
 
     def __init__(self, weight, path):
         self.weight = packed(weight, path)
-        super().__init__(dequantized(self.weight) if len(weight) else weight, path)
-
-    def __call__(self, x, bias=None, **options):
-        parts = (self.weight.values, self.weight.scales)
-        return int8_linear(x, *parts, bias, path=self.path, **options)
+        exact = dequantized(self.weight) if len(weight) else weight
+        super().__init__(exact, path, self.weight.matrix)
 
     def rounding_of(self, x):
         step = x.double().abs().amax(-1, keepdim=True) / 8191 / 2
@@ -151,11 +148,9 @@ class PackedInFour(Whole):
     """The product in four bits, by which 32 neighbours of a row are rounded to eight."""
 
     def __init__(self, weight, path):
-        self.outputs, self.blocks = len(weight), pack_int4(weight, path=path)
-        super().__init__(from_four_bits(self.blocks, weight.shape), path)
-
-    def __call__(self, x, bias=None, **options):
-        return int4_linear(x, self.blocks, self.outputs, bias, path=self.path, **options)
+        blocks = pack_int4(weight, path=path)
+        matrix = int4(blocks, *weight.shape)
+        super().__init__(from_four_bits(blocks, weight.shape), path, matrix)
 
     def rounding_of(self, x):
         x, weight = (in_groups(part.double().abs()) for part in (x, self.exact))
@@ -167,13 +162,11 @@ class Scaled(Whole):
 
     def __init__(self, weight, path):
         amax = weight.float().abs().amax(1) if weight.shape[1] else weight.new_ones(len(weight))
-        self.scales = (amax.float() / 127).to(DTYPES[len(weight) % 3])
-        self.values = (weight.float() / self.scales.float()[:, None]).round().clamp(-128, 127)
-        self.values = self.values.nan_to_num().to(torch.int8)
-        super().__init__(self.values.double() * self.scales.double()[:, None], path)
-
-    def __call__(self, x, bias=None, **options):
-        return scaled_linear(x, self.values, self.scales, bias, path=self.path, **options)
+        scales = (amax.float() / 127).to(DTYPES[len(weight) % 3])
+        values = (weight.float() / scales.float()[:, None]).round().clamp(-128, 127)
+        values = values.nan_to_num().to(torch.int8)
+        exact = values.double() * scales.double()[:, None]
+        super().__init__(exact, path, int8(values, scales))
 
 
 KERNELS = (Whole, Packed, PackedInFour, Scaled)

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,7 +22,7 @@ from ...types.evidence import EvidenceClasses
 from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
 from .reroute import overriding, reroute
-from .skinny import RepeatedLinears, routed_linear
+from .skinny import Matrix, RepeatedLinears, int8, routed_linear
 from .weight_copies import Kept, Mark, WeightCopies, mark_of, packable
 
 logger = get_logger(__name__)
@@ -227,14 +227,6 @@ def bytes_of(model: nn.Module) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-class _Rows(NamedTuple):
-    """Some rows of a matrix in eight bits, and the float32 bias of each."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    bias: torch.Tensor | None
-
-
 class ShortOutput:
     """The rows of an output layer in eight bits that drafts read: those of tokens that may come.
 
@@ -258,8 +250,8 @@ class ShortOutput:
         self.whole, self.first = whole, first
         self._bias = None if bias is None else bias.detach().float()
         room = min(MOST_SEEN, len(whole.scales) - first)
-        values, scales = whole.values, whole.scales
-        self._seen = _Rows(values.new_empty((room, values.shape[1])), scales.new_empty(room), None)
+        self._values = whole.values.new_empty((room, whole.values.shape[1]))
+        self._scales = whole.scales.new_empty(room)
         self._token_ids = torch.arange(first + room)
         self._places: dict[int, int] = {}
         self.added = 0
@@ -268,11 +260,11 @@ class ShortOutput:
     @property
     def seen(self) -> int:
         """Tokens whose rows stand behind the first ones."""
-        return min(self.added, len(self._seen.scales))
+        return min(self.added, len(self._scales))
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Read the rows of these tokens, too."""
-        room, first = len(self._seen.scales), self.first
+        room, first = len(self._scales), self.first
         rare = {token for token in token_ids if token >= first}
         if not rare or not room:
             return
@@ -281,22 +273,23 @@ class ShortOutput:
                 place = self.added % room
                 if self.added >= room:
                     del self._places[int(self._token_ids[first + place])]
-                self._seen.values[place] = self.whole.values[token]
-                self._seen.scales[place] = self.whole.scales[token]
+                self._values[place] = self.whole.values[token]
+                self._scales[place] = self.whole.scales[token]
                 self._token_ids[first + place] = token
                 self._places[token] = place
                 self.added += 1
 
-    def parts(self) -> tuple[list[_Rows], Among]:
-        """The first rows, and those behind them; and the tokens that they are of."""
+    def parts(self) -> tuple[list[tuple[Matrix, torch.Tensor | None]], Among]:
+        """The first rows, and those behind them, with the float32 bias of each; and the tokens that
+        they are of."""
         first, whole, seen = self.first, self.whole, self.seen
         # Others may write to what is shared.
         token_ids = self._token_ids[: first + seen].clone()
         biases = [None, None] if self._bias is None else self._bias[token_ids].split([first, seen])
-        parts = [_Rows(whole.values[:first], whole.scales[:first], biases[0])]
+        parts = [int8(whole.values[:first], whole.scales[:first], whole.depth)]
         if seen:
-            parts.append(_Rows(self._seen.values[:seen], self._seen.scales[:seen], biases[1]))
-        return parts, Among(token_ids, len(whole.scales), first)
+            parts.append(int8(self._values[:seen], self._scales[:seen], whole.depth))
+        return [*zip(parts, biases, strict=False)], Among(token_ids, len(whole.scales), first)
 
 
 class OutputReader:
@@ -325,10 +318,10 @@ class OutputReader:
         """Read all rows that there are now."""
         self._added = self._output.added
         parts, self._among = self._output.parts()
-        sizes = [len(part.scales) for part in parts]
+        sizes = [matrix.outputs for matrix, _ in parts]
         self._x, self._logits = torch.empty((1, depth)), torch.empty((1, sum(sizes)))
         pairs = zip(parts, self._logits.split(sizes, 1), strict=True)
-        first, *others = [(self._x, None, part.bias, out, part) for part, out in pairs]
+        first, *others = [(self._x, *part, out) for part, out in pairs]
         self._products = RepeatedLinears(*first)
         for other in others:
             self._products.add(*other)

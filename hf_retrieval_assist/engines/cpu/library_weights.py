@@ -1,7 +1,7 @@
 """Weights that a quantisation library keeps in eight bits, read as they lie there.
 
 torchao and optimum-quanto store a linear layer's weight as int8 values and a scale for each row,
-and multiply few rows by widening all of it first. :func:`.skinny.scaled_linear` reads the same
+and multiply few rows by widening all of it first. :func:`.skinny.routed_scaled` reads the same
 bytes once. What a library means by its parts is not taken from its name or version: a weight is
 read here if the library's own product of a probe is that of its parts, to rounding. Forms that
 round the rows as well (dynamic activations) are not, and stay with their library.

@@ -22,6 +22,7 @@ from .skinny import (
     MAX_ROWS,
     RepeatedLinears,
     can_multiply,
+    dense,
     in_route,
     routed_linear,
 )
@@ -81,8 +82,10 @@ class RepeatedLayers:
         kernel = can_multiply(x, weight, bias) and (bias is None or bias.is_contiguous())
         if not self.layers:
             with suppress(ValueError):
-                self._kernels = RepeatedLinears(*layer) if kernel else None
-        elif not (kernel and self._kernels is not None and self._kernels.add(*layer)):
+                self._kernels = RepeatedLinears(x, dense(weight), bias, out) if kernel else None
+        elif not (
+            kernel and self._kernels is not None and self._kernels.add(x, dense(weight), bias, out)
+        ):
             return False
         self.layers.append(layer)
         self.weights.add(id(weight))
@@ -117,7 +120,8 @@ class RepeatedLayers:
             return None
         found: list[RepeatedLinears] = []
         for x, weight, bias, out in self.layers:
-            layer = x, weight, bias, out, packed.get(id(weight))
+            other = packed.get(id(weight))
+            layer = x, dense(weight) if other is None else other.matrix, bias, out
             if not (found and found[-1].add(*layer)):
                 found.append(RepeatedLinears(*layer))
         return found

@@ -1,6 +1,6 @@
 """Linear layers with weights in few bits.
 
-A forward of few rows is a read of the weights. A product with :class:`QuantizedWeight` reads
+A forward of few rows is a read of the weights. A product with a :class:`QuantizedWeight` reads
 eight bits for each weight, a quarter of float32 and half of bfloat16, and rounding takes about one
 percent of the weights' norm; with :class:`FourBitWeight` four and a half, for seven percent, and
 less of the columns that matter most.
@@ -9,6 +9,7 @@ less of the columns that matter most.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -17,7 +18,9 @@ from .skinny import (
     INT4_COLUMNS,
     INT4_OUTPUTS,
     INT8_MULTIPLE,
-    int8_linear,
+    Matrix,
+    int4,
+    int8,
     pack_int4,
     pack_int8,
 )
@@ -44,12 +47,7 @@ class QuantizedWeight:
 
     @classmethod
     def pack(cls, weight: torch.Tensor) -> QuantizedWeight:
-        """Round a dense CPU matrix, float32, bfloat16 or float16, on PyTorch's number of threads.
-
-        Raises:
-            TypeError: another dtype.
-            ValueError: not a dense CPU matrix with adjacent columns.
-        """
+        """Round a dense CPU matrix with adjacent columns, float32, bfloat16 or float16."""
         values, scales, left_out, norms = pack_int8(weight.detach())
         return cls(values, scales, left_out, norms, weight.shape[1])
 
@@ -72,25 +70,10 @@ class QuantizedWeight:
     def _parts(self) -> tuple[torch.Tensor, ...]:
         return self.values, self.scales, self.left_out, self.norms
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
-
-        A row of x, rounded to 14 bits with one scale, gives the same bits whatever rows stand
-        beside it. A row that is not finite gives NaN. Not differentiable.
-
-        Args:
-            x: [..., depth], float32, bfloat16 or float16.
-            bias: [outputs] of x's dtype, or None.
-
-        Returns:
-            [..., outputs] of x's dtype.
-
-        Raises:
-            TypeError, ValueError: dtypes or shapes do not fit, or x is not dense on the CPU.
-        """
-        if x.shape[-1:] != (self.depth,):
-            raise ValueError(f"x: expected shape [..., {self.depth}], got {list(x.shape)}")
-        return int8_linear(x, self.values, self.scales, bias)
+    @cached_property
+    def matrix(self) -> Matrix:
+        """What products read."""
+        return int8(self.values, self.scales, self.depth)
 
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""
@@ -111,8 +94,6 @@ class FourBitWeight:
             same.
     """
 
-    scales = None
-
     values: torch.Tensor
     shape: torch.Size
     column_weights: torch.Tensor | None = None
@@ -129,6 +110,11 @@ class FourBitWeight:
         """The bytes that a matrix takes in four bits."""
         outputs, depth = weight.shape
         return -(-outputs // INT4_OUTPUTS) * -(-depth // INT4_COLUMNS) * INT4_BLOCK
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """What products read."""
+        return int4(self.values, *self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -38,6 +38,7 @@ from .results import Noted, Results
 from .skinny import (
     CompiledOperators,
     GivenLayers,
+    Matrix,
     RepeatedAttend,
     RepeatedElements,
     RepeatedLinears,
@@ -236,15 +237,9 @@ class Program:
 
 
 class PackedWeight(Protocol):
-    """A weight in few bits.
+    """A weight in few bits, and what products read of it."""
 
-    Attributes:
-        values: int8 [outputs, steps * 64] of eight bits; uint8, blocks of `pack_int4`, of four.
-        scales: float32 [outputs], of eight bits; None of four.
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor | None
+    matrix: Matrix
 
 
 class PackedModel(Protocol):

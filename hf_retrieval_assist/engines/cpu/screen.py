@@ -20,7 +20,7 @@ from ...structures.scores import Scores, peaks_of, reaching
 from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
-from .skinny import chosen_linear, skinny_linear
+from .skinny import chosen_linear, product, skinny_linear
 
 __all__ = ["Screen", "Screened"]
 
@@ -82,7 +82,7 @@ class Screened:
     def __init__(self, screen: Screen, x: torch.Tensor) -> None:
         self._screen = screen
         self._x = x
-        self.near = screen.packed(x.float())
+        self.near = product(x.float(), screen.packed.matrix)
         self._table = self.near.numpy()
         self.near[:, screen.unknown] = 0.0
         # Rounded up.

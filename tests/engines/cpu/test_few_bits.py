@@ -7,7 +7,7 @@ from torch import nn
 from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, OutputReader, ShortOutput
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.skinny import PATHS
+from hf_retrieval_assist.engines.cpu.skinny import PATHS, product
 from tests.support.lossless import build
 from tests.support.products import random
 
@@ -28,7 +28,7 @@ def read(reader, whole, dtype=torch.float32):
     token_ids = among.token_ids
     assert among.vocab_size == TOKENS
     assert torch.equal(token_ids[:FIRST], torch.arange(FIRST))
-    assert torch.equal(logits, whole(x[0].float())[:, token_ids])
+    assert torch.equal(logits, product(x[0].float(), whole.matrix)[:, token_ids])
     everywhere = torch.full((1, TOKENS), -torch.inf)
     everywhere[:, token_ids] = logits
     for scores in (logits + 1, logits):
@@ -45,7 +45,8 @@ def read(reader, whole, dtype=torch.float32):
 def test_rows_of_tokens_that_were_seen_stand_behind_the_first(whole, dtype):
     output = ShortOutput(whole, FIRST)
     reader, seen = OutputReader(output), []
-    likeliest = whole(random(1, DEPTH, dtype=dtype, seed=1).float())[0, FIRST:].topk(3).indices
+    x = random(1, DEPTH, dtype=dtype, seed=1).float()
+    likeliest = product(x, whole.matrix)[0, FIRST:].topk(3).indices
     for new in ([3, 511], [FIRST], [TOKENS - 1, 5, FIRST, 600], (likeliest + FIRST).tolist()):
         output.add(new)
         seen += sorted({token for token in new if token >= FIRST} - {*seen})
@@ -98,7 +99,7 @@ def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
     x = random(1, DEPTH, seed=1)
     logits, among = OutputReader(output)(x)
     assert torch.equal(among.token_ids, torch.arange(TOKENS))
-    assert torch.equal(logits, whole(x))
+    assert torch.equal(logits, product(x, whole.matrix))
 
 
 @pytest.mark.parametrize("tied", [False, True])

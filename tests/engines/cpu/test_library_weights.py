@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import reroute
-from hf_retrieval_assist.engines.cpu.skinny import scaled_linear
+from hf_retrieval_assist.engines.cpu.skinny import int8, product
 from tests.support.int8_weight import Int8Weight, in_eight_bits, rounded
 from tests.support.lossless import build, knowing, run
 from tests.support.products import DTYPES, ROUNDING, random, same_within_a_scope
@@ -30,7 +30,7 @@ def test_few_rows_are_multiplied_by_the_kernel(dtype):
         F.linear(x, weight, bias)
         assert products(x, weight, bias) == 0
         ours = F.linear(x, weight, bias)
-        exact = scaled_linear(x[1], weight.values, weight.scales.view(-1), bias)
+        exact = product(x[1], int8(weight.values, weight.scales.view(-1)), bias)
         assert torch.equal(ours[1], exact)
     # Both may round each of the 200 terms, and plain's the widened weights.
     size = x.double().abs() @ weight.widened().double().abs().T + 5

@@ -14,8 +14,8 @@ from hf_retrieval_assist.engines.cpu.skinny import (
     FEW_ROWS,
     MAX_ROWS,
     can_multiply,
-    kernel_linear,
     routed_linear,
+    skinny_linear,
 )
 from tests.support.lossless import build
 from tests.support.rounding import within
@@ -40,7 +40,7 @@ def served(monkeypatch):
         found = routed_linear(x, weight, bias)
         if can_multiply(x, weight, bias):
             rows.append(x.numel() // x.shape[-1])
-            assert torch.equal(found, kernel_linear(x, weight, bias))
+            assert torch.equal(found, skinny_linear(x, weight, bias))
         return found
 
     monkeypatch.setattr(module, "routed_linear", routed)

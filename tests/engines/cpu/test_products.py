@@ -148,29 +148,13 @@ def test_many_threads_at_once(path):
     same_in_threads(partial(skinny_linear, random(9, 300), random(500, 300), path=path))
 
 
-X, W = torch.ones(2, 3), torch.ones(4, 3)
-
-
 @pytest.mark.parametrize(
-    ("error", "match", "arguments"),
+    ("match", "options"),
     [
-        (TypeError, "weight: expected float32", {"weight": W.double()}),
-        (TypeError, "weight: expected float32", {"weight": None}),
-        (TypeError, "x: expected torch.float32", {"x": X.half()}),
-        (TypeError, "x: expected a tensor", {"x": [[1.0, 2.0, 3.0]]}),
-        (TypeError, "bias: expected torch.float32", {"bias": torch.ones(4).half()}),
-        (ValueError, "x: expected shape", {"x": torch.ones(2, 4)}),
-        (ValueError, "x: expected shape", {"x": torch.tensor(1.0)}),
-        (ValueError, "weight: expected a matrix", {"weight": torch.ones(3, 4).T}),
-        (ValueError, "weight: expected a dense", {"weight": W.to_sparse()}),
-        (ValueError, "weight: expected a dense", {"weight": W.to("meta")}),
-        (ValueError, "weight: requires grad", {"weight": W.clone().requires_grad_()}),
-        (ValueError, "x: expected values in memory", {"x": torch._neg_view(X)}),
-        (ValueError, "bias: expected shape", {"bias": torch.ones(1)}),
-        (ValueError, "path: expected one of", {"path": "vax"}),
-        (ValueError, "threads: expected a positive", {"threads": 0}),
+        ("path: expected one of", {"path": "vax"}),
+        ("threads: expected a positive", {"threads": 0}),
     ],
 )
-def test_bad_arguments_are_named(error, match, arguments):
-    with pytest.raises(error, match=match):
-        skinny_linear(**{"x": X, "weight": W, **arguments})
+def test_bad_options_are_named(match, options):
+    with pytest.raises(ValueError, match=match):
+        skinny_linear(torch.ones(2, 3), torch.ones(4, 3), **options)

@@ -10,10 +10,10 @@ from hf_retrieval_assist.engines.cpu.quantized import FourBitWeight, QuantizedWe
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
     RepeatedLinears,
-    int4_linear,
-    int8_linear,
+    dense,
     pack_int4,
     pack_int8,
+    product,
 )
 from tests.support.products import (
     DTYPES,
@@ -57,12 +57,6 @@ def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
     assert (weight.double().norm(dim=1) <= result.norms.double()).all()
     assert (result.left_out <= rest.norm(dim=1) * 1.0001 + rounding + 1e-30).all()
     assert (result.norms <= weight.double().norm(dim=1) * 1.0001).all()
-
-
-def product(x, weight, bias):
-    if isinstance(weight, FourBitWeight):
-        return int4_linear(x, weight.values, weight.shape[0], bias)
-    return weight(x, bias)
 
 
 def left_out(weight, rounded):
@@ -144,10 +138,6 @@ def test_columns_that_count_more_lose_less(path):
     assert torch.equal(rounded[0], rounded[1])
     lost = [(counts * (weight - one).square()).sum() for one in rounded]
     assert lost[2] < 0.7 * lost[0]
-    with pytest.raises(ValueError, match=r"column_weights: expected shape \[320\], got \[64\]"):
-        pack_int4(weight, counts[:64])
-    with pytest.raises(TypeError, match=r"column_weights: expected torch\.float32"):
-        pack_int4(weight, counts.double())
 
 
 @everywhere
@@ -179,8 +169,8 @@ def test_what_is_not_finite_becomes_nan_in_its_own_row_or_column_alone(path, dty
     x, weight = random(7, 50, dtype=dtype), random(21, 50, dtype=dtype, seed=1)
     x[3, 49] = special
     weight[5, 0] = special
-    product = Packed(weight, path)
-    result, y = product.weight, product(x)
+    packed = Packed(weight, path)
+    result, y = packed.weight, packed(x)
     expected = torch.zeros(7, 21, dtype=torch.bool)
     expected[3] = expected[:, 5] = True
     assert torch.equal(y.isnan(), expected)
@@ -224,8 +214,8 @@ def test_zeros_tiny_and_huge_numbers(path):
     x = torch.zeros(3, 64)
     x[1] = 1e-38
     x[2] = 1
-    product = Packed(weight, path)
-    result, y = product.weight, product(x)
+    packed = Packed(weight, path)
+    result, y = packed.weight, packed(x)
     assert torch.equal(y[:2], torch.zeros(2, 4))
     assert torch.equal(y[:, :2], torch.zeros(3, 2))
     assert y[2, 2] == float("inf")
@@ -246,69 +236,16 @@ def test_layers_of_the_same_rows_are_computed_together(kind):
     x, biases = random(3, 70), (None, random(300, seed=5))
     weights = [kind.pack(random(n, 70, seed=n)) for n in (40, 300)]
     outs = [torch.empty(3, len(weight)) for weight in (biases[1][:40], biases[1])]
-    together = RepeatedLinears(x, None, biases[0], outs[0], weights[0])
-    assert together.add(x, None, biases[1], outs[1], weights[1])
+    together = RepeatedLinears(x, weights[0].matrix, biases[0], outs[0])
+    assert together.add(x, weights[1].matrix, biases[1], outs[1])
     [other] = {QuantizedWeight, FourBitWeight} - {kind}
-    for weight, unlike in ((random(40, 70), None), (None, other.pack(random(40, 70)))):
-        assert not together.add(x, weight, None, torch.empty(3, 40), unlike)
+    for unlike in (dense(random(40, 70)), other.pack(random(40, 70)).matrix):
+        assert not together.add(x, unlike, None, torch.empty(3, 40))
     for _ in range(2):
         together()
         for weight, bias, out in zip(weights, biases, outs, strict=True):
-            assert torch.equal(out, product(x, weight, bias))
+            assert torch.equal(out, product(x, weight.matrix, bias))
         x.mul_(-2)
-
-
-W, X = torch.ones(4, 40), torch.ones(2, 40)
-PARTS = dict(zip(("values", "scales"), pack_int8(W)[:2], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (TypeError, "x: expected float32", {"x": X.double()}),
-        (ValueError, "x: expected shape", {"x": torch.ones(2, 65)}),
-        (ValueError, "x: expected shape", {"x": torch.ones(2, 0)}),
-        (TypeError, "values: expected torch.int8", {"values": W}),
-        (ValueError, "values: expected adjacent", {"values": PARTS["values"][:, :40]}),
-        (ValueError, "values: expected adjacent", {"values": PARTS["values"][::2]}),
-        (ValueError, "values: expected rows of", {"values": PARTS["values"][:, :40].clone()}),
-        (TypeError, "scales: expected", {"scales": PARTS["scales"].half()}),
-        (ValueError, "scales: expected shape", {"scales": PARTS["scales"][1:]}),
-    ],
-)
-def test_bad_arguments_are_named(error, match, arguments):
-    with pytest.raises(error, match=match):
-        int8_linear(**{"x": X, **PARTS, **arguments})
-    for kind in (QuantizedWeight, FourBitWeight):
-        with pytest.raises(ValueError, match="weight: expected a matrix"):
-            kind.pack(W.T)
-
-
-BLOCKS = pack_int4(torch.ones(20, 40))
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (TypeError, "x: expected float32", {"x": X.double()}),
-        (ValueError, "blocks: expected shape", {"x": torch.ones(2, 65)}),
-        (TypeError, "blocks: expected torch.uint8", {"blocks": BLOCKS.view(torch.int8)}),
-        (ValueError, "blocks: expected adjacent", {"blocks": BLOCKS.T.contiguous().T}),
-        (ValueError, "blocks: expected shape", {"blocks": BLOCKS[:1]}),
-        (ValueError, "blocks: expected shape", {"outputs": 33}),
-        (ValueError, "bias: expected shape", {"bias": torch.ones(19)}),
-    ],
-)
-def test_bad_arguments_in_four_bits_are_named(error, match, arguments):
-    with pytest.raises(error, match=match):
-        int4_linear(**{"x": X, "blocks": BLOCKS, "outputs": 20, **arguments})
-
-
-def test_a_packed_parameter_multiplies():
-    weight = QuantizedWeight.pack(torch.nn.Linear(40, 7).weight)
-    assert (weight.shape, weight.nbytes) == ((7, 40), 7 * 64 + 3 * 4 * 7)
-    with pytest.raises(ValueError, match=r"x: expected shape \[..., 40\]"):
-        weight(torch.ones(2, 64))
 
 
 @pytest.mark.parametrize("kind", [QuantizedWeight, FourBitWeight])
@@ -319,5 +256,5 @@ def test_the_memory_of_a_copy_is_known_beforehand(kind):
         assert copy.shape == shape
         assert copy.nbytes == kind.size_of(weight)
         x, bias = random(3, shape[1], seed=1), random(shape[0], seed=2)
-        found, expected = product(x, copy, bias), F.linear(x, weight, bias)
+        found, expected = product(x, copy.matrix, bias), F.linear(x, weight, bias)
         assert (found - expected).norm() < 0.12 * (x @ weight.T).norm()
