@@ -216,7 +216,10 @@ class CompletionAnswer(_Choices):
         return {
             "tokens": [one.text for one in likely],
             "token_logprobs": [one.logprob for one in likely],
-            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in likely],
+            "top_logprobs": [
+                None if one.logprob is None else {top.text: top.logprob for top in one.top}
+                for one in likely
+            ],
             "text_offset": offsets,
         }
 
