@@ -92,7 +92,7 @@ def build_app(
     registry = CollectorRegistry()
     registry.register(figures)
     histogram = partial(Histogram, namespace=_PREFIX, registry=registry, buckets=_SECONDS)
-    seconds = histogram("http_seconds", "Of requests, until they are answered.", ["route", "status"])
+    seconds = histogram("http_seconds", "Of requests.", ["route", "status"])
     about = "Of answers, until they begin; side by side, until their first token."
     service.queued = histogram("queue_seconds", about).observe
     for state in ("running", "waiting"):
