@@ -153,6 +153,7 @@ class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with each piece, what came so far
     include_obfuscation: bool | None = None  # hides lengths from who reads along: nothing is added
 
 

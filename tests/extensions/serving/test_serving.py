@@ -495,6 +495,11 @@ def test_several_answers_and_prompts(served):
     assert text == [ANSWERS["hello"]] * 3
     assert not chunk.choices
     assert chunk.usage == answer.usage
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = served.stream("hello", stream_options=options)[1]
+    counts = [one.usage.completion_tokens for one in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1], len(chunks[-1].choices)) == (0, len(ANSWERS["hello"]) + 1, 0)
     prompts = ["<|im_start|>assistant\n1. ", "<|im_start|>user\nhello"]
     options = {"model": served.model, "max_tokens": 9, "temperature": 0}
     create = partial(served.client.completions.create, **options)
