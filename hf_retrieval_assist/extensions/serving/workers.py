@@ -249,9 +249,10 @@ class OneByOne:
             written.begin(likely)
             if not written.form.most:
                 return
+            if by_tokens and not config.cache_implementation:
+                own |= cache
             ids = model.generate(
                 **job.inputs,
-                **cache,
                 generation_config=config,
                 streamer=None if watched else streamer,
                 tokenizer=self._tokenizer,

@@ -178,6 +178,7 @@ def test_what_is_drawn_side_by_side_is_the_models_own(folder, tmp_path):
     "own",
     [
         {"num_beams": 2},
+        {"cache_implementation": "static"},
         {"num_return_sequences": 2, "do_sample": True},
         *(
             pytest.param(own, marks=pytest.mark.slow)
@@ -206,6 +207,8 @@ def test_the_models_own_settings_are_those_of_answers(folder, tmp_path, own):
         status, answer = posted(served, "completions", **body)
         assert (status, text_of(answer)) == (200, plain)
         assert answer["usage"]["completion_tokens_details"]
+        status, answer = posted(served, "completions", echo=True, logprobs=0, **body)
+        assert (status, text_of(answer)) == (200, prompt + plain)
         neutral = {"repetition_penalty": 1, "min_tokens": 0, "temperature": 0, "ignore_eos": True}
         status, answer = posted(served, "completions", max_tokens=40, **neutral)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 40)
