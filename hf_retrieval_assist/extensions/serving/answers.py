@@ -102,8 +102,7 @@ class _Choices(Answer):
             return
         self.ended += 1
         last = self.ended == len(self.written)
-        options = self.fields.stream_options
-        apart = bool(options and options.include_usage)
+        apart = self._asks("include_usage")
         usage = self.usage() if last and not apart else None
         yield self._chunk(number, self.delta(number, Text("")), (), piece.reason, usage)
         if last:
@@ -113,6 +112,9 @@ class _Choices(Answer):
 
     def fail(self, refusal: RefusedError) -> Iterable[str]:
         return [_event(refusal.body)]
+
+    def _asks(self, option: str) -> bool:
+        return bool(getattr(self.fields.stream_options, option, None))
 
     def _chunk(
         self,
@@ -125,6 +127,8 @@ class _Choices(Answer):
         told = self.probabilities(number, likely) if likely else None
         choice = {"index": number, **delta, "logprobs": told, "finish_reason": reason}
         chunk = self._of(self.chunk_kind, [choice])
+        if usage is None and self._asks("continuous_usage_stats"):
+            usage = self.usage()
         return _event(chunk if usage is None else chunk | {"usage": usage})
 
     @abstractmethod
@@ -216,7 +220,10 @@ class CompletionAnswer(_Choices):
         return {
             "tokens": [one.text for one in likely],
             "token_logprobs": [one.logprob for one in likely],
-            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in likely],
+            "top_logprobs": [
+                None if one.logprob is None else {top.text: top.logprob for top in one.top}
+                for one in likely
+            ],
             "text_offset": offsets,
         }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import fastapi
@@ -13,7 +15,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
@@ -42,6 +50,7 @@ except ImportError as error:
 logger = get_logger(__name__)
 
 _PREFIX = "hf_retrieval_assist"
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # bounds of what is counted
 # Bytes of a body: this, and so many more for each token of a prompt, unless it holds images.
 _BODY, _TOKEN, _LARGEST = 1 << 20, 32, 16 << 20
 # What a refusal is called that no field is at fault of.
@@ -82,6 +91,13 @@ def build_app(
     figures = _Figures(assistant.stats)
     registry = CollectorRegistry()
     registry.register(figures)
+    histogram = partial(Histogram, namespace=_PREFIX, registry=registry, buckets=_SECONDS)
+    seconds = histogram("http_seconds", "Of requests.", ["route", "status"])
+    about = "Of answers, until they begin; side by side, until their first token."
+    service.queued = histogram("queue_seconds", about).observe
+    for state in ("running", "waiting"):
+        gauge = Gauge(state, f"Answers that are {state}.", namespace=_PREFIX, registry=registry)
+        gauge.set_function(partial(lambda name: service.health[name], state))
 
     testing: list[asyncio.Future[None]] = []
 
@@ -113,7 +129,7 @@ def build_app(
     app.state.service = service
     texts = min(_LARGEST, _BODY + _TOKEN * service.most_prompt)
     app.add_middleware(_Bounded, most=texts if service.modality is Modality.LLM else _LARGEST)
-    app.add_middleware(_Failing)
+    app.add_middleware(_Failing, seconds=seconds)
     if enable_cors:
         all_ = ["*"]
         app.add_middleware(
@@ -123,7 +139,7 @@ def build_app(
     _answer(app, service, test)
 
     @app.get("/metrics")
-    def metrics() -> Response:
+    async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -226,26 +242,32 @@ def _refuse(app: FastAPI) -> None:
 
 class _Failing:
     """Answers where a request fails. Starlette's own handler of exceptions raises them again behind
-    its answer, by which the server would close the connection."""
+    its answer, by which the server would close the connection. Counts what each request takes."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, seconds: Histogram) -> None:
+        self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = False
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), None
 
         async def noted(message: Message) -> None:
-            nonlocal began
-            began = True
+            nonlocal status
+            status = message.get("status", status)
             await send(message)
 
         try:
             await self._app(scope, receive, noted)
         except Exception as error:
-            if began or scope["type"] != "http":
+            if status is not None:
                 raise
             logger.error("a request failed", exc_info=error)
-            await JSONResponse(FAILED.body, FAILED.status)(scope, receive, send)
+            await JSONResponse(FAILED.body, FAILED.status)(scope, receive, noted)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            self._seconds.labels(route, status or 499).observe(time.perf_counter() - began)
 
 
 class _Bounded:

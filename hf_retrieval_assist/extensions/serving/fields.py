@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,13 +19,29 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ...system.log import get_logger
 from .refusals import RefusedError
+
+logger = get_logger(__name__)
 
 MOST_ANSWERS = 128
 """The answers to a request: its choices behind each of its prompts."""
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # characters
 _MOST_BIASES, _MOST_TOOLS = 1024, 128
 _LOGPROBS = "message.output_text.logprobs"
+# What else may be included is of tools that a model never sees, or is in the answer as plain text.
+_INCLUDED = frozenset(
+    (
+        *(_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url"),
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+    )
+)
+# Tools that other servers run themselves, and groups of tools that may be found later.
+_UNSEEN = re.compile(
+    "(web_search|computer)\\w*|file_search|code_interpreter|image_generation|local_shell|shell|"
+    "apply_patch|mcp|tool_search|namespace"
+)
 _Object = dict[str, Any]
 
 
@@ -94,11 +111,14 @@ def _schema(value: Any) -> _Object | None:
     return dict(schema)
 
 
-def _tool(value: Any) -> _Object:
-    """A function, as chat templates take it."""
+def _tool(value: Any) -> _Object | None:
+    """A function, as chat templates take it; None: what no model sees here."""
     _expect(isinstance(value, dict), "an object for each tool")
-    if value.get("type", "function") != "function":
-        raise _unserved("function")
+    if (kind := value.get("type", "function")) != "function":
+        if not _UNSEEN.fullmatch(str(kind)):
+            raise _unserved("function")
+        logger.warning_once(f"tools of type {kind}: left out, since no model sees them here")
+        return None
     inner = {name: held for name, held in value.items() if name != "type"}
     function = value.get("function", inner)
     named = isinstance(function, dict) and isinstance(function.get("name"), str)
@@ -117,34 +137,38 @@ def _choice(value: Any) -> str | tuple[str]:
     return (str(name),)
 
 
-def _effort(value: Any) -> str | None:
-    """How much a model is to reason, from what responses hold of it."""
-    _expect(isinstance(value, dict), "an object")
-    for name in value.keys() - {"effort"}:
-        if value[name] is not None:
-            raise _unserved(None)
-    _expect(isinstance(value.get("effort"), str | None), "a text under effort")
-    return value.get("effort")
-
-
 def _text_format(value: Any) -> _Object | None:
     _expect(isinstance(value, dict), "an object")
-    if value.get("verbosity") not in (None, "medium"):
-        raise _unserved("medium")
+    _expect(value.get("verbosity") in (None, *get_args(_Verbosity)), "a verbosity that is known")
     return None if value.get("format") is None else _schema(value["format"])
 
 
-def _included(value: Any) -> list[str]:
-    if not isinstance(value, list) or not {*map(str, value)} <= {_LOGPROBS}:
-        raise _unserved([_LOGPROBS])
-    return value
+def _included(value: Any) -> list[str] | None:
+    if not isinstance(value, list) or not {*map(str, value)} <= _INCLUDED:
+        raise _unserved(sorted(_INCLUDED))
+    return [_LOGPROBS] if _LOGPROBS in value else None
 
 
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with each piece, what came so far
     include_obfuscation: bool | None = None  # hides lengths from who reads along: nothing is added
+
+
+_Verbosity = Literal["low", "medium", "high"]  # no model is told of it
+_Summary = Literal["auto", "concise", "detailed", "none"] | None
+
+
+class _Reasoning(BaseModel):
+    """How much a model is to reason; it is shown whole, and no summary is made."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: str | None = None
+    summary: _Summary = None
+    generate_summary: _Summary = None
 
 
 class _Part(BaseModel):
@@ -210,17 +234,12 @@ class Fields(BaseModel):
     # Nothing is kept of a client, so that these say nothing here.
     user: str | None = None
     metadata: _Object | None = None
+    client_metadata: _Object | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-
-    @field_validator("stream_options")
-    @classmethod
-    def _beside_stream(cls, options: Any, info: ValidationInfo) -> Any:
-        _expect(options is None or info.data.get("stream"), "stream beside it")
-        return options
 
     @model_validator(mode="before")
     @classmethod
@@ -259,7 +278,12 @@ class Conversation(Fields):
     """Requests that a chat template renders."""
 
     tools: (
-        Annotated[list[Annotated[Any, AfterValidator(_tool)]], Field(max_length=_MOST_TOOLS)] | None
+        Annotated[
+            list[Annotated[Any, AfterValidator(_tool)]],
+            Field(max_length=_MOST_TOOLS),
+            AfterValidator(lambda several: [one for one in several if one is not None]),
+        ]
+        | None
     ) = None
     tool_choice: Annotated[Any, _read(_choice)] = None
     parallel_tool_calls: bool | None = None
@@ -296,13 +320,13 @@ class ChatFields(Conversation, _Choices):
     functions: Annotated[Any, _only([])] = None
     function_call: Annotated[Any, _only("none")] = None
     audio: Annotated[Any, _only(None)] = None
-    verbosity: Annotated[Any, _only("medium")] = None
+    verbosity: _Verbosity | None = None
     web_search_options: Annotated[Any, _only(None)] = None
 
     @field_validator("top_logprobs")
     @classmethod
     def _beside_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
-        _expect(top is None or info.data.get("logprobs"), "logprobs beside it")
+        _expect(not top or info.data.get("logprobs"), "logprobs beside it")
         return top
 
     @property
@@ -329,9 +353,10 @@ class CompletionFields(_Choices):
         BeforeValidator(_prompts),
     ]
     suffix: Annotated[Any, _only("")] = None
+    max_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
     logprobs: _Few | None = None
     best_of: Annotated[Any, _only(1)] = None
-    echo: Annotated[Any, _only(False)] = None
+    echo: bool | None = None
 
     @property
     def answers(self) -> int:
@@ -355,10 +380,13 @@ class ResponseFields(Conversation):
     instructions: str | None = None
     max_output_tokens: _Count | None = None
     text: Annotated[Any, _read(_text_format)] = None
-    reasoning: Annotated[Any, _read(_effort)] = None
+    reasoning: Annotated[
+        _Reasoning | None, AfterValidator(lambda asked: asked and asked.effort)
+    ] = None
     include: Annotated[Any, _read(_included)] = None
     top_logprobs: _Few | None = None
-    truncation: Annotated[Any, _only("disabled")] = None
+    # No prompt is cut: one that is too long is refused.
+    truncation: Literal["auto", "disabled"] | None = None
     background: Annotated[Any, _only(False)] = None
     conversation: Annotated[Any, _only(None)] = None
     previous_response_id: Annotated[Any, _only(None)] = None

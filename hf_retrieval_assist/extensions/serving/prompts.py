@@ -28,8 +28,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("text", "input_text", "output_text")
 _OF_MESSAGES = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 # What answers hold besides that come back as part of a prompt: nothing, or the same once more.
-_NOTHING = {"refusal", "audio", "function_call", "annotations"}
-_AGAIN = {"parsed", "provider_specific_fields"}
+_NOTHING = {"refusal", "audio", "function_call"}
+_AGAIN = {"parsed", "provider_specific_fields", "annotations", "id"}
+_RENAMED = {"reasoning": "reasoning_content"}
 # Arguments of `apply_chat_template` that are no variables of a template.
 _OF_THE_SERVER = inspect.signature(
     PreTrainedTokenizerBase.apply_chat_template
@@ -114,7 +115,11 @@ class Prompts:
         if len(messages) > self._most:
             self._bound(field, len(messages), "more than ")
         messages = [
-            {name: value for name, value in one.items() if value is not None and name not in _AGAIN}
+            {
+                _RENAMED.get(name, name): value
+                for name, value in one.items()
+                if value is not None and name not in _AGAIN
+            }
             for one in messages
         ]
         for number, message in enumerate(messages):
@@ -193,15 +198,18 @@ class Prompts:
                 "chat_template_kwargs",
             )
         name = "reasoning_effort" if isinstance(fields, ChatFields) else "reasoning"
-        if (effort := getattr(fields, name)) is not None:
-            if not self._names("reasoning_effort"):
-                raise RefusedError(
-                    f"{name}: expected none, since the model's chat template has no place for it, "
-                    f"got {effort!r}",
-                    name,
-                    "unsupported_parameter",
-                )
+        effort = getattr(fields, name)
+        if effort is not None and self._names("reasoning_effort"):
             variables["reasoning_effort"] = effort
+        elif effort == "none" and self._names("enable_thinking"):
+            variables["enable_thinking"] = False
+        elif effort is not None and (effort != "none" or self._names("think")):
+            raise RefusedError(
+                f"{name}: expected none, since the model's chat template has no place for it, "
+                f"got {effort!r}",
+                name,
+                "unsupported_parameter",
+            )
         return variables
 
     def _find_all(

@@ -134,17 +134,13 @@ class Stream(StreamingResponse):
             self._running.leave()
 
 
-async def events(
-    running: Running, answer: Answer, first: list[tuple[int, Piece]]
-) -> AsyncIterator[str]:
-    found = first
+async def events(running: Running, answer: Answer) -> AsyncIterator[str]:
     try:
         yield "".join(answer.begin())
-        while True:
-            yield "".join(text for came in found for text in answer.go_on(*came))
-            if not running.open:
-                return
+        while running.open:
             found = await running.next()
+            yield "".join(text for came in found for text in answer.go_on(*came))
+        return
     except RefusedError as error:
         refusal = error
     except Exception as error:

@@ -20,7 +20,7 @@ from ...drafters.expected import expected_ids
 from ...hook import why_not
 from ...system.log import get_logger
 from .answers import ANSWERS
-from .fields import MOST_ANSWERS, ChatFields, Conversation, Fields
+from .fields import MOST_ANSWERS, ChatFields, CompletionFields, Conversation, Fields
 from .held import Held, Holding, Penalties
 from .prompts import Prompts, bound_text
 from .reading import LIGHT, Readers
@@ -86,9 +86,11 @@ class Service:
         is_ready: whether the model has been tested.
         is_sound: whether it can be, as far as is known.
         on_ready: is called then.
+        queued: is told how many seconds each answer waited until it began.
     """
 
     on_ready: Callable[[], None] = staticmethod(lambda: None)
+    queued: Callable[[float], None] = staticmethod(lambda seconds: None)
 
     def __init__(
         self,
@@ -222,8 +224,7 @@ class Service:
             answer = ANSWERS[type(fields)](fields, written, request_id, self.name)
             running.begin()
             if fields.stream:
-                first = await unless_gone(request, running.next())
-                told = events(running, answer, first)
+                told = events(running, answer)
                 return Stream(running, told, media_type="text/event-stream", headers=headers)
             await unless_gone(request, running.rest())
             return JSONResponse(answer.whole(), headers=headers)
@@ -289,7 +290,10 @@ class Service:
         prompts = self._prompts.of(fields)
         config = self._configured(fields)
         hold, read = self._holding(fields, running.tenant)
-        for inputs in prompts:
+        texts: Sequence[Any] = [None] * len(prompts)
+        if isinstance(fields, CompletionFields) and fields.echo:
+            texts = fields.prompt
+        for text, inputs in zip(texts, prompts, strict=True):
             prompt_ids = inputs["input_ids"][0].tolist()
             most = self._most(fields, len(prompt_ids))
             for _ in range(getattr(fields, "n", None) or 1):
@@ -306,8 +310,10 @@ class Service:
                 form.tools = _tools(fields)
                 form.single = getattr(fields, "parallel_tool_calls", None) is False
                 form.forced = read
+                form.echo = self.tokenizer.decode(text) if isinstance(text, list) else text
                 form.expected = () if expected is None else (expected,)
                 job = running.add(form, inputs, own)
+                job.queued = self.queued
                 job.processors = self._processors(fields, len(prompt_ids))
                 if hold is not None:
                     job.processors.append(hold())
@@ -435,9 +441,9 @@ class Service:
         # The last one is not fed.
         room = min(self.most_answer, self.most_tokens + 1 - length)
         field, wanted = fields.length_field, getattr(fields, fields.length_field)
-        if wanted is not None and not 1 <= wanted <= room:
+        if wanted is not None and wanted > room:
             raise RefusedError(
-                f"{field}: expected 1 to {room} tokens behind {length} of the prompt, "
+                f"{field}: expected at most {room} tokens behind {length} of the prompt, "
                 f"got {wanted!s:.40}",
                 field,
                 "context_length_exceeded",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -22,8 +23,10 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from ...cache.kv_cache import has_slots
 from ...decoding.prompt_parts import prompts_in_parts
 from ...host.positions import position_limit
+from ...host.transformers_private import cache_name, with_cache
 from .batching import DraftingManager, adding_for
 from .refusals import RefusedError
 from .written import Alphabet, Failed, Likely, Written
@@ -33,6 +36,7 @@ from .written import Alphabet, Failed, Likely, Written
 PART, _PART_OF_GPU = 1024, 8192
 
 _BY_TOKENS = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
+_LOGITS = 1 << 25  # that are computed at once of a prompt whose probabilities are told
 _ENDING = 1.0  # seconds that a worker may take to notice that it is to end
 
 
@@ -56,6 +60,7 @@ class Job:
         left: whether nobody waits for it any more.
         begun: whether it is generated; side by side with others, whether its first token has come.
         stepped: when it last went on, by the monotonic clock.
+        queued: is told how many seconds it waited until it began.
     """
 
     inputs: dict[str, Any]
@@ -69,6 +74,13 @@ class Job:
     left: bool = False
     begun: bool = False
     stepped: float = field(default_factory=time.monotonic)
+    queued: Callable[[float], None] = lambda seconds: None
+
+    def begin(self) -> None:
+        """It is begun, if it was not."""
+        if not self.begun:
+            self.queued(time.monotonic() - self.stepped)
+        self.begun, self.stepped = True, time.monotonic()
 
     def step(self) -> None:
         """It goes on; _LeftError where nobody waits for it."""
@@ -202,7 +214,7 @@ class OneByOne:
         self._begun += 1
         self._turns[job.tenant] = self._turns[job.request] = self._begun, True
         self._keep_turns()
-        job.begun, job.stepped = True, time.monotonic()
+        job.begin()
 
     def _serve(self, job: Job) -> None:
         """Generate an answer that is among the running ones, until it has ended."""
@@ -220,7 +232,6 @@ class OneByOne:
 
     def _generate(self, job: Job) -> None:
         model, written, config = self._model, job.written, job.config
-        written.begin()
         own: dict[str, Any] = {"assistant": job.assistant} if job.assistant is not None else {}
         processors, criteria = LogitsProcessorList(job.processors), StoppingCriteriaList()
         streamer = _Streamer(job)
@@ -233,7 +244,13 @@ class OneByOne:
             criteria.append(_Ended(job, streamer if by_tokens else None))
         if hasattr(model, "has_talker"):
             own["generation_mode"] = "text"
-        with _numbers_of(job.seed, model.device), self._in_parts(job):
+        with _numbers_of(job.seed, model.device), self._in_parts(job) as between:
+            likely, cache = self._prompt_told(job, between)
+            written.begin(likely)
+            if not written.form.most:
+                return
+            if by_tokens and not config.cache_implementation:
+                own |= cache
             ids = model.generate(
                 **job.inputs,
                 generation_config=config,
@@ -246,8 +263,37 @@ class OneByOne:
         if not by_tokens:
             written.put(ids[0, job.inputs["input_ids"].shape[1] :].tolist())
 
+    def _prompt_told(
+        self, job: Job, between: Callable[[], None]
+    ) -> tuple[list[Likely], dict[str, Any]]:
+        """The probabilities of a prompt's tokens, where the answer begins with it and tells them,
+        and the cache [all tokens but the last one] that this leaves."""
+        form, model, ids = job.written.form, self._model, job.inputs["input_ids"]
+        if form.echo is None or form.top is None:
+            return [], {}
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        takes = has_slots(cache) and cache_name(model) is not None
+        kept = with_cache(model, cache) if takes else {}
+        most = max(1, _LOGITS // len(model.get_output_embeddings().weight))
+        if not kept and ids.shape[1] > most + 1:
+            raise RefusedError(
+                f"echo: expected at most {most + 1} tokens of a prompt beside logprobs, since the "
+                f"model's cache cannot be fed in parts, got {ids.shape[1]}",
+                "echo",
+            )
+        told = [Likely(*self._alphabet.spelt(int(ids[0, 0])), None)]
+        fed, behind = ids[:, :-1], ids[0, 1:]
+        for at in range(0, len(behind), most):
+            if at:
+                between()
+            with torch.no_grad():
+                found = model(input_ids=fed[:, at : at + most], use_cache=bool(kept), **kept)
+                logprobs = found.logits[0].float().log_softmax(-1)
+            told += _told(self._alphabet, logprobs, behind[at : at + most], form.top)
+        return told, kept
+
     @contextmanager
-    def _in_parts(self, job: Job) -> Iterator[None]:
+    def _in_parts(self, job: Job) -> Iterator[Callable[[], None]]:
         """A scope in which a long prompt lets short ones pass between two parts: one of each other
         tenant and of each request of its own, so that it goes on however many come."""
 
@@ -265,7 +311,7 @@ class OneByOne:
             job.step()
 
         with prompts_in_parts(self._part, between):
-            yield
+            yield between
 
 
 @contextmanager
@@ -299,8 +345,8 @@ class _Streamer(BaseStreamer):
 
     def hand_on(self, value: torch.Tensor) -> None:
         """One token."""
-        (token,) = value.tolist()
-        self._job.written.put([token], [] if self.likely is None else [self.likely.of(token)])
+        likely = [] if self.likely is None else [self.likely.of(value)]
+        self._job.written.put(value.tolist(), likely)
 
     def end(self) -> None:
         """Nothing follows."""
@@ -336,15 +382,25 @@ class _Likely(LogitsProcessor):
         self._alphabet, self._top = alphabet, top
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._logprobs = scores[0].float().log_softmax(-1)
+        self._logprobs = scores.float().log_softmax(-1)
         return scores
 
-    def of(self, token: int) -> Likely:
-        """The chosen token's."""
-        best = self._logprobs.topk(self._top)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        top = [self._alphabet.likely(*pair) for pair in pairs]
-        return self._alphabet.likely(token, self._logprobs[token].item(), top)
+    def of(self, token: torch.Tensor) -> Likely:
+        """The chosen token's [1]."""
+        return _told(self._alphabet, self._logprobs, token, self._top)[0]
+
+
+def _told(
+    alphabet: Alphabet, logprobs: torch.Tensor, tokens: torch.Tensor, top: int
+) -> list[Likely]:
+    """The tokens [places], and the most likely ones besides, by logprobs [places, vocab_size]."""
+    own = logprobs.gather(1, tokens.to(logprobs.device)[:, None])[:, 0]
+    best = logprobs.topk(top)
+    rows = tokens, own, best.indices, best.values
+    return [
+        alphabet.likely(token, logprob, [*map(alphabet.likely, ids, values)])
+        for token, logprob, ids, values in zip(*(row.tolist() for row in rows), strict=True)
+    ]
 
 
 class SideBySide:
@@ -395,13 +451,16 @@ class SideBySide:
         if not self.is_alive:
             self._start()
         for job in jobs:
+            job.written.begin()
+            if not job.written.form.most:
+                job.written.end()
+                continue
             # An id of one answer alone: clients give theirs to several.
             name = f"answer {next(self._numbers)}"
             self._open[name], job.stepped = job, time.monotonic()
             handler = self._handler(name, job, time.perf_counter())
             self._manager.register_result_handler(name, handler)
             drafts = isinstance(self._manager, DraftingManager)
-            job.written.begin()
             with adding_for(job.assistant if drafts else None):
                 self._manager.add_request(
                     [*job.written.form.prompt_ids],
@@ -418,7 +477,7 @@ class SideBySide:
         def handle(output: Any) -> None:
             if name not in self._open:
                 return
-            job.begun, job.stepped = True, time.monotonic()
+            job.begin()
             try:
                 written.put(output.generated_tokens[len(written.token_ids) :])
                 if output.error is not None:

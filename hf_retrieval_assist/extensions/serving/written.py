@@ -34,13 +34,14 @@ class Likely(NamedTuple):
     """A token at a place, by its text.
 
     Attributes:
-        logprob: natural logarithm of its probability, as the model has it.
+        logprob: natural logarithm of its probability, as the model has it; None: nothing is before
+            it.
         top: the most likely tokens there.
     """
 
     text: str
     bytes: list[int]
-    logprob: float
+    logprob: float | None
     top: Sequence[Likely] = ()
 
 
@@ -106,6 +107,7 @@ class Form:
         forced: gives the call that a text spells which was held to be one; None: none was.
         single: whether it ends behind a call.
         expected: int32 [n] each, texts that it is expected to resemble.
+        echo: the prompt's text, which it begins with; None: it does not.
     """
 
     tokenizer: Any
@@ -122,6 +124,7 @@ class Form:
     least: int = 0
     ignores_ends: bool = False
     expected: Sequence[Int32Array] = ()
+    echo: str | None = None
 
     @property
     def may_end(self) -> bool:
@@ -162,9 +165,13 @@ class Written:
         self._shown: list[Likely] = []
         self._calls = 0
 
-    def begin(self) -> None:
-        """Deliver what the prompt has begun."""
-        if self._parser is not None:
+    def begin(self, likely: Sequence[Likely] = ()) -> None:
+        """Deliver what the prompt has begun, or the prompt with its tokens' probabilities."""
+        if self.form.echo is not None:
+            self._whole = self.form.echo
+            self._shown += likely
+            self.deliver(Text(self._whole, likely))
+        elif self._parser is not None:
             self._show(self._parser.initial_events)
 
     def put(self, token_ids: Sequence[int], likely: Sequence[Likely] = ()) -> None:

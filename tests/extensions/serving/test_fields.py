@@ -27,7 +27,7 @@ from hf_retrieval_assist.extensions.serving.fields import (
     ResponseFields,
 )
 from hf_retrieval_assist.extensions.serving.prompts import _called
-from hf_retrieval_assist.extensions.serving.refusals import of_faults
+from hf_retrieval_assist.extensions.serving.refusals import RefusedError, of_faults
 from hf_retrieval_assist.extensions.serving.service import Service
 from tests.support.memories import wait_until
 from tests.support.served import ANSWERS, TOOL, get, listening, serving, tokenizer_of_bytes
@@ -178,6 +178,7 @@ def test_what_is_drawn_side_by_side_is_the_models_own(folder, tmp_path):
     "own",
     [
         {"num_beams": 2},
+        {"cache_implementation": "static"},
         {"num_return_sequences": 2, "do_sample": True},
         *(
             pytest.param(own, marks=pytest.mark.slow)
@@ -206,6 +207,8 @@ def test_the_models_own_settings_are_those_of_answers(folder, tmp_path, own):
         status, answer = posted(served, "completions", **body)
         assert (status, text_of(answer)) == (200, plain)
         assert answer["usage"]["completion_tokens_details"]
+        status, answer = posted(served, "completions", echo=True, logprobs=0, **body)
+        assert (status, text_of(answer)) == (200, prompt + plain)
         neutral = {"repetition_penalty": 1, "min_tokens": 0, "temperature": 0, "ignore_eos": True}
         status, answer = posted(served, "completions", max_tokens=40, **neutral)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 40)
@@ -240,7 +243,7 @@ def test_numbers_and_switches_are_no_texts(route):
 
 FAULTY = {
     "tools": ("chat/completions", [TOOL, TOOL, {"type": "function", "function": {"x": 1}}]),
-    "tools of another kind": ("responses", [TOOL, {"type": "web_search"}]),
+    "tools of another kind": ("responses", [TOOL, {"type": "custom"}]),
     "stop": ("chat/completions", ["x" * 100, ""]),
     "messages": ("chat/completions", [*ASKED, 5]),
     "prompt": ("completions", ["x" * 100, ["y"]]),
@@ -306,7 +309,8 @@ def test_answers_come_back_as_clients_parse_them(served):
     """With what they add to an answer, and to its calls."""
     plain = {"role": "assistant", "content": '{"a": 1}'}
     added = {"parsed": {"a": 1}, "refusal": None, "audio": None, "function_call": None}
-    added |= {"annotations": [], "tool_calls": None, "provider_specific_fields": {"refusal": None}}
+    added |= {"annotations": [{"type": "url_citation"}], "tool_calls": None, "id": "msg_1"}
+    added |= {"provider_specific_fields": {"refusal": None}}
     texts = [
         text_of(posted(served, "chat/completions", messages=[*ASKED, message, *ASKED])[1])
         for message in (plain, plain | added)
@@ -317,6 +321,89 @@ def test_answers_come_back_as_clients_parse_them(served):
     found = _called("x", "messages", call | {"index": 0, "function": parsed})
     expected = call["function"] | {"arguments": {"city": "Ghent"}}
     assert found == call | {"function": expected}
+
+
+def test_reasoning_comes_back_by_either_name(tmp_path, folder):
+    tokenizer = tokenizer_of_bytes()
+    place = "<|im_start|>{{ m.role }}\n"
+    thought = "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer.chat_template = tokenizer.chat_template.replace(place, place + thought)
+    tokenizer.save_pretrained(tmp_path / "model")
+    with serving(str(tmp_path / "model")) as served:
+        lengths = {}
+        for name in ("none", "reasoning", "reasoning_content"):
+            back = {"role": "assistant", "content": "x"} | ({} if name == "none" else {name: "why"})
+            _, answer = posted(served, "chat/completions", messages=[*ASKED, back, *ASKED])
+            lengths[name] = answer["usage"]["prompt_tokens"]
+        assert lengths == {
+            "none": lengths["none"],
+            "reasoning": lengths["none"] + 5,
+            "reasoning_content": lengths["none"] + 5,
+        }
+
+
+# Names that a template has, a request's effort, and what it means; None: it is refused.
+EFFORTS = [
+    ("", "none", ""),
+    ("", "low", None),
+    ("enable_thinking", "none", "False"),
+    ("enable_thinking", "low", None),
+    ("reasoning_effort", "none", "none"),
+    ("thinking", "none", None),
+]
+
+
+@pytest.mark.parametrize(("name", "effort", "told"), EFFORTS)
+def test_who_asks_for_no_reasoning_gets_none(alone, monkeypatch, name, effort, told):
+    """Or is refused, by a model that could not do without."""
+    tokenizer = alone.service.tokenizer
+    shown = f"{{{{ {name} }}}}" if name else ""
+    monkeypatch.setattr(tokenizer, "chat_template", shown + tokenizer.chat_template)
+    prompts = alone.service._prompts
+    fields = ResponseFields(input="hello", reasoning={"effort": effort, "summary": "auto"})
+    if told is None:
+        with pytest.raises(RefusedError):
+            prompts.of(fields)
+        return
+    (inputs,) = prompts.of(fields)
+    text = tokenizer.decode(inputs["input_ids"][0])
+    assert text.startswith(f"{told}<|im_start|>user")
+
+
+UNSEEN = [{"type": "web_search"}, {"type": "namespace", "name": "x", "tools": []}]
+# What changes no answer of each route.
+UNNOTICED = {
+    "chat/completions": [
+        {"verbosity": "low", "reasoning_effort": "none", "top_logprobs": 0},
+        {"stream_options": {"include_usage": True}, "client_metadata": {"a": 1}},
+        {"tools": UNSEEN},
+    ],
+    "completions": [{"stream_options": {"include_usage": True}, "user": "x"}],
+    "responses": [
+        {"include": ["reasoning.encrypted_content"], "truncation": "auto", "tools": UNSEEN},
+        {"reasoning": {"summary": "auto", "effort": "none"}, "text": {"verbosity": "high"}},
+        {"top_logprobs": 0, "client_metadata": {"a": 1}, "include": []},
+    ],
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_changes_no_answer_is_taken(served, route):
+    plain = text_of(posted(served, route, temperature=0)[1])
+    for body in UNNOTICED[route]:
+        status, answer = posted(served, route, temperature=0, **body)
+        assert status == 200, answer
+        assert text_of(answer) == plain
+
+
+def test_tools_that_no_model_sees_are_spoken_of_once(alone, told):
+    kind = {"type": "web_search"}
+    for _ in range(2):
+        posted(alone, "responses", tools=[kind, TOOL], max_output_tokens=1)
+    assert sum(kind["type"] in one.message for one in told.records) == 1
+    status, answer = posted(alone, "responses", tools=[kind], tool_choice="required")
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
 
 
 def raising(error):

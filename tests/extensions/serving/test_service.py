@@ -55,7 +55,7 @@ def running(served):
 
 
 def refusal(call, *arguments, **options):
-    with pytest.raises(openai.APIStatusError) as found:
+    with pytest.raises(openai.APIError) as found:
         call(*arguments, **options)
     return found.value
 
@@ -116,8 +116,9 @@ def test_more_answers_than_may_wait_are_sent_away(folder, held):
 def test_a_request_takes_no_longer_than_it_may(folder, held, stream):
     with serving(folder, limits=Limits(seconds=1.0)) as served:
         held.clear()
-        error = refusal(served.ask, "hello", stream=stream)
-        assert (error.status_code, error.code) == (504, "timeout")
+        error = refusal(served.stream if stream else served.ask, "hello")
+        assert error.code == "timeout"
+        assert stream or error.status_code == 504
         held.set()
         wait_until(lambda: not running(served))
         assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
@@ -172,7 +173,7 @@ def test_bodies_are_bounded(folder):
 def test_an_answer_that_is_left_is_not_generated_to_its_end(folder):
     with serving(folder, batching=True) as served:
         stream = served.ask("what else?", stream=True, max_tokens=3000)
-        next(iter(stream))
+        next(chunk for chunk in stream if chunk.choices[0].delta.content)
         stream.close()
         wait_until(lambda: not running(served))
         served.ask("hello")

@@ -18,7 +18,15 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, __version__, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2ForCausalLM,
+    __version__,
+    set_seed,
+)
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import (
     ToolCall,
@@ -27,6 +35,7 @@ from transformers.cli.serving.utils import (
 )
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.extensions.serving import workers
 from hf_retrieval_assist.extensions.serving.fields import (
     ChatFields,
     CompletionFields,
@@ -44,6 +53,7 @@ from tests.support.served import (
     LIST,
     TOOL,
     Served,
+    connected,
     get,
     serving,
     tokenizer_of_bytes,
@@ -206,13 +216,13 @@ CHATS = {
     "tools": [
         ("invalid_value", [5], [{"type": "function", "function": 5}]),
         ("invalid_type", 5),
-        ("unsupported_value", [{"type": "web_search"}]),
+        ("unsupported_value", [{"type": "custom"}]),
     ],
     "tool_choice": [("invalid_value", "always", {"name": 5})],
     "response_format": [("invalid_value", "json", {"type": "json_schema"})],
     "top_logprobs": [("invalid_value", 5)],  # without logprobs
     "stream_options": [("unknown_parameter", {"colour": 1})],
-    "verbosity": [("unsupported_value", "low")],
+    "verbosity": [("invalid_value", "lowest")],
     "modalities": [("unsupported_value", ["audio"])],
     "audio": [("unsupported_value", {})],
     "functions": [("unsupported_value", [{"name": "f"}])],
@@ -266,7 +276,7 @@ OTHERS = {
     ],
     ("completions", "max_tokens"): [("invalid_value", -1)],
     ("completions", "best_of"): [("unsupported_value", 2)],
-    ("completions", "echo"): [("unsupported_value", True)],
+    ("completions", "echo"): [("invalid_type", 1)],
     ("completions", "suffix"): [("unsupported_value", "x", 5)],
     ("completions", "logprobs"): [("invalid_value", -1, 21), ("invalid_type", True)],
     ("responses", "input"): [
@@ -280,11 +290,11 @@ OTHERS = {
     ("responses", "parallel_tool_calls"): [("invalid_type", "x", 1)],
     ("responses", "previous_response_id"): [("unsupported_value", "y")],
     ("responses", "background"): [("unsupported_value", True)],
-    ("responses", "truncation"): [("unsupported_value", "auto")],
-    ("responses", "include"): [("unsupported_value", ["reasoning.encrypted_content"])],
+    ("responses", "truncation"): [("invalid_value", "middle")],
+    ("responses", "include"): [("unsupported_value", ["usage"], 5)],
     ("responses", "reasoning"): [
         ("unsupported_parameter", {"effort": "low"}),
-        ("unsupported_value", {"summary": "auto"}),
+        ("unknown_parameter", {"colour": "red"}),
     ],
     ("responses", "text"): [("invalid_value", {"format": {"type": "xml"}})],
 }
@@ -485,6 +495,11 @@ def test_several_answers_and_prompts(served):
     assert text == [ANSWERS["hello"]] * 3
     assert not chunk.choices
     assert chunk.usage == answer.usage
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = served.stream("hello", stream_options=options)[1]
+    counts = [one.usage.completion_tokens for one in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1], len(chunks[-1].choices)) == (0, len(ANSWERS["hello"]) + 1, 0)
     prompts = ["<|im_start|>assistant\n1. ", "<|im_start|>user\nhello"]
     options = {"model": served.model, "max_tokens": 9, "temperature": 0}
     create = partial(served.client.completions.create, **options)
@@ -504,11 +519,6 @@ def test_choices_have_seeds_one_after_another(alone):
         assert own.message == choice.message
     last = alone.ask("hello", n=2, seed=2**64 - 1, **options).choices[1]
     assert last.message == alone.ask("hello", seed=0, **options).choices[0].message
-
-
-def test_options_of_streams_need_one(served):
-    body = {"messages": ASKED, "stream_options": {"include_usage": True}}
-    refused(served, "chat/completions", "stream_options", "invalid_value", body)
 
 
 def test_probabilities_are_the_models_own(alone, folder):
@@ -538,6 +548,76 @@ def test_probabilities_are_the_models_own(alone, folder):
     )
     (part,) = answer.output[0].content
     assert "".join(one.token for one in part.logprobs) == part.text == ANSWERS["hello"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+def test_a_prompt_is_told_before_its_answer(alone, folder, monkeypatch, at_once, stream):
+    """With the model's own probabilities, however many tokens of it are fed at once."""
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder), tokenizer_of_bytes()
+    monkeypatch.setattr(workers, "_LOGITS", at_once * len(tokenizer))
+    prompt = "<|im_start|>assistant\n1. item"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    told = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    best = logprobs.max(-1).values.tolist()
+    plain = alone.client.completions.create
+    plain = partial(plain, model=alone.model, temperature=0, logprobs=1, stream=stream)
+    for asked in (prompt, ids[0].tolist()):
+        for most in (0, 4):
+            answer = plain(prompt=asked, echo=True, max_tokens=most)
+            texts, logs, tops, offsets = "", [], [], []
+            for one in answer if stream else [answer]:
+                texts += one.choices[0].text
+                if (found := one.choices[0].logprobs) is not None:
+                    logs, tops = logs + found.token_logprobs, tops + found.top_logprobs
+                    offsets += found.text_offset
+            behind = tokenizer.decode(model.generate(ids, max_new_tokens=4)[0, ids.shape[1] :])
+            assert texts == prompt + (behind if most else "")
+            assert len(logs) == len(offsets) == ids.shape[1] + most
+            assert logs[0] is tops[0] is None
+            assert logs[1 : ids.shape[1]] == near(told, terms=1000)
+            assert [max(one.values()) for one in tops[1 : ids.shape[1]]] == near(best, terms=1000)
+            assert one.choices[0].finish_reason == "length"
+
+
+def test_prompts_of_one_token_and_of_several(alone):
+    create = partial(alone.client.completions.create, model=alone.model, echo=True, logprobs=0)
+    answer = create(prompt=[[40], [41, 42]], max_tokens=1)
+    assert [len(one.logprobs.tokens) for one in answer.choices] == [2, 3]
+    assert [one.logprobs.token_logprobs[0] for one in answer.choices] == [None, None]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 2)
+
+
+def test_prompts_come_back_without_probabilities_in_either_mode(served):
+    create = partial(served.client.completions.create, model=served.model, temperature=0)
+    prompt = "<|im_start|>assistant\n1."
+    behind = create(prompt=prompt, max_tokens=5).choices[0].text
+    for most, text in ((5, prompt + behind), (0, prompt)):
+        answer = create(prompt=prompt, max_tokens=most, echo=True, stop="<")
+        assert (answer.choices[0].text, answer.usage.completion_tokens) == (text, most)
+    answer = create(prompt=prompt, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+
+
+def test_prompts_whose_cache_has_no_parts_are_told_whole(tmp_path, monkeypatch):
+    tokenizer = tokenizer_of_bytes()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    model = MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer), **sizes))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(workers, "_LOGITS", 10 * len(tokenizer))
+    with serving(str(tmp_path)) as served:
+        create = partial(served.client.completions.create, model=served.model, echo=True)
+        ids = [*range(40, 51)]
+        told = create(prompt=ids, max_tokens=1, logprobs=0).choices[0].logprobs.token_logprobs
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = [logprobs[at, token].item() for at, token in enumerate(ids[1:])]
+        assert told[1:-1] == near(expected, terms=1000)
+        with pytest.raises(openai.BadRequestError, match="at most 11 tokens") as found:
+            create(prompt=[*ids, 51], max_tokens=0, logprobs=0)
+        assert found.value.param == "echo"
+        assert create(prompt=[*ids, 51], max_tokens=0).choices[0].text
 
 
 def test_tokens_that_came_are_penalised(alone, folder):
@@ -612,12 +692,13 @@ def broken(*_, **__):
 def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, field):
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
     status, text = hello(alone, stream=stream, **field)
-    assert status == 500
-    assert json.loads(text)["error"]["message"] == "the answer could not be completed"
+    assert status == (200 if stream else 500)
+    told = json.loads(text.split("data: ")[-1])
+    assert told["error"]["message"] == "the answer could not be completed"
 
 
 def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
-    """It fails behind its first tokens; unless these came together, the status has gone out."""
+    """The status has gone out."""
     fed = []
 
     def fail(self, text):
@@ -628,7 +709,7 @@ def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
 
     monkeypatch.setattr(Parser, "feed", fail)
     status, text = hello(served, stream=True)
-    assert status in (200, 500)
+    assert status == 200
     assert '"error"' in text
     assert '"the answer could not be completed"' in text
     assert "secret" not in text
@@ -772,6 +853,38 @@ def test_figures_are_what_was_counted(folder, batching):
     sources = {key[1]: value for key, value in found.items() if key[0] == "source_tokens_total"}
     assert max(sources.values()) <= accepted <= sum(sources.values())
     assert total.seconds["forward"] >= found["seconds_total", "forward"] > 0
+    assert found["queue_seconds_count",] == 5
+
+
+def test_figures_by_route_and_status(alone):
+    alone.ask("hello")
+    alone.stream("hello")
+    assert hello(alone, n=0)[0] == 400
+    assert get(f"{alone.url}/v1/nowhere")[0] == 404
+    found = alone.metrics()
+    chats = "http_seconds_count", "/v1/chat/completions"
+    assert (found[*chats, "200"], found[*chats, "400"]) == (2, 1)
+    assert found["http_seconds_count", "none", "404"] == 1
+    assert found["http_seconds_sum", *chats[1:], "200"] > found["queue_seconds_sum",] > 0
+    assert (found["running",], found["waiting",]) == (0, 0)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "responses"])
+def test_a_stream_sends_its_head_at_once(alone, held, route):
+    """Before there is a token; the answer is the same then."""
+    held.clear()
+    body = {"prompt": "x"} if route == "completions" else {"input": "hello", "messages": ASKED}
+    unread = {"chat/completions": "input", "responses": "messages"}.get(route)
+    body = {name: value for name, value in body.items() if name != unread} | {"stream": True}
+    with contextlib.closing(connected(alone.url, route, body)) as connection:
+        connection.settimeout(30)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: held.waits)
+        assert (alone.metrics()["running",], alone.metrics()["waiting",]) == (1, 0)
+        held.set()
+        text = b""
+        while not re.search(rb"\[DONE\]|response.completed|response.incomplete", text):
+            text += connection.recv(1 << 16)
 
 
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "64"]
