@@ -20,18 +20,20 @@ static void score_block(const attention_pass *pass, int64_t unit, int64_t first)
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype), end = skinny_min(first + BLOCK_KEYS, p->slots);
     const char *keys = p->key + attention_head(p, p->key_strides, pass->first + unit) * bytes;
-    skinny_tile tile = {.depth = p->depth, .sums_stride = pass->padded, .sums_step = 1};
-    tile.ahead = BLOCK_KEYS * p->key_strides[2] * bytes;
+    const int64_t key_step = p->key_strides[2] * bytes, ahead = BLOCK_KEYS * key_step;
+    skinny_tile tile = {.last = keys + (p->slots - 1) * key_step, .weight_step = key_step, .depth = p->depth,
+                        .fetch_step = STEP * bytes, .sums_stride = pass->padded, .sums_step = 1};
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = attention_panel_start(pass, i);
         const int64_t row = unit * pass->rows + start, rows = attention_panel_start(pass, i + 1) - start;
         tile.panel = pass->panels + row * pass->packed_bytes;
-        tile.fetch_end = i ? 0 : TILE_ROWS;
+        tile.fetch_again = i ? 0 : 2 * key_step;
+        tile.fetch_apart = i ? 0 : key_step;
         for (int64_t slot = first; slot < end; slot += TILE_ROWS) {
-            for (int o = 0; o < TILE_ROWS; o++)
-                tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;
+            tile.weight = keys + slot * key_step;
+            tile.fetch = tile.weight + (i ? 0 : ahead);
             tile.sums = pass->scores + row * pass->padded + slot;
-            tile_of(rows, p->dtype, tile);
+            tile_of(rows, p->dtype, &tile);
         }
     }
 }
@@ -156,19 +158,17 @@ static ALWAYS_INLINE void output_tile(const int rows, const int vectors, int64_t
 }
 
 /* The same with both known to the compiler, so that the sums live in registers. */
-#define OUTPUT_CASE(rows)                                                                   \
-    case rows:                                                                              \
+#define OUTPUT_CASE(many)                                                                   \
+    if (are_rows(rows, many)) {                                                             \
         if (vectors == TILE_ROWS)                                                           \
-            output_tile(rows, TILE_ROWS, slots, padded, weights, stride, values, sums); \
+            output_tile(many, TILE_ROWS, slots, padded, weights, stride, values, sums);     \
         else                                                                                \
-            output_tile(rows, 1, slots, padded, weights, stride, values, sums);      \
-        break;
+            output_tile(many, 1, slots, padded, weights, stride, values, sums);             \
+    }
 
 static void output_tile_of(int64_t rows, int64_t vectors, int64_t slots, int64_t padded,
                            const float *weights, int64_t stride, const float *values, float *sums) {
-    switch (rows) {
-        CASES(PANEL_ROWS, OUTPUT_CASE)
-    }
+    CASES(PANEL_ROWS, OUTPUT_CASE)
 }
 
 /* `vectors` vectors of the values of some slots, as float32. */

@@ -87,19 +87,17 @@ static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const ch
                 STORE(sums + r * CHUNK_ROWS + p * apart + i * LANES, acc[p][r][i]);
 }
 
-#define INT4_CASE(rows)                                                                       \
-    case rows:                                                                                \
+#define INT4_CASE(many)                                                                       \
+    if (are_rows(rows, many)) {                                                               \
         if (places == 1)                                                                      \
-            int4_blocks(rows, 1, blocks, groups, x, x_bytes, sums, apart);                    \
+            int4_blocks(many, 1, blocks, groups, x, x_bytes, sums, apart);                    \
         else                                                                                  \
-            int4_blocks(rows, INT4_PLACES, blocks, groups, x, x_bytes, sums, apart);          \
-        break;
+            int4_blocks(many, INT4_PLACES, blocks, groups, x, x_bytes, sums, apart);          \
+    }
 
 static void int4_blocks_of(int64_t rows, int places, const char *const *blocks, int64_t groups, const char *x,
                            int64_t x_bytes, float *sums, int64_t apart) {
-    switch (rows) {
-        CASES(PANEL_ROWS, INT4_CASE)
-    }
+    CASES(PANEL_ROWS, INT4_CASE)
 }
 
 /* All rows times the outputs [first, end) of a chunk. */

@@ -87,38 +87,36 @@ static void pack_x_panels(const linear_pass *pass) {
     }
 }
 
-/* TILE_ROWS weight rows times one panel; into t.sums. */
-static ALWAYS_INLINE void int8_tile(const int rows, skinny_tile t) {
+/* TILE_ROWS weight rows times one panel; into t->sums. */
+static ALWAYS_INLINE void int8_tile(const int rows, const skinny_tile *t) {
+    const int64_t depth = t->depth;
+    const char *weight[TILE_ROWS], *panel = t->panel, *fetch = t->fetch;
     VEC acc[PANEL_ROWS][TILE_ROWS];
+    UNROLL for (int o = 0; o < TILE_ROWS; o++) weight[o] = weight_row(t, o);
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
-    for (int64_t k = 0; k < t.depth;) {
-        const int64_t end = k + skinny_min(SUMMED_DEPTH, t.depth - k);
+    for (int64_t k = 0; k < depth;) {
+        const int64_t end = k + skinny_min(SUMMED_DEPTH, depth - k);
         int8_sums sums[PANEL_ROWS][TILE_ROWS];
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < TILE_ROWS; o++) sums[r][o] = no_sums();
-        for (; k < end; k += INT8_STEP, t.panel += rows * X_STEP_BYTES) {
-            for (int64_t o = t.fetch_first; o < t.fetch_end; o++) PREFETCH(t.weight[o] + t.ahead + k);
+        for (; k < end; k += INT8_STEP, panel += rows * X_STEP_BYTES, fetch += t->fetch_step) {
+            fetch_step(t, fetch);
             for (int o = 0; o < TILE_ROWS; o++) {
-                const int8_weights w = load_weights(t.weight[o] + k);
-                for (int r = 0; r < rows; r++)
-                    sums[r][o] = add_products(sums[r][o], w, t.panel + r * X_STEP_BYTES);
+                const int8_weights w = load_weights(weight[o] + k);
+                for (int r = 0; r < rows; r++) sums[r][o] = add_products(sums[r][o], w, panel + r * X_STEP_BYTES);
             }
         }
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ADD(acc[r][o], to_floats(sums[r][o]));
     }
-    store_sums(rows, &t, acc);
+    store_sums(rows, t, acc);
 }
 
-#define INT8_CASE(rows) \
-    case rows: int8_tile(rows, t); break;
+#define INT8_CASE(many) \
+    if (are_rows(rows, many)) int8_tile(many, t);
 
-static void int8_tile_of(int64_t rows, skinny_tile t) {
-    switch (rows) {
-        CASES(PANEL_ROWS, INT8_CASE)
-    }
-}
+static void int8_tile_of(int64_t rows, const skinny_tile *t) { CASES(PANEL_ROWS, INT8_CASE) }
 
 /* One row of weights in eight bits. Returns the squared norm of what is left out, and that of the row. */
 static void pack_int8_row(const int8_packing *p, int64_t row, double *left_out, double *whole) {

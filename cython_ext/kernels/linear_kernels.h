@@ -18,8 +18,11 @@
 #define MAX_TOGETHER 4
 #define LINEAR_STEPS 2
 
-/* Bytes, in each place that a chunk is read in, between what is multiplied and what is fetched. */
+/* Bytes, in each place that a chunk is read in, between what is multiplied and what is fetched; the fewest where
+ * several panels fetch it; and how much later those do so again. */
 #define AHEAD 2048
+#define LEAST_AHEAD 8192
+#define FETCHED_AGAIN 8192
 
 /* Rows of a forward over a root and 64 draft tokens, the most that a scope computes here. */
 #define ROUTED_ROWS 65

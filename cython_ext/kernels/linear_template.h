@@ -23,24 +23,36 @@ static void pack_panels(void *of, int64_t chunk, int thread) {
     }
 }
 
-/* All panels times TILE_ROWS weight rows of a chunk, `apart` rows from one another. What stands AHEAD bytes
- * behind them is fetched meanwhile, shared out among the panels so that memory stays busy while the
- * arithmetic runs from the caches. A tile past the last weight row repeats it: nobody reads those
- * sums. */
-static void tile_row(const linear_pass *pass, const linear_problem *p, int64_t first, int64_t apart, float *sums) {
-    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
-    const int64_t share = skinny_parts(TILE_ROWS, pass->panel_count);
-    skinny_tile tile = {.depth = p->depth, .ahead = AHEAD, .sums_stride = CHUNK_ROWS, .sums_step = apart};
-    for (int64_t o = 0; o < TILE_ROWS; o++) {
-        const int64_t output = skinny_min(first + o * apart, p->outputs - 1);
-        tile.weight[o] = p->weight + output * row_bytes;
+/* What the tiles of a chunk share. A single panel reads it in TILE_ROWS places, which the hardware follows, and
+ * fetches what stands AHEAD bytes behind each. Several panels read rows that are neighbours and fetch, a part each,
+ * what is as far ahead as all that they read: memory is busy while the arithmetic runs from the caches. Memory drops
+ * what it is asked for when it is too busy, hence they ask twice. */
+static skinny_tile tile_of_chunk(const linear_pass *pass, const linear_problem *p, int64_t apart) {
+    const int64_t item_bytes = skinny_item_bytes(p->weight_dtype), row_bytes = p->weight_stride * item_bytes;
+    const int64_t step_bytes = p->weight_dtype == SKINNY_ROUNDED ? INT8_STEP : STEP * item_bytes;
+    const int two = pass->panel_count < TILE_ROWS && TILE_ROWS * step_bytes > 2 * CACHE_LINE;
+    skinny_tile tile = {.last = p->weight + (p->outputs - 1) * row_bytes, .weight_step = apart * row_bytes,
+                        .depth = p->depth, .fetch_again = 2 * apart * row_bytes, .fetch_apart = apart * row_bytes,
+                        .fetch_step = step_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
+    if (pass->panel_count > 1) {
+        tile.fetch_again = FETCHED_AGAIN;
+        tile.fetch_apart = two ? CACHE_LINE : 0;
+        tile.fetch_step = CACHE_LINE + tile.fetch_apart;
     }
-    for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
-        tile.panel = pass->panels + start * pass->packed_bytes;
-        tile.fetch_first = skinny_min(i * share, TILE_ROWS);
-        tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
-        tile.sums = sums + start * CHUNK_ROWS;
+    return tile;
+}
+
+/* All panels times TILE_ROWS weight rows. */
+static void tile_row(const linear_pass *pass, const linear_problem *p, skinny_tile *tile, int64_t steps) {
+    const int64_t tile_bytes = TILE_ROWS * tile->weight_step, panel_bytes = steps * tile->fetch_step;
+    const int64_t ahead = pass->panel_count == 1 ? AHEAD : skinny_most(tile_bytes, LEAST_AHEAD);
+    float *sums = tile->sums;
+    for (int64_t i = 0, start = 0, end; i < pass->panel_count; i++, start = end) {
+        const int64_t fetched = i * panel_bytes;
+        end = linear_panel_start(pass, i + 1);
+        tile->panel = pass->panels + start * pass->packed_bytes;
+        tile->fetch = tile->weight + (fetched < tile_bytes ? ahead + fetched : 0); /* 0: what the caches have */
+        tile->sums = sums + start * CHUNK_ROWS;
         if (p->weight_dtype == SKINNY_ROUNDED)
             int8_tile_of(end - start, tile);
         else
@@ -48,10 +60,25 @@ static void tile_row(const linear_pass *pass, const linear_problem *p, int64_t f
     }
 }
 
+/* Tiles of the outputs [first, end). Places past the last weight row repeat it: nobody reads those sums. */
+static void multiply_tiles(const linear_pass *pass, const linear_problem *p, int64_t first, int64_t end, float *sums) {
+    const int64_t all = skinny_parts(end - first, TILE_ROWS), apart = pass->panel_count == 1 ? all : 1;
+    const int64_t steps = skinny_parts(p->depth, p->weight_dtype == SKINNY_ROUNDED ? INT8_STEP : STEP);
+    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
+    skinny_tile tile = tile_of_chunk(pass, p, apart);
+    for (int64_t i = 0; i < all; i++) {
+        const int64_t row = apart == 1 ? i * TILE_ROWS : i;
+        tile.weight = p->weight + (first + row) * row_bytes;
+        tile.sums = sums + row;
+        tile_row(pass, p, &tile, steps);
+    }
+}
+
 /* Elements [o, o + count) of one for each output, and zeros behind them; zeros of none. */
 static ALWAYS_INLINE VEC of_outputs(const char *all, int64_t o, int64_t count, int dtype) {
     const int64_t bytes = skinny_item_bytes(dtype);
     char part[LANES * 4] = {0};
+    if (all && count == LANES) return read_lanes(all + o * bytes, dtype);
     if (all) memcpy(part, all + o * bytes, count * bytes);
     return read_lanes(part, dtype);
 }
@@ -89,17 +116,15 @@ static const linear_problem *problem_of(const linear_pass *pass, int64_t chunk, 
     return pass->problems + i;
 }
 
-/* A chunk is read in TILE_ROWS places at once: as many streams, each of which the hardware follows. */
 static void multiply_chunk(void *of, int64_t chunk, int thread) {
     const linear_pass *pass = of;
     int64_t first, end;
     const linear_problem *p = problem_of(pass, chunk, &first, &end);
     float *sums = pass->sums + thread * p->rows * CHUNK_ROWS;
-    const int64_t apart = skinny_parts(end - first, TILE_ROWS);
     if (p->weight_dtype == SKINNY_INT4)
         multiply_int4(pass, p, first, end, sums);
     else
-        for (int64_t o = 0; o < apart; o++) tile_row(pass, p, first + o, apart, sums + o);
+        multiply_tiles(pass, p, first, end, sums);
     for (int64_t o = 0; o < end - first; o += LANES)
         write_outputs(pass, p, first + o, skinny_min(LANES, end - first - o), sums + o);
 }
@@ -111,15 +136,15 @@ static void multiply_all(void *of, int64_t chunk, int thread) {
         for (int64_t j = 0; j < pass->chunks[i]; j++) multiply_chunk(of, before + j, thread);
 }
 
-/* The turn-th cache line of each of these places. */
+/* The turn-th cache line of each place that a chunk is read in. */
 static void fetch_chunk(void *of, int64_t chunk, int64_t turn) {
+    const linear_pass *pass = of;
     int64_t first, end;
-    const linear_problem *p = problem_of(of, chunk, &first, &end);
-    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
-    const int64_t bytes = skinny_parts(end - first, TILE_ROWS) * row_bytes;
-    if (turn * CACHE_LINE >= bytes) return;
-    for (int64_t o = 0; o < TILE_ROWS; o++)
-        PREFETCH(p->weight + first * row_bytes + skinny_min(o * bytes + turn * CACHE_LINE, (end - first) * row_bytes));
+    const linear_problem *p = problem_of(pass, chunk, &first, &end);
+    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype), all = (end - first) * row_bytes;
+    const int64_t part = pass->panel_count == 1 ? skinny_parts(end - first, TILE_ROWS) * row_bytes : all;
+    if (turn * CACHE_LINE >= part) return;
+    for (int64_t place = turn * CACHE_LINE; place < all; place += part) PREFETCH(p->weight + first * row_bytes + place);
 }
 
 static int64_t plan_linears(linear_pass *pass, const linear_problem *p, int count, int threads) {

@@ -17,27 +17,32 @@ enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_ROUN
 #define TILE_ROWS 4
 #define CACHE_LINE 64
 
-/* TILE_ROWS rows of a streamed matrix times one panel. Of the streamed rows `fetch_first` to `fetch_end`,
- * what stands `ahead` bytes further on is fetched meanwhile.
- * sums[panel row * sums_stride + streamed row * sums_step]. */
+/* TILE_ROWS rows of a streamed matrix times one panel. Rows begin `weight_step` bytes apart; `last` is the last there
+ * is, and stands for those behind it. Meanwhile, with each step of the depth, what stands at `fetch` and
+ * `fetch_again` bytes further is fetched and, unless `fetch_apart` is 0, what stands so far behind both; `fetch` moves
+ * on by `fetch_step`. sums[panel row * sums_stride + streamed row * sums_step]. */
 typedef struct {
-    const char *weight[TILE_ROWS];
-    const char *panel;
-    int64_t depth;
-    int64_t ahead, fetch_first, fetch_end;
+    const char *weight, *last, *panel, *fetch;
+    int64_t weight_step, depth, fetch_again, fetch_apart, fetch_step;
     float *sums;
     int64_t sums_stride, sums_step;
 } skinny_tile;
 
 static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t skinny_most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t skinny_parts(int64_t all, int64_t part) { return (all + part - 1) / part; }
 static inline int64_t skinny_item_bytes(int dtype) {
     return dtype == SKINNY_FLOAT32 ? 4 : dtype >= SKINNY_INT8 ? 1 : 2;
 }
 
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define UNROLL _Pragma("GCC unroll 8") /* before accumulators are given registers */
+#endif
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define PREFETCH(address) __builtin_prefetch((address), 0, 3) /* into all caches */
+#define PREFETCH(address) __builtin_prefetch((address), 0, 2) /* into all caches but the smallest */
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
 #define ADD_RELEASE(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELEASE)
 #define LOAD_ACQUIRE(counter) __atomic_load_n((counter), __ATOMIC_ACQUIRE)
@@ -45,7 +50,16 @@ static inline int64_t skinny_item_bytes(int dtype) {
 #error "expected GCC or Clang"
 #endif
 
-/* The cases of a switch over 1 to `count` rows, so that the compiler knows how many each has. */
+/* Whether there are so many rows. A switch would become a jump to a computed address, before which some virtual
+ * machines let a CPU wait for all that was begun. */
+static ALWAYS_INLINE int are_rows(int64_t rows, int64_t many) {
+#if defined(__GNUC__)
+    __asm__("" : "+r"(rows)); /* keeps compilers from making one of several comparisons */
+#endif
+    return rows == many;
+}
+
+/* The cases of 1 to `count` rows, so that the compiler knows how many each has. */
 #define CASES_2(CASE) CASE(1) CASE(2)
 #define CASES_3(CASE) CASES_2(CASE) CASE(3)
 #define CASES_5(CASE) CASES_3(CASE) CASE(4) CASE(5)

@@ -62,72 +62,77 @@ static void pack_row(char *to, int64_t stride, const char *from, int64_t depth, 
     if (k < depth) pack_step(to, last_operand(from + k * bytes, depth - k, dtype));
 }
 
+static ALWAYS_INLINE const char *weight_row(const skinny_tile *t, int64_t o) {
+    const char *row = t->weight + o * t->weight_step;
+    return row < t->last ? row : t->last;
+}
+
+static ALWAYS_INLINE void fetch_step(const skinny_tile *t, const char *fetch) {
+    PREFETCH(fetch), PREFETCH(fetch + t->fetch_again);
+    if (t->fetch_apart) PREFETCH(fetch + t->fetch_apart), PREFETCH(fetch + t->fetch_apart + t->fetch_again);
+}
+
 /* acc[input row][weight row] += one step of both. The input rows wait in registers and the weight rows
  * pass by: one register less than the other way round, which lets the tile fit into 16 or 32 of them. */
-static ALWAYS_INLINE void step(const int rows, const int dtype, const skinny_tile *t,
+static ALWAYS_INLINE void step(const int rows, const int dtype, const char *const weight[TILE_ROWS], const char *panel,
                                int64_t k, VEC acc[PANEL_ROWS][TILE_ROWS]) {
-    for (int i = 0; i < PARTS; i++) {
+    UNROLL for (int i = 0; i < PARTS; i++) {
+        if (PARTS > 1) __asm__ volatile("" ::: "memory"); /* one after the other, as there are registers for */
         VEC x[PANEL_ROWS];
-        for (int r = 0; r < rows; r++)
-            x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES) + i * LANES);
-        for (int o = 0; o < TILE_ROWS; o++) {
-            const VEC w = PART(operand(t->weight[o] + k * skinny_item_bytes(dtype), dtype), i);
-            for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
+        UNROLL for (int r = 0; r < rows; r++)
+            x[r] = LOAD((const float *)(panel + r * STEP_BYTES) + i * LANES);
+        UNROLL for (int o = 0; o < TILE_ROWS; o++) {
+            const VEC w = PART(operand(weight[o] + k * skinny_item_bytes(dtype), dtype), i);
+            UNROLL for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
         }
     }
 }
 
-/* Lets the last step, of less than STEP elements, read zeros behind them. */
-static void end_weights(skinny_tile *t, int64_t k, int64_t bytes, char part[TILE_ROWS][STEP_BYTES]) {
+/* What the last step reads of the weights, of less than STEP elements from the k-th, with zeros behind them. */
+static void copy_last_step(const skinny_tile *t, int64_t k, int64_t bytes, char part[TILE_ROWS][STEP_BYTES]) {
     memset(part, 0, TILE_ROWS * STEP_BYTES);
-    for (int o = 0; o < TILE_ROWS; o++) {
-        memcpy(part[o], t->weight[o] + k * bytes, (t->depth - k) * bytes);
-        t->weight[o] = part[o] - k * bytes;
-    }
+    for (int o = 0; o < TILE_ROWS; o++) memcpy(part[o], weight_row(t, o) + k * bytes, (t->depth - k) * bytes);
 }
 
 static ALWAYS_INLINE void store_sums(const int rows, const skinny_tile *t, VEC acc[PANEL_ROWS][TILE_ROWS]) {
-    for (int r = 0; r < rows; r++) {
+    UNROLL for (int r = 0; r < rows; r++) {
         float sums[TILE_ROWS], *to = t->sums + r * t->sums_stride;
         sum_lanes(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t->sums_step == 1 ? to : sums);
         for (int o = 0; o < TILE_ROWS && t->sums_step != 1; o++) to[o * t->sums_step] = sums[o];
     }
 }
 
-/* TILE_ROWS weight rows times one panel; into t.sums. */
-static ALWAYS_INLINE void tile(const int rows, const int dtype, skinny_tile t) {
+/* TILE_ROWS weight rows times one panel; into t->sums. */
+static ALWAYS_INLINE void tile(const int rows, const int dtype, const skinny_tile *t) {
+    const int64_t depth = t->depth, bytes = skinny_item_bytes(dtype);
+    const char *weight[TILE_ROWS], *panel = t->panel, *fetch = t->fetch;
     char part[TILE_ROWS][STEP_BYTES];
     VEC acc[PANEL_ROWS][TILE_ROWS];
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
-    int64_t k = 0;
-    for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
-        for (int64_t o = t.fetch_first; o < t.fetch_end; o++)
-            PREFETCH(t.weight[o] + t.ahead + k * skinny_item_bytes(dtype));
-        step(rows, dtype, &t, k, acc);
+    UNROLL for (int o = 0; o < TILE_ROWS; o++) weight[o] = weight_row(t, o);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
+    for (int64_t k = 0; k < depth; k += STEP, panel += rows * STEP_BYTES, fetch += t->fetch_step) {
+        if (k + STEP > depth) {
+            copy_last_step(t, k, bytes, part);
+            UNROLL for (int o = 0; o < TILE_ROWS; o++) weight[o] = part[o] - k * bytes;
+        }
+        fetch_step(t, fetch);
+        step(rows, dtype, weight, panel, k, acc);
     }
-    if (k < t.depth) {
-        end_weights(&t, k, skinny_item_bytes(dtype), part);
-        step(rows, dtype, &t, k, acc);
-    }
-    store_sums(rows, &t, acc);
+    store_sums(rows, t, acc);
 }
 
 /* The same with row count and dtype known to the compiler, so that the sums live in registers. */
-#define TILE_CASE(rows)                                                                     \
-    case rows:                                                                              \
+#define TILE_CASE(many)                                                                     \
+    if (are_rows(rows, many)) {                                                             \
         if (dtype == PACKED_DTYPE)                                                          \
-            tile(rows, PACKED_DTYPE, t);                                             \
+            tile(many, PACKED_DTYPE, t);                                                    \
         else if (dtype == SKINNY_BFLOAT16)                                                  \
-            tile(rows, SKINNY_BFLOAT16, t);                                          \
+            tile(many, SKINNY_BFLOAT16, t);                                                 \
         else if (dtype == SKINNY_INT8)                                                      \
-            tile(rows, SKINNY_INT8, t);                                              \
+            tile(many, SKINNY_INT8, t);                                                     \
         else                                                                                \
-            tile(rows, SKINNY_FLOAT16, t);                                           \
-        break;
-
-static void tile_of(int64_t rows, int dtype, skinny_tile t) {
-    switch (rows) {
-        CASES(PANEL_ROWS, TILE_CASE)
+            tile(many, SKINNY_FLOAT16, t);                                                  \
     }
-}
+
+static void tile_of(int64_t rows, int dtype, const skinny_tile *t) { CASES(PANEL_ROWS, TILE_CASE) }
