@@ -26,19 +26,23 @@ class KeptPrefix:
 
     Args:
         call: of one row whose ids are all that its forwards compute from.
+        policy: says whether texts leave anything.
         prefixes: that keep texts.
         cache_name: the forward's keyword for the cache.
     """
 
-    def __init__(self, call: Call, prefixes: Prefixes, cache_name: str) -> None:
-        self._call, self._prefixes, self._cache_name = call, prefixes, cache_name
+    def __init__(
+        self, call: Call, policy: DraftingPolicy, prefixes: Prefixes, cache_name: str
+    ) -> None:
+        self._call, self._policy = call, policy
+        self._prefixes, self._cache_name = prefixes, cache_name
 
     @classmethod
     def of(cls, call: Call, policy: DraftingPolicy, service: Service) -> KeptPrefix | None:
         """That of a call; None where it takes and leaves nothing."""
         if policy.prefixes is None or not policy.teaches or not _is_usual(call, service):
             return None
-        return cls(call, policy.prefixes, service.cache_name)
+        return cls(call, policy, policy.prefixes, service.cache_name)
 
     @cached_property
     def _state(self) -> Any:
@@ -62,8 +66,9 @@ class KeptPrefix:
             self._call.model_kwargs[self._cache_name] = cache
 
     def leave(self, text: torch.Tensor, cache: Any) -> None:
-        """Keep the call's text, int64 [length], of which the cache holds the first tokens."""
-        if self.keeps and can_keep(cache):
+        """Keep the call's text, int64 [length], of which the cache holds the first tokens, unless
+        texts are to leave nothing by now."""
+        if self.keeps and self._policy.teaches and can_keep(cache):
             held = cache.get_seq_length()
             self._prefixes.keep(self._call.model, self._state, _listed(text)[:held], cache)
 

@@ -173,6 +173,20 @@ def test_other_tenants_find_nothing():
     assert prefixes.nbytes == 0
 
 
+def test_a_call_of_a_tenant_that_is_erased_meanwhile_leaves_nothing():
+    class Erases:
+        def put(self, value):
+            assistant.policy.teaches = False
+
+        def end(self):
+            pass
+
+    prefixes = Prefixes()
+    assistant = SamAssistant(prefixes=prefixes.namespace("acme"))
+    generate(build(), ids_of(30), assistant, streamer=Erases())
+    assert len(prefixes) == 0
+
+
 def test_the_bound_holds():
     model = build()
     assistant = SamAssistant(prefixes=Prefixes())

@@ -54,6 +54,15 @@ class Answer(ABC):
         return sum(forms.values())
 
     @property
+    def cached_tokens(self) -> int:
+        """Those among them that no answer had to read, since earlier ones had."""
+        read: dict[int, int] = {}
+        for one in self.written:
+            known = read.get(id(one.form.prompt_ids), one.read_before)
+            read[id(one.form.prompt_ids)] = min(known, one.read_before)
+        return sum(read.values())
+
+    @property
     def tokens(self) -> int:
         """Tokens that were generated."""
         return sum(len(one.token_ids) for one in self.written)
@@ -69,6 +78,8 @@ class _Choices(Answer):
         prompt, own = self.prompt_tokens, self.tokens
         usage: _Object = {"prompt_tokens": prompt, "completion_tokens": own}
         usage["total_tokens"] = prompt + own
+        if cached := self.cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if self.fields.prediction is not None:
             came = left = 0
             for one in self.written:
@@ -270,7 +281,7 @@ class ResponseAnswer(Answer):
             "input_tokens": self.prompt_tokens,
             "output_tokens": self.tokens,
             "total_tokens": self.prompt_tokens + self.tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
         return {

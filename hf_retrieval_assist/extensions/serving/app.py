@@ -329,6 +329,7 @@ class _Figures(Collector):
 _COUNTED = {
     "requests": ("calls", "Answers that have ended."),
     "tokens": ("tokens", "Generated tokens."),
+    "prompt_tokens_read_before": ("read_before", "Tokens of prompts that answers had read before."),
     "forwards": ("forwards", "Forwards behind the prefills, of each answer."),
     "drafted_tokens": ("drafted", "Drafted tokens that were verified."),
     "accepted_tokens": ("accepted", "Drafted tokens that were accepted."),

@@ -116,7 +116,7 @@ class Service:
         if self._together:
             self.worker = SideBySide(model, self._shared, batching)
         else:
-            self.worker = OneByOne(model, self.tokenizer)
+            self.worker = OneByOne(model, self.tokenizer, assistant)
         config = model.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None) or self.worker.most_tokens
         self.most_prompt = min(limits.prompt_tokens or positions, self.worker.most_tokens)

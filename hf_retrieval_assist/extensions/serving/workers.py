@@ -133,10 +133,11 @@ class OneByOne:
     Args:
         model: with an assistant attached.
         tokenizer: the model's.
+        assistant: that is attached.
     """
 
-    def __init__(self, model: Any, tokenizer: Any):
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, assistant: Any):
+        self._model, self._tokenizer, self._assistant = model, tokenizer, assistant
         self.most_tokens = position_limit(model)
         self._part = PART if model.device.type == "cpu" else _PART_OF_GPU
         self._alphabet = Alphabet(tokenizer)
@@ -260,6 +261,7 @@ class OneByOne:
                 stopping_criteria=criteria,
                 **own,
             )
+        written.read_before = (job.assistant or self._assistant).stats.last.read_before
         if not by_tokens:
             written.put(ids[0, job.inputs["input_ids"].shape[1] :].tolist())
 

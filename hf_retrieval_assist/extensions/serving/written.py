@@ -143,12 +143,14 @@ class Written:
     Attributes:
         token_ids: what was generated.
         ended: whether nothing more is wanted: a text that stops it came, or the only call.
+        read_before: tokens of the prompt that an earlier answer had read.
     """
 
     form: Form
     deliver: Callable[[Piece], None]
     token_ids: list[int] = field(default_factory=list)
     ended: bool = False
+    read_before: int = 0
 
     def __post_init__(self) -> None:
         form = self.form

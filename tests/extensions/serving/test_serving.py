@@ -34,7 +34,7 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist import OutputMemory, Prefixes, SamAssistant
 from hf_retrieval_assist.extensions.serving import workers
 from hf_retrieval_assist.extensions.serving.fields import (
     ChatFields,
@@ -87,6 +87,23 @@ def theirs(folder):
     wait_until(lambda: healthy(url))
     yield Served(url, None, folder)
     serve.kill_server()
+
+
+def test_a_history_that_is_sent_again_is_read_once(folder):
+    messages, before = [{"role": "user", "content": LIST}], 0
+    with serving(folder, SamAssistant(prefixes=Prefixes())) as kept, serving(folder) as other:
+        for turn in range(3):
+            answer = kept.ask(messages, max_tokens=20)
+            assert answer.choices == other.ask(messages, max_tokens=20).choices
+            details = answer.usage.prompt_tokens_details
+            assert (details is None) == (turn == 0)
+            if details is not None:
+                # What the answer's text is read as need not be what was written.
+                assert answer.usage.prompt_tokens > details.cached_tokens >= before
+            before = answer.usage.prompt_tokens
+            text = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+        assert kept.metrics()[("prompt_tokens_read_before_total",)] > before / 2
 
 
 @pytest.mark.parametrize("asked", ["list", "hello", "something that it was never asked"])
