@@ -1,9 +1,4 @@
-"""The kernels for few rows: linear layers, attention, and what they change.
-
-A linear layer of n rows reads its weights once and multiplies each n times: at few rows it can go
-no faster than memory brings the weights, at many no faster than large products run. Both bounds are
-measured beside it: a plain read of the same bytes (a dot product of the weights with themselves),
-and PyTorch's product of two large square matrices.
+"""The kernels for few rows: attention, and what they change. `machine` has linear layers.
 
 Two tables count, over real text, how often the most probable next token changes against plain
 one-row forwards, beside what PyTorch's own forwards of several rows change. The last one counts the
@@ -23,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache
 
 from hf_retrieval_assist.engines.cpu import screen as screen_module
@@ -44,10 +38,6 @@ from .timing import alternate
 from .traces import SHIPPED, read_traces
 
 ROWS = (1, 2, 4, 8, 16, 32)
-# Rows of linear layers, which are vocabulary layers of both demo models and a square one.
-WIDE_ROWS = (1, 2, 4, 8, 16, 32, 64)
-WEIGHTS = ((262144, 640), (49152, 576), (4096, 4096))
-SQUARE = 2048
 # The demo model's heads, groups and depth, and those of a Llama of 8 billion parameters.
 HEADS = ((4, 1, 256), (32, 8, 128))
 SLOTS = (64, 400, 1500)
@@ -56,22 +46,6 @@ PREFIX, PIECE = 16, 256
 # Logits of so many tokens, the most probable of each position, are compared.
 COMPARED = 32
 
-BOUNDS = {
-    "weight": "weight",
-    "dtype": "dtype",
-    "gbytes": "plain read, GB/s",
-    "gflops": "large product, GFLOP/s",
-}
-LINEARS = {
-    "weight": "weight",
-    "dtype": "dtype",
-    "method": "by",
-    "rows": "rows",
-    "ms": "ms",
-    "gbytes": "GB/s",
-    "gflops": "GFLOP/s",
-    "share": "% of the bound",
-}
 FLIP_COLUMNS = {
     "what": "forwards",
     "positions": "positions",
@@ -79,7 +53,7 @@ FLIP_COLUMNS = {
     "largest": f"largest difference of the {COMPARED} highest logits",
 }
 
-PARTS = ("linears", "attentions", "flips", "screen")
+PARTS = ("attentions", "flips", "screen")
 
 # Output layers of other models, tokens and depth, whose weights are made of the demo model's.
 SHAPES = {"Llama-3.2-1B": (128256, 2048), "Qwen3-4B": (151936, 2560)}
@@ -104,46 +78,6 @@ def typical_seconds(
     for call in calls.values():
         call()
     return alternate(calls, repeats, lambda text: progress(f"{what}: {text}"))[0]
-
-
-def linears(report: Report, arguments: argparse.Namespace, progress: Callable[[str], None]) -> None:
-    """Layers of few rows, as shares of what memory and arithmetic allow."""
-    bounds = report.table("What bounds linear layers", BOUNDS)
-    table = report.table("Linear layers of few rows", LINEARS)
-    repeats, weights, side = arguments.kernel_repeats, WEIGHTS, SQUARE
-    if arguments.quick:
-        weights, side = ((4096, 640),), 256
-    for (outputs, depth), name in product(weights, ("float32", "bfloat16")):
-        dtype = getattr(torch, name)
-        weight = torch.randn(outputs, depth).to(dtype)
-        numbers, square = weight.view(-1).view(torch.float32), torch.randn(side, side).to(dtype)
-        place = {"weight": f"{outputs} x {depth}", "dtype": name}
-        calls: dict[str, Callable[[], object]] = {
-            "read": partial(torch.dot, numbers, numbers),
-            "product": partial(torch.mm, square, square.T),
-        }
-        seconds = typical_seconds("bounds", calls, repeats, progress)
-        gbytes = weight.nbytes / seconds["read"] / 1e9
-        gflops = 2 * side**3 / seconds["product"] / 1e9
-        bounds.add(**place, gbytes=gbytes, gflops=gflops)
-        for rows in WIDE_ROWS:
-            x = torch.randn(rows, depth).to(dtype)
-            calls = {
-                "PyTorch": partial(F.linear, x, weight),
-                "kernel": partial(skinny_linear, x, weight),
-            }
-            seconds = typical_seconds(f"{place}, {rows} rows", calls, repeats, progress)
-            bound = max(weight.nbytes / gbytes, 2 * rows * weight.numel() / gflops) / 1e9
-            for method, spent in seconds.items():
-                table.add(
-                    **place,
-                    method=method,
-                    rows=rows,
-                    ms=1e3 * spent,
-                    gbytes=weight.nbytes / spent / 1e9,
-                    gflops=2 * rows * weight.numel() / spent / 1e9,
-                    share=100 * bound / spent,
-                )
 
 
 def attentions(
@@ -381,8 +315,6 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     )
     report = Report("kernel", {name: getattr(arguments, name) for name in names})
     parts = arguments.kernel_parts
-    if "linears" in parts:
-        linears(report, arguments, progress)
     if "attentions" in parts:
         attentions(report, arguments, progress)
     for dtype in ("float32", "bfloat16") if "flips" in parts else ():

@@ -6,7 +6,9 @@ No forward of one token is faster than a read of the weights. Beside it, in bflo
 linear layers alone, one behind the other; forwards of 1 to 16 rows, repeated from recordings; a
 token by the clock, by an assistant that never drafts, without and with copies of weights; the first
 token of a prompt, as a streamer is given it. And what a step takes beside its forward, on a model
-whose numbers take no time. The memory of the process is locked.
+whose numbers take no time. Products of a few rows stand beside the larger of the read of their
+weights and of the arithmetic, at the pace of PyTorch's product of large squares. The memory of the
+process is locked.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import cycle
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +34,7 @@ from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, reroute
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from hf_retrieval_assist.engines.cpu.linear import RepeatedLayers
 from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
+from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model
 from hf_retrieval_assist.verification.verifier import Verifier
 
@@ -45,6 +49,9 @@ ROWS = (1, 4, 8, 16)
 PROMPT, REPEATED = 16, 4  # tokens, of which drafts are made where they come again
 SHORT, LONG = 20, 80  # tokens of the calls whose difference is the time of a token
 FORWARDS = 24  # tokens of a call whose forwards are timed
+SQUARE, CYCLED = 2048, 1 << 27  # side of large products; bytes that no cache holds
+WEIGHTS = ((576, 576), (1536, 576), (2048, 2048), (8192, 2048))
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 32, 64)
 RANDOM = ("0.6b", "1b", "4b")
 SMALL = (64, 30, 256)  # hidden size, layers, vocabulary
 DECODINGS: dict[str, dict[str, Any]] = {
@@ -53,6 +60,14 @@ DECODINGS: dict[str, dict[str, Any]] = {
 }
 
 MEMORY = {"way": "a read of one buffer by", "gbytes": "GB/s"}
+PRODUCTS = {
+    "weight": "weight",
+    "rows": "rows",
+    "read": "read, us",
+    "arithmetic": "arithmetic, us",
+    "kernel": "kernel, us",
+    "over": "over the larger",
+}
 COLUMNS = {
     "model": "model",
     "mbytes": "MB read",
@@ -157,6 +172,36 @@ def read_bandwidth(table: Table, nbytes: int, repeats: int, progress: Show) -> f
     for way, spent in seconds.items():
         table.add(way=way, gbytes=nbytes / spent / 1e9)
     return nbytes / min(seconds.values())
+
+
+def measure_products(
+    table: Table,
+    bandwidth: float,
+    weights: Sequence[tuple[int, int]],
+    nbytes: int,
+    repeats: int,
+    progress: Show,
+) -> None:
+    """Products in bfloat16, the least times: each has another copy of its weight than the last."""
+    square = torch.randn(SQUARE, SQUARE).bfloat16()
+    large = {"a large product": partial(torch.mm, square, square.T)}
+    pace = 2 * SQUARE**3 / alternate(large, repeats, progress, min)[0]["a large product"]
+    for outputs, depth in weights:
+        copies = torch.randn(1 + nbytes // (2 * outputs * depth), outputs, depth).bfloat16()
+        for rows in PRODUCT_ROWS:
+            x, turns = torch.randn(rows, depth).bfloat16(), cycle(copies)
+            name = f"{outputs} x {depth}, {rows} rows"
+            calls = {name: lambda x=x, turns=turns: skinny_linear(x, next(turns))}
+            spent = alternate(calls, 20 * repeats, progress, min)[0][name]
+            read, arithmetic = copies[0].nbytes / bandwidth, 2 * rows * copies[0].numel() / pace
+            table.add(
+                weight=f"{outputs} x {depth}",
+                rows=rows,
+                read=1e6 * read,
+                arithmetic=1e6 * arithmetic,
+                kernel=1e6 * spent,
+                over=spent / max(read, arithmetic),
+            )
 
 
 def prompt_of(model: Any, rows: int, seed: int) -> dict[str, Any]:
@@ -336,16 +381,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, progress: Show) -> Report:
     quick, models = arguments.quick, arguments.machine_models
+    weights, cycled = WEIGHTS, CYCLED
     arguments.device, arguments.dtype = "cpu", "bfloat16"
     buffer, reads, repeats, lengths = BUFFER, READS, arguments.machine_repeats, (SHORT, LONG)
     if quick:
         models, buffer, reads, repeats, lengths = ["tiny"], 1 << 20, 1, 1, (8, 32)
+        weights, cycled = ((64, 32),), 1 << 16
     settings = {"models": models, "repeats": repeats, "lengths": lengths, "seed": arguments.seed}
     report = Report("machine", settings)
     if not quick:
         lock_memory(report)
     memory = report.table("What memory gives", MEMORY)
     bandwidth = read_bandwidth(memory, buffer, reads, progress)
+    products = report.table("Products beside the machine", PRODUCTS)
+    measure_products(products, bandwidth, weights, cycled, reads, progress)
     table = report.table("Forwards beside the read of their weights", COLUMNS)
     for name in models:
         # One after the other, so that the memory of each is free for the next.

@@ -53,9 +53,7 @@ static inline int64_t skinny_item_bytes(int dtype) {
 /* Whether there are so many rows. A switch would become a jump to a computed address, before which some virtual
  * machines let a CPU wait for all that was begun. */
 static ALWAYS_INLINE int are_rows(int64_t rows, int64_t many) {
-#if defined(__GNUC__)
     __asm__("" : "+r"(rows)); /* keeps compilers from making one of several comparisons */
-#endif
     return rows == many;
 }
 

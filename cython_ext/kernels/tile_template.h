@@ -102,7 +102,8 @@ static ALWAYS_INLINE void store_sums(const int rows, const skinny_tile *t, VEC a
     }
 }
 
-/* TILE_ROWS weight rows times one panel; into t->sums. */
+/* TILE_ROWS weight rows times one panel; into t->sums. A tile is handed on by its address: a copy, read by vectors
+ * from where numbers were just written one by one, would wait for all that was begun before. */
 static ALWAYS_INLINE void tile(const int rows, const int dtype, const skinny_tile *t) {
     const int64_t depth = t->depth, bytes = skinny_item_bytes(dtype);
     const char *weight[TILE_ROWS], *panel = t->panel, *fetch = t->fetch;

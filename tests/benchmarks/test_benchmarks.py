@@ -134,6 +134,10 @@ def test_forwards_and_steps_beside_the_read_of_weights(tmp_path):
     threads = torch.get_num_threads()
     report = machine.run(quick("machine", "--output", tmp_path), silent)
     ways = [row["gbytes"] for row in rows(report, "What memory gives")]
+    products = rows(report, "Products beside")
+    assert [row["rows"] for row in products] == [*machine.PRODUCT_ROWS]
+    for row in products:
+        assert 0 < row["kernel"] == near(row["over"] * max(row["read"], row["arithmetic"]))
     (row,) = rows(report, "Forwards beside")
     assert row["model"] == "tiny"
     assert row["mbytes"] / row["read"] == near(max(ways))

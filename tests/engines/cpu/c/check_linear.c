@@ -16,7 +16,7 @@ static void check(kernel_path path, int dtype) {
     memset(y, 7, rows * outputs * 4 + 2 * GUARD);
     y += GUARD;
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
-                              NULL, 0, 0, NULL};
+                              NULL, 0};
     run_linears(&problem, 1, &path, 1);
     for (int64_t i = 1; i <= GUARD; i++)
         if (y[-i] != 7 || y[rows * outputs * skinny_item_bytes(dtype) + i - 1] != 7)
@@ -43,7 +43,7 @@ static void check_int8(kernel_path path, int dtype) {
     fill(scales, factors, outputs, dtype);
     for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
-                              dtype, SKINNY_INT8, scales, dtype, 0, NULL};
+                              dtype, SKINNY_INT8, scales, dtype};
     run_linears(&problem, 1, &path, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {

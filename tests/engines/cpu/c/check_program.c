@@ -48,7 +48,7 @@ static void build(network *n, int dtype, int64_t rows, int64_t depth, char **wei
         for (int j = 0; j < 2; j++)
             n->linears[i][j] = (linear_problem){n->x, weights[i] + j * depth * depth * bytes, NULL,
                                                 n->projected + j * depth * bytes, rows, depth, depth, depth,
-                                                depth, 2 * depth, dtype, dtype, NULL, 0, 0, NULL};
+                                                depth, 2 * depth, dtype, dtype, NULL, 0};
         n->lookups[i] = (element_problem){n->projected, dtype == SKINNY_FLOAT32 ? n->projected : table, n->looked_up,
                                           {1, 1, rows, depth}, {{0, 0, 2 * depth, 1}, {0}, {0, 0, depth, 1}}, dtype,
                                           dtype == SKINNY_FLOAT32 ? ELEMENT_COPY : ELEMENT_TABLE};
