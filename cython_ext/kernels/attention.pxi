@@ -64,6 +64,7 @@ cdef class _Attention(RepeatedOperator):
         self._problem.out = <char *><uintptr_t>out.data_ptr()
         self._query, self._out = query, out
         self._operation.kind, self._operation.problem = OPERATION_ATTENTION, &self._problem
+        self._operation.count = 1
 
     cdef int attend(self, object key, object value, object mask, int path, int threads) except -1:
         cdef attention_problem *p = &self._problem

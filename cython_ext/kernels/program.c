@@ -1,5 +1,18 @@
 #include "program.h"
 
+/* Attention of rows of a batch that have different lengths: each head of each by one thread. */
+typedef struct {
+    const kernel_path *path;
+    const attention_problem *problems;
+    char *memory;
+    int64_t bytes; /* one thread's */
+} attention_rows;
+
+typedef union {
+    attention_pass pass;
+    attention_rows rows;
+} attention_work;
+
 /* How much of what a program needs; operators use the same `scratch` in turn. */
 typedef struct {
     int64_t steps, heads, scratch;
@@ -20,6 +33,31 @@ static int plan_program(program *p, const kernel_path *path, int threads) {
     return 0;
 }
 
+/* Whether heads of rows keep the threads busy, so that none needs several. */
+static int are_many(const operation *o, int threads) {
+    return o->count > 1 && o->count * ((const attention_problem *)o->problem)->groups >= threads;
+}
+
+static void attend_head(void *of, int64_t chunk, int thread) {
+    const attention_rows *rows = of;
+    const int64_t groups = rows->problems->groups;
+    work_step steps[ATTENTION_STEPS];
+    attention_pass pass;
+    rows->path->plan_attention(&pass, rows->problems + chunk / groups, 1);
+    pass.first = chunk % groups, pass.count = 1;
+    rows->path->add_attention(steps, &pass, rows->memory + thread * rows->bytes, 1);
+    steps->work(steps->of, 0, thread);
+}
+
+/* What each thread needs for one problem after another. */
+static int64_t bytes_of_rows(const operation *o, const kernel_path *path) {
+    attention_pass pass;
+    int64_t bytes = 0;
+    for (int i = 0; i < o->count; i++)
+        bytes = most(bytes, path->plan_attention(&pass, (const attention_problem *)o->problem + i, 1));
+    return skinny_parts(bytes, CACHE_LINE) * CACHE_LINE;
+}
+
 /* Attention is planned anew each time: it depends on its slots. */
 static program_needs needs_of(const program *p, const kernel_path *path, int threads) {
     program_needs needs = {0};
@@ -28,11 +66,17 @@ static program_needs needs_of(const program *p, const kernel_path *path, int thr
         if (o->kind == OPERATION_LINEARS) {
             needs.scratch = most(needs.scratch, linears++->bytes);
             needs.steps += LINEAR_STEPS;
+        } else if (o->kind == OPERATION_ATTENTION && are_many(o, threads)) {
+            needs.scratch = most(needs.scratch, threads * bytes_of_rows(o, path));
+            needs.steps++, needs.heads++;
         } else if (o->kind == OPERATION_ATTENTION) {
-            attention_pass heads;
-            needs.scratch = most(needs.scratch, path->plan_attention(&heads, o->problem, threads));
-            do needs.steps += ATTENTION_STEPS, needs.heads++;
-            while (attention_next(&heads));
+            for (int i = 0; i < o->count; i++) {
+                attention_pass heads;
+                const attention_problem *row = (const attention_problem *)o->problem + i;
+                needs.scratch = most(needs.scratch, path->plan_attention(&heads, row, threads));
+                do needs.steps += ATTENTION_STEPS, needs.heads++;
+                while (attention_next(&heads));
+            }
         } else {
             needs.steps++;
         }
@@ -44,7 +88,7 @@ static program_needs needs_of(const program *p, const kernel_path *path, int thr
  * of a linear layer may fill less than the vector that is read of them. */
 static char *program_memory(program *p, program_needs needs) {
     const int64_t all = needs.steps * (int64_t)(sizeof(work_step) + sizeof(work_progress)) +
-                        needs.heads * (int64_t)sizeof(attention_pass) + needs.scratch + 2 * CACHE_LINE;
+                        needs.heads * (int64_t)sizeof(attention_work) + needs.scratch + 2 * CACHE_LINE;
     if (all > p->bytes) {
         char *memory = calloc(1, all);
         if (!memory) return NULL;
@@ -60,22 +104,29 @@ int run_program(program *p, const kernel_path *path, int threads) {
     work_progress *progress = (work_progress *)program_memory(p, needs);
     if (!progress) return -1;
     work_step *steps = (work_step *)(progress + needs.steps), *next = steps;
-    attention_pass *pass = (attention_pass *)(steps + needs.steps);
+    attention_work *work = (attention_work *)(steps + needs.steps);
     linear_pass *linears = p->linears;
-    char *scratch = aligned((char *)(pass + needs.heads));
+    char *scratch = aligned((char *)(work + needs.heads));
     for (const operation *o = p->operations; o < p->operations + p->count; o++) {
         if (o->kind == OPERATION_LINEARS) {
             path->add_linears(next, linears++, scratch, threads);
             next += LINEAR_STEPS;
+        } else if (o->kind == OPERATION_ATTENTION && are_many(o, threads)) {
+            const attention_problem *rows = o->problem;
+            work->rows = (attention_rows){path, rows, scratch, bytes_of_rows(o, path)};
+            *next++ = (work_step){.work = attend_head, .of = &work->rows, .chunks = o->count * rows->groups};
+            work++;
         } else if (o->kind == OPERATION_ATTENTION) {
-            attention_pass heads;
-            path->plan_attention(&heads, o->problem, threads);
-            do {
-                *pass = heads;
-                path->add_attention(next, pass, scratch, attention_threads(pass, threads, AWAKE_PRODUCTS));
-                pass++;
-                next += ATTENTION_STEPS;
-            } while (attention_next(&heads));
+            for (int i = 0; i < o->count; i++) {
+                attention_pass heads;
+                path->plan_attention(&heads, (const attention_problem *)o->problem + i, threads);
+                do {
+                    attention_pass *pass = &work++->pass;
+                    *pass = heads;
+                    path->add_attention(next, pass, scratch, attention_threads(pass, threads, AWAKE_PRODUCTS));
+                    next += ATTENTION_STEPS;
+                } while (attention_next(&heads));
+            }
         } else {
             *next++ = o->kind == OPERATION_NORM ? path->norm_step(o->problem) : path->element_step(o->problem);
         }

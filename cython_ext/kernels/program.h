@@ -10,7 +10,7 @@ enum { OPERATION_LINEARS, OPERATION_ATTENTION, OPERATION_NORM, OPERATION_ELEMENT
 
 typedef struct {
     int kind;
-    int count;     /* linears of the same x, of at most PASS_ROWS rows */
+    int count;     /* linears of the same x, of at most PASS_ROWS rows; attention of rows of a batch */
     void *problem; /* the first one's */
 } operation;
 

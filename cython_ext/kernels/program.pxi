@@ -9,13 +9,21 @@ cdef struct _Buffer:
 
 cdef struct _Place:
     # What a forward writes to of a layer, from `start` on, and what it then sees of it; counted from the
-    # first slot there is. `length` counts from the first that there ever was.
+    # first slot there is. `length` counts from the first that there ever was, as `base` does, which is the
+    # first there is. `apart`: rows are written to where `_Run` says.
     _Buffer keys, values
-    int64_t start, first, extent, length
+    int64_t start, first, extent, length, base
+    bint apart
+
+
+cdef struct _Run:
+    # Tokens of a line of a forward, `count` from `begin` on, that are written to a row of the cache, and the
+    # slot behind the last of them.
+    int64_t line, begin, count, row, end
 
 
 cdef class GivenLayers:
-    """What each layer of a cache is given by a forward that adds the same slots to all rows, and shows.
+    """What each layer of a cache is given by a forward that adds one stretch of slots to each row, and shows.
 
     Args:
         numbers: of the layers that are written to.
@@ -27,6 +35,11 @@ cdef class GivenLayers:
     cdef object _dtype
     cdef object _masks
     cdef list _kept
+    cdef object _read
+    cdef int64_t *_slots  # row and slot of each token, where rows differ
+    cdef _Run *_runs
+    cdef int64_t _tokens, _room
+    cdef int _run_count
 
     def __cinit__(self, numbers, dtype):
         self._numbers, self._dtype, self._kept, self._masks = list(numbers), dtype, [], ()
@@ -36,10 +49,67 @@ cdef class GivenLayers:
 
     def __dealloc__(self):
         free(self._places)
+        free(self._slots)
+        free(self._runs)
+
+    cdef bint read(self, rows, slots) except -1:
+        """Note where tokens are written to; whether that is one stretch of each row, these ascending.
+
+        Args:
+            rows, slots: int64 [lines, tokens]; rows broadcast.
+        """
+        cdef int64_t lines, width, line, i, place = 0, row, slot
+        cdef int64_t row_steps[2]
+        cdef int64_t slot_steps[2]
+        cdef const int64_t *row_data
+        cdef const int64_t *slot_data
+        cdef _Run *run = NULL
+        lines, width = slots.shape
+        rows = rows.expand(lines, width)
+        if lines * width > self._room:
+            free(self._slots)
+            free(self._runs)
+            self._room, self._runs = 0, NULL
+            self._slots = <int64_t *>calloc(2 * lines * width, sizeof(int64_t))
+            self._runs = <_Run *>calloc(lines * width, sizeof(_Run))
+            if self._slots == NULL or self._runs == NULL:
+                raise MemoryError("no memory for the places of tokens")
+            self._room = lines * width
+        row_steps, slot_steps = rows.stride(), slots.stride()
+        row_data, slot_data = <int64_t *><uintptr_t>rows.data_ptr(), <int64_t *><uintptr_t>slots.data_ptr()
+        self._tokens, self._run_count = lines * width, 0
+        for line in range(lines):
+            for i in range(width):
+                row = row_data[line * row_steps[0] + i * row_steps[1]]
+                slot = slot_data[line * slot_steps[0] + i * slot_steps[1]]
+                self._slots[place], self._slots[place + 1] = row, slot
+                place += 2
+                if run != NULL and i > 0 and run.row == row and run.end == slot:
+                    run.count, run.end = run.count + 1, slot + 1
+                    continue
+                if row < 0 or slot < 0 or (run != NULL and row <= run.row):
+                    return False
+                run = self._runs + self._run_count
+                run.line, run.begin, run.count, run.row, run.end = line, i, 1, row, slot + 1
+                self._run_count += 1
+        return True
+
+    cdef bint holds(self, const _Place *place) except -1:
+        """Whether a layer has all slots that were read."""
+        cdef const _Run *run
+        cdef int i
+        for i in range(self._run_count):
+            run = self._runs + i
+            if (
+                run.row >= place.keys.batch or run.row >= place.values.batch or run.end > place.length
+                or run.end - run.count < place.base or run.end - place.base <= place.first
+            ):
+                return False
+        return True
 
     def open(self, layers, masks, int64_t tokens):
         """Make room for so many tokens more in all layers, and let them hold these; False, and none of them
-        does, where they are not written to one stretch of slots in blocks.
+        does, where each row is not written to one stretch of slots in blocks.
 
         Args:
             layers: of the cache.
@@ -51,7 +121,8 @@ cdef class GivenLayers:
         cdef _Buffer like
         cdef int64_t room = 0, step = 0
         cdef uintptr_t data = 0
-        now.start, now.first, now.length = 0, 0, 0
+        now.start, now.first, now.length, now.apart = 0, 0, 0, False
+        self._read = None
         held, viewed, kept = None, None, []
         for number in self._numbers:
             layer = layers[number]
@@ -60,13 +131,20 @@ cdef class GivenLayers:
             if view is None:
                 now.start, now.first, now.length = store.length, -1, store.length + tokens
             elif view is not viewed:
-                if view.places is not None or view.extent is None:
+                if view.extent is None:
                     return False
-                now.start, now.length = view.start, view.extent
+                now.apart, now.length = view.places is not None, view.extent
+                if now.apart and view.places is not self._read:
+                    rows, slots = view.places
+                    if not self.read(rows, slots):
+                        return False
+                    self._read = view.places
+                now.start = 0 if now.apart else view.start
                 now.first = -1 if view.first is None else view.first
             viewed = view
             place = self._places + <int64_t>number
             place.start, place.first, place.length = now.start, now.first, now.length
+            place.apart = now.apart
             refs = store.block_refs
             if not refs:
                 return False
@@ -83,8 +161,11 @@ cdef class GivenLayers:
                 buffer[0] = like
                 buffer.data = <char *>(data + <int64_t>which * step)
                 buffer = &place.values
-            place.start, place.extent = place.start - <int64_t>base, place.length - <int64_t>base
-            place.first = 0 if place.first < 0 else place.first - <int64_t>base
+            place.base = base
+            place.start, place.extent = place.start - place.base, place.length - place.base
+            place.first = 0 if place.first < 0 else place.first - place.base
+            if place.apart and not self.holds(place):
+                return False
         for number in self._numbers:
             layers[number].store.length = self._places[<int64_t>number].length
         self._kept, self._masks = kept, masks
@@ -92,7 +173,7 @@ cdef class GivenLayers:
 
     def close(self):
         """Forget what was given."""
-        self._kept, self._masks = [], ()
+        self._kept, self._masks, self._read = [], (), None
 
 
 cdef class RepeatedUpdate:
@@ -144,18 +225,24 @@ cdef class RepeatedUpdate:
         cdef _Place *place = given._places + self._layer
         cdef _Buffer *buffer = &place.keys
         cdef element_problem *p
+        cdef int64_t start
+        cdef bint fits
         cdef int i
         for i in range(2):
             p = self._problems + i
-            if (
-                p.shape[0] != buffer.batch or p.shape[1] != buffer.heads or p.shape[3] != buffer.depth
-                or p.shape[2] != place.extent - place.start
-            ):
+            if place.apart:
+                fits = p.shape[0] * p.shape[2] == given._tokens
+            else:
+                fits = p.shape[0] == buffer.batch and p.shape[2] == place.extent - place.start
+            if not fits or p.shape[1] != buffer.heads or p.shape[3] != buffer.depth:
                 raise ValueError(
                     f"layer {self._layer}: expected room for {list(self._states[i].shape)}, got "
                     f"{[buffer.batch, buffer.heads, place.extent - place.start, buffer.depth]}"
                 )
-            p.out = buffer.data + place.start * buffer.strides[2] * skinny_item_bytes(p.dtype)
+            # Where rows differ, slots are counted from the first that there ever was.
+            start = -place.base if place.apart else place.start
+            p.out = buffer.data + start * buffer.strides[2] * skinny_item_bytes(p.dtype)
+            p.places = given._slots if place.apart else NULL
             p.strides[2] = [buffer.strides[0], buffer.strides[1], buffer.strides[2], 1]
             buffer = &place.values
         return 0
@@ -174,6 +261,11 @@ cdef class RepeatedAttend:
     cdef object _again
     cdef object _mask
     cdef int _layer
+    cdef attention_problem *_rows  # where they have different lengths
+    cdef int _room
+
+    def __dealloc__(self):
+        free(self._rows)
 
     def __init__(self, attend, again, int layer, mask):
         self._attend, self._again, self._layer, self._mask = attend, again, layer, mask
@@ -185,35 +277,74 @@ cdef class RepeatedAttend:
     def compiles(self):
         return isinstance(self._again, RepeatedAttention) and (<_Attention>self._again)._query.stride(3) == 1
 
-    cdef int place(self, GivenLayers given, dict seen) except -1:
+    cdef int place(self, GivenLayers given, dict seen, operation *as_operation) except -1:
         """Let it read what a forward shows.
 
         Args:
             seen: attention whose masks are known in this forward, by these.
+            as_operation: what computes it.
         """
         cdef _Attention again = self._again, like
         cdef attention_problem *p = &again._problem
         cdef _Place *place = given._places + self._layer
         cdef int64_t bytes = skinny_item_bytes(p.dtype)
-        if place.keys.batch != p.batch or place.keys.depth != p.depth or again._heads % place.keys.heads:
+        cdef bint fits
+        if place.apart:
+            fits = p.batch * p.queries == given._tokens
+        else:
+            fits = p.batch == place.keys.batch
+        if not fits or place.keys.depth != p.depth or again._heads % place.keys.heads:
             raise ValueError(f"layer {self._layer}: expected keys that fit {list(again._query.shape)}")
         p.groups, p.width = place.values.heads, place.values.depth
         p.heads, p.slots = again._heads // p.groups, place.extent - place.first
         p.key = place.keys.data + place.first * place.keys.strides[2] * bytes
         p.value = place.values.data + place.first * place.values.strides[2] * bytes
         p.key_strides, p.value_strides = place.keys.strides, place.values.strides
-        known = seen.get(self._mask)
-        if known is not None:
-            like = known
-            if (
-                like._problem.slots == p.slots and like._problem.queries == p.queries
-                and like._problem.batch == p.batch and like._heads == again._heads
-            ):
-                p.mask, p.mask_kind = like._problem.mask, like._problem.mask_kind
-                p.mask_strides = like._problem.mask_strides
-                return 0
-        again.see(None if self._mask is None else given._masks[self._mask])
-        seen[self._mask] = again
+        mask = None if self._mask is None else given._masks[self._mask]
+        if place.apart and mask is not None:
+            p.slots = mask.size(3)  # which are not those of rows that are not fed
+        like = seen.get(self._mask)
+        if (
+            like is not None and like._problem.slots == p.slots and like._problem.queries == p.queries
+            and like._problem.batch == p.batch and like._heads == again._heads
+        ):
+            p.mask, p.mask_kind = like._problem.mask, like._problem.mask_kind
+            p.mask_strides = like._problem.mask_strides
+        else:
+            again.see(mask)
+            seen[self._mask] = again
+        as_operation.problem, as_operation.count = p, 1
+        if place.apart:
+            self.part(given, place, as_operation)
+        return 0
+
+    cdef int part(self, GivenLayers given, const _Place *place, operation *as_operation) except -1:
+        """Let each row's tokens read what the layer has of that row."""
+        cdef attention_problem *whole = <attention_problem *>as_operation.problem
+        cdef attention_problem *p
+        cdef int64_t bytes = skinny_item_bytes(whole.dtype), heads = whole.groups * whole.heads
+        cdef int64_t mask_bytes = 1 if whole.mask_kind == MASK_BOOL else bytes
+        cdef const _Run *run
+        cdef int i
+        if given._run_count > self._room:
+            free(self._rows)
+            self._rows = <attention_problem *>calloc(given._run_count, sizeof(attention_problem))
+            self._room = 0 if self._rows == NULL else given._run_count
+            if self._rows == NULL:
+                raise MemoryError("no memory for attention of rows")
+        for i in range(given._run_count):
+            run, p = given._runs + i, self._rows + i
+            p[0] = whole[0]
+            p.batch, p.queries, p.slots = 1, run.count, run.end - place.base - place.first
+            if p.slots > whole.slots:
+                raise ValueError(f"mask: expected at least {p.slots} slots of row {run.row}, got {whole.slots}")
+            p.query += (run.line * whole.query_strides[0] + run.begin * whole.query_strides[2]) * bytes
+            p.out += (run.line * whole.queries + run.begin) * heads * whole.width * bytes
+            p.key += run.row * whole.key_strides[0] * bytes
+            p.value += run.row * whole.value_strides[0] * bytes
+            if whole.mask_kind != MASK_NONE:
+                p.mask += (run.line * whole.mask_strides[0] + run.begin * whole.mask_strides[2]) * mask_bytes
+        as_operation.problem, as_operation.count = self._rows, given._run_count
         return 0
 
 
@@ -227,7 +358,7 @@ cdef class CompiledOperators:
 
     cdef program _program
     cdef list _operators
-    cdef list _placed
+    cdef list _placed  # those on the cache, with the number of the first operation of each
     cdef GivenLayers _given
 
     def __cinit__(self, operators, GivenLayers given):
@@ -237,12 +368,14 @@ cdef class CompiledOperators:
         cdef operation *next
         cdef int i
         self._operators, self._given = list(operators), given
-        self._placed = [x for x in operators if not isinstance(x, RepeatedOperator)]
+        self._placed = []
         self._program.operations = <operation *>calloc(2 * len(self._operators) + 1, sizeof(operation))
         if self._program.operations == NULL:
             raise MemoryError("no memory for the operators of a program")
         next = self._program.operations
         for operator in self._operators:
+            if not isinstance(operator, RepeatedOperator):
+                self._placed.append((operator, next - self._program.operations))
             if isinstance(operator, RepeatedUpdate):
                 update = operator
                 for i in range(2):
@@ -264,11 +397,12 @@ cdef class CompiledOperators:
     def __call__(self):
         cdef int threads = _get_num_threads(), failed
         cdef dict seen = {}
-        for placed in self._placed:
+        cdef int64_t i
+        for placed, i in self._placed:
             if isinstance(placed, RepeatedUpdate):
                 (<RepeatedUpdate>placed).place(self._given)
             else:
-                (<RepeatedAttend>placed).place(self._given, seen)
+                (<RepeatedAttend>placed).place(self._given, seen, self._program.operations + i)
         with nogil:
             failed = run_program(&self._program, _paths + _path_count - 1, threads)
         if failed:

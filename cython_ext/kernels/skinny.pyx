@@ -116,6 +116,7 @@ cdef extern from "program.h" nogil:
         int64_t strides[3][4]
         int dtype
         int kind
+        const int64_t *places
 
     ctypedef struct work_step:
         pass

@@ -179,7 +179,7 @@ class Generation:
         verifier = self.verifier
         length, variant = verifier.cache.slots.longest, verifier.cost_variant
         if verifier.packed:
-            return self.costs.at(length, variant, packed=rows)
+            return self.costs.at(length, variant, verifier.widths, packed=rows)
         return self.costs.at(length, variant, verifier.widths)
 
     def prefill(self) -> Any:

@@ -96,8 +96,8 @@ class Verifier:
 
     Attributes:
         begun: slots per row that held the prompt.
-        widths: the numbers of tokens per row that forwards are filled up to; what is wider, or any
-            number where there are none, is fed as it is.
+        widths: the numbers of tokens per row, or of all packed rows, that forwards are filled up
+            to; what is wider, or any number where there are none, is fed as it is.
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
         packed: whether a forward costs what all rows feed together, so that rows which have ended
             cost nothing; otherwise it is as wide as the widest row.

@@ -8,16 +8,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist import Assistant, reroute
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.cache.states import SavedStates
-from hf_retrieval_assist.engines.cpu import tree_verifier
 from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
-from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
 from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, MAX_ROWS
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
-from hf_retrieval_assist.host.scopes import attending, innermost
+from hf_retrieval_assist.host.scopes import attending
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.types.token_tree import Forest, TokenTree
@@ -31,10 +29,10 @@ from hf_retrieval_assist.verification.tree_attention import layer_masks, single_
 from hf_retrieval_assist.verification.tree_verifier import TreeVerifier
 from hf_retrieval_assist.verification.verified import TopLogits, Verified
 from hf_retrieval_assist.verification.verifier import ForwardScope
-from tests.support.lossless import build, padded, prompts_of
+from tests.support.lossless import build, prompts_of
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.scripted import Scripted
-from tests.support.watching import calls_of, fed_shapes
+from tests.support.watching import fed_shapes
 
 ROWS, LENGTH = 4, 11
 
@@ -288,26 +286,6 @@ def test_a_long_backlog_of_a_recurrence_is_fed_without_drafts():
     saved.begin(undo=False)
     saved.keep(20, 20)
     assert not saved.full
-
-
-def test_packed_rows_are_no_recorded_forward(monkeypatch):
-    """A program knows of one text's tokens; packed ones would look like its."""
-    seen, call = [], RepeatedForward.__call__
-
-    def watched(repeated, **given):
-        seen.append(innermost())
-        return call(repeated, **given)
-
-    monkeypatch.setattr(RepeatedForward, "__call__", watched)
-    packed = calls_of(monkeypatch, tree_verifier, "PackedAttention")
-    model, options = build(), {"do_sample": False, "max_new_tokens": 24}
-    plain = model.generate(**padded(3), **options)
-    for _ in range(2):
-        assistant = SamAssistant(budget=4)
-        assert torch.equal(plain, model.generate(**padded(3), **options, assistant=assistant))
-    assert packed
-    assert seen
-    assert not any(seen)
 
 
 @pytest.mark.parametrize("on_host", [False, True])

@@ -19,7 +19,7 @@ from ...system.tensors import thread
 from .recording import Attend, MakeAttend, UnrecordableError
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
 
-__all__ = ["attention", "plain_attention"]
+__all__ = ["attention", "by_kernel", "plain_attention", "takes_kernel"]
 
 plain_attention = sdpa_attention_forward
 
@@ -27,7 +27,7 @@ plain_attention = sdpa_attention_forward
 MAX_SCORES = 1 << 25
 
 
-def _takes_kernel(
+def takes_kernel(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -62,11 +62,12 @@ def _noted(
 ) -> tuple[torch.Tensor, MakeAttend]:
     """What attention gives, and what makes what computes it anew."""
     out, _ = attention(module, query, key, value, mask, **options)
-    by_kernel = _takes_kernel(module, query, key, value, mask, options)
-    return out, _by_kernel if by_kernel else partial(_plainly, module)
+    by_kernels = takes_kernel(module, query, key, value, mask, options)
+    return out, by_kernel if by_kernels else partial(_plainly, module)
 
 
-def _by_kernel(query: torch.Tensor, options: dict[str, Any], out: torch.Tensor) -> Attend:
+def by_kernel(query: torch.Tensor, options: dict[str, Any], out: torch.Tensor) -> Attend:
+    """What computes attention anew by the kernel."""
     again: Attend = RepeatedAttention(query, options.get("scaling"), out)
     return again
 
@@ -96,6 +97,6 @@ def attention(
             raise UnrecordableError("attention is asked for more than its output")
         compute = partial(_noted, module, options)
         return recording.attend(compute, query, key, value, attention_mask, options), None
-    if not _takes_kernel(module, query, key, value, attention_mask, options):
+    if not takes_kernel(module, query, key, value, attention_mask, options):
         return plain_attention(module, query, key, value, attention_mask, **options)
     return kernel_attention(query, key, value, attention_mask, options.get("scaling")), None

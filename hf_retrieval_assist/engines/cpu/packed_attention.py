@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...host.scopes import Attention
+from ...host.scopes import Attention, asks_for_more
 from ...system.lazy import cached_property
+from ...system.tensors import thread
+from .attention import attention, by_kernel, takes_kernel
+from .recording import MakeAttend, UnrecordableError
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,23 @@ def spans_of(rows: Sequence[int], widths: Sequence[int], slots: Sequence[int]) -
 
 class PackedAttention:
     """What computes attention in a packed forward: span by span, by the function in whose place it
-    stands, so that a row costs what it feeds and what it has kept.
+    stands, so that a row costs what it feeds and what it has kept. A forward that is recorded notes
+    it as a whole: a program is told of the rows by where their tokens are written.
 
     Args:
-        spans: of all rows that are fed.
+        rows, widths, slots: see `spans_of`.
         extent: slots that layers show which show all; others leave out some of the first.
     """
 
-    def __init__(self, spans: Sequence[PackedSpan], extent: int):
-        self.spans = spans
+    def __init__(
+        self, rows: Sequence[int], widths: Sequence[int], slots: Sequence[int], extent: int
+    ):
+        self._fed = rows, widths, slots
         self.extent = extent
+
+    @cached_property
+    def spans(self) -> list[PackedSpan]:
+        return spans_of(*self._fed)
 
     def __call__(
         self,
@@ -110,14 +121,37 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, None]:
         """[1, tokens, heads, width] for queries [1, heads, tokens, depth], keys and values
         [batch, shared heads, slots, depth] and a mask [1, 1, tokens, slots]."""
+        compute = partial(self._noted, plain, module, options)
+        if (recorder := thread.recorder) is None:
+            return compute(query, key, value, attention_mask)[0], None
+        if plain is not attention or asks_for_more(options):
+            raise UnrecordableError("packed rows whose attention is somebody else's")
+        arguments = query, key, value, attention_mask, options
+        return recorder.attend(compute, *arguments, packed=True), None
+
+    def _noted(
+        self,
+        plain: Attention,
+        module: Any,
+        options: dict[str, Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, MakeAttend]:
+        """What attention gives, and what makes what computes it anew, if the kernel does."""
         first = self.extent - key.shape[2]
-        parts = []
+        parts, by_kernels = [], True
         for span in self.spans:
             slots = span.slots - first
             own = slice(span.row, span.row + len(span.widths)), slice(None), slice(slots)
-            mask = attention_mask
-            if mask is not None:
-                mask = span.rows(mask[..., :slots])
-            out, _ = plain(module, span.rows(query), key[own], value[own], mask, **options)
+            seen = None if mask is None else span.rows(mask[..., :slots])
+            given = span.rows(query), key[own], value[own], seen
+            out, _ = plain(module, *given, **options)
             parts.append(span.behind_one_another(out))
-        return torch.cat(parts, dim=1), None
+            by_kernels = by_kernels and takes_kernel(module, *given, options)
+        return torch.cat(parts, dim=1), by_kernel if by_kernels else _unrecordable
+
+
+def _unrecordable(*_: Any) -> Any:
+    raise UnrecordableError("packed rows whose attention no kernel computes")

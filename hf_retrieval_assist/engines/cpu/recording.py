@@ -9,8 +9,9 @@ kernels are one compiled call, from one that has none to the next: linears, atte
 copies, sums and products, and functions of one number of two bytes, which are looked up. Others
 stay PyTorch's, in a Llama those that turn positions into angles.
 
-The compiled call knows where the cache lies as long as all rows are written to the same slots;
-otherwise its layers are written to and read by their own methods, between two such calls.
+The compiled call knows where the cache lies, and which slots each row is written to, rows packed
+behind one another or not. Where attention is not the kernels', layers are written to and read by
+their own methods, between two such calls.
 
 A program computes what Python decided while it was recorded. So nothing is recorded that decides by
 numbers in tensors, draws random numbers, or reads a tensor that is neither the model's own nor
@@ -136,6 +137,10 @@ class Program:
         last: computes its logits behind them.
         last_layer: the operator that does the same, if it is a linear layer.
         nbytes: that its tensors take.
+        packed: whether its tokens are those of several rows, which the compiled call alone knows.
+
+    Raises:
+        UnrecordableError: they are, and layers are not written to and read in such a call.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class Program:
         last: Callable[[], torch.Tensor],
         last_layer: Operator | None,
         nbytes: int,
+        packed: bool = False,
     ) -> None:
         self._inputs, self._given, self._operators = inputs, given, operators
         self._last, self._last_layer = last, last_layer
@@ -158,6 +164,9 @@ class Program:
         # A layer that is written to twice has moved on in between.
         if all(map(can_compile, on_cache)) and self._updates and len({*numbers}) == len(numbers):
             self._placed = GivenLayers(numbers, self._updates[0].dtype)
+        self._packed = packed
+        if packed and self._placed is None:
+            raise UnrecordableError("packed rows in layers that no kernel writes to")
         self._plans: dict[Any, _Plan] = {}
         self._variants: WeakKeyDictionary[Any, Variant] = WeakKeyDictionary()
         self.nbytes = nbytes
@@ -220,6 +229,8 @@ class Program:
         placed = self._placed is not None and self._placed.open(
             layers, masks, self._updates[0].tokens
         )
+        if self._packed and not placed:
+            raise UnrecordableError("packed rows that are not written to one stretch of slots each")
         key = frozenset(overridden), placed
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) == _MOST_PLANS:
@@ -377,7 +388,7 @@ class Recorder(TorchDispatchMode):
         self._linear: tuple[Callable[..., torch.Tensor], Any, int] | None = None
         # Linear layers by the rows that they read, with the place at which they are computed.
         self._together: dict[Any, tuple[Any, int]] = {}
-        self._watch = _Watch()
+        self._watch, self._packed = _Watch(), False
 
     def __enter__(self) -> Recorder:
         super().__enter__()
@@ -418,7 +429,8 @@ class Recorder(TorchDispatchMode):
             results = Results(self._noted, self._made, [logits])
             final, layer = results.moved(logits).clone, None
         operators = [x for one in results.operators() for x in getattr(one, "copies", [one])]
-        return Program(self.inputs, self._given, operators, final, layer, results.nbytes)
+        parts = self.inputs, self._given, operators, final, layer, results.nbytes
+        return Program(*parts, packed=self._packed)
 
     def linear(
         self,
@@ -486,9 +498,11 @@ class Recorder(TorchDispatchMode):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         options: Mapping[str, Any],
+        packed: bool = False,
     ) -> torch.Tensor:
         """Note attention over what a layer of the cache has shown; `compute` returns what it gives,
-        and what makes what computes it anew."""
+        and what makes what computes it anew. `packed`: tokens see the slots of their own rows."""
+        self._packed = self._packed or packed
         for tensor in tree_iter((query, dict(options))):
             if isinstance(tensor, torch.Tensor):
                 self._require_known(tensor)

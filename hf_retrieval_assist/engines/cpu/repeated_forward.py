@@ -30,7 +30,8 @@ from .recording import Program, Recorder, UnrecordableError
 PATIENCE = 4
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tokens that forwards of one row are filled up to, so that there are few kinds of them."""
+"""Tokens that forwards of one row, or of packed rows together, are filled up to, so that there are
+few kinds of them."""
 
 # All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20
@@ -137,7 +138,7 @@ class RepeatedForward(Borrower[Programs]):
         repeats: whether some forwards were repeated when the call began: a step then takes as long
             as a repeated one, else as long as a computed one.
         typical: whether the last forward was one of these.
-        widths: what forwards of one row are filled up to.
+        widths: what forwards of one row, or of packed rows, are filled up to.
     """
 
     _told = logging.INFO, "are not recorded"
@@ -189,8 +190,8 @@ class RepeatedForward(Borrower[Programs]):
         if self._single is None and self.is_current():
             assert self._programs is not None
             kinds: dict[Any, _ShapeRecording] = self._programs.kinds
-            for (shapes, masked, threads), kind in kinds.items():
-                alone = dict(shapes)["input_ids"].numel() == 1 and all(masked)
+            for (shapes, masked, threads, packed), kind in kinds.items():
+                alone = dict(shapes)["input_ids"].numel() == 1 and all(masked) and not packed
                 if alone and threads == torch.get_num_threads() and kind.trusted and kind.content:
                     self._single = kind.content[0]
         return self._single
@@ -211,16 +212,19 @@ class RepeatedForward(Borrower[Programs]):
             or inputs["input_ids"].numel() > MAX_ROWS
         ):
             return self._compute(**given)
+        shape, batch = tuple(inputs["input_ids"].shape), len(self._cache.slots.lengths)
+        packed = shape[0] != batch
         mask = given.get("attention_mask")
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
         key = (
             tuple([(name, tensor.shape) for name, tensor in inputs.items()]),
             tuple([one is None for one in masks]),
             torch.get_num_threads(),
+            packed,
         )
         if key not in (kinds := programs.kinds):
             kinds[key] = _ShapeRecording(PATIENCE)
-            kinds[key].key = tuple(inputs["input_ids"].shape)
+            kinds[key].key = ("packed", shape[1]) if packed else shape
         seen = [one for one in masks if one is not None]
         asked = _Asked(
             self._model, self._compute, given, inputs, self._cache.layers, seen, programs

@@ -20,7 +20,7 @@ from ...verification.tree_verifier import TreeVerifier
 from ...verification.verified import Verified
 from ...verification.verifier import ForwardScope
 from .copies import Copies
-from .packed_attention import PackedAttention, spans_of
+from .packed_attention import PackedAttention
 from .recording import PackedModel, Program
 from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
 from .reroute import reroute
@@ -90,9 +90,10 @@ class CpuTreeVerifier(TreeVerifier):
     """Verifies one token tree per row; see the module's docstring.
 
     Packed, the model is shown one row of tokens, [1, tokens], with the positions that they have in
-    their texts: every row adds what it feeds and no filler, and rows that have ended are not there.
-    Only attention has to know of rows; it is exchanged for the forward and looks every token up in
-    its own row's slots.
+    their texts: every row adds what it feeds, and rows that have ended are not there. Some add
+    filler where forwards are repeated, so that there are few numbers of tokens. Only attention has
+    to know of rows; it is exchanged for the forward and looks every token up in its own row's
+    slots.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -108,8 +109,10 @@ class CpuTreeVerifier(TreeVerifier):
         repeats, self._repeats = self._repeats, False
         if repeats and can_repeat(self.model, self.cache):
             self._repeated = RepeatedForward(self.model, self.compute, self.cache, self.kwargs)
-            if len(self.prompt_ids) == 1 and not self.packed:
-                self.widths = self._repeated.widths
+            rows, widths = len(self.prompt_ids), self._repeated.widths
+            if widths and (rows == 1 or self.packed):
+                # A step in which no row drafts has no filler.
+                self.widths = tuple(sorted({rows, *widths}))
 
     @property
     def cost_variant(self) -> str:
@@ -184,12 +187,11 @@ class CpuTreeVerifier(TreeVerifier):
     def _feed_packed(
         self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]
     ) -> Verified:
-        """Feed rows behind one another, or side by side where that takes no filler."""
+        """Feed rows behind one another, or side by side where each is fed one token."""
         # Other processes may wait for a forward in which no row has anything to feed.
-        members = [row.index for row in rows] or [0]
-        width = self._bucket(1 + max(trees.sizes))
-        fed = TreeTokens.of(roots, trees, self.cache.slots.lengths, members, width)
-        if len(fed.rows) == len(trees) and fed.counts.min() == width:
+        fed = self._filled(roots, trees, [row.index for row in rows] or [0])
+        width = fed.token_ids.shape[1]
+        if width == 1 and len(fed.rows) == len(trees):
             lined = self._feed_lines(fed)
             return Verified(lined.outputs.logits.flatten(0, 1)[None], lined.roots, lined.outputs)
         ids, lines = fed.packed(self.device)
@@ -197,15 +199,26 @@ class CpuTreeVerifier(TreeVerifier):
         arguments["position_ids"] = arguments["position_ids"].transpose(-1, -2)
         for name, types in self._token_types.items():
             arguments[name] = types[lines.rows].T
-        in_use = fed.lengths + fed.counts
-        spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
+        numbers = fed.rows.tolist(), fed.counts.tolist(), (fed.lengths + fed.counts).tolist()
         extent = self.cache.slots.longest + width
-        with self._attending(PackedAttention(spans, extent)):
-            # A repeated one would not know of the rows.
-            outputs = self._run(ids.T, len(ids), arguments, views, self.compute)
+        with self._attending(PackedAttention(*numbers, extent)):
+            outputs = self._run(ids.T, len(ids), arguments, views)
         begins = np.zeros(len(trees), np.int64)
         begins[fed.rows] = fed.begins
         return Verified(outputs.logits, begins.tolist(), outputs)
+
+    def _filled(self, roots: Sequence[int], trees: Forest, members: Sequence[int]) -> TreeTokens:
+        """The tokens of some rows, together as many as one of `widths`, if that is possible: filler
+        counts as theirs, and is written where their next tokens are."""
+        widest, tokens = 1 + max(trees.sizes), len(members) + len(trees.token_ids)
+        wanted = next((width for width in self.widths if width >= tokens), tokens)
+        width = max(widest, math.ceil(wanted / len(members)))
+        if width > self.most_fed:
+            width, wanted = widest, tokens
+        fed = TreeTokens.of(roots, trees, self.cache.slots.lengths, members, width)
+        room = width - fed.counts
+        before = room.cumsum() - room
+        return fed._replace(counts=fed.counts + (wanted - tokens - before).clip(0, room))
 
     def end(self, tokens: int) -> None:
         self._give_back_recordings()

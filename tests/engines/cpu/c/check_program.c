@@ -28,7 +28,7 @@ typedef struct {
     linear_problem linears[LAYERS][2];
     element_problem lookups[LAYERS];
     norm_problem norms[LAYERS];
-    attention_problem attends[LAYERS];
+    attention_problem attends[LAYERS], parts[LAYERS][2];
     operation operations[4 * LAYERS];
     char *x, *projected, *looked_up, *normed;
 } network;
@@ -51,7 +51,7 @@ static void build(network *n, int dtype, int64_t rows, int64_t depth, char **wei
                                                 depth, 2 * depth, dtype, dtype, NULL, 0};
         n->lookups[i] = (element_problem){n->projected, dtype == SKINNY_FLOAT32 ? n->projected : table, n->looked_up,
                                           {1, 1, rows, depth}, {{0, 0, 2 * depth, 1}, {0}, {0, 0, depth, 1}}, dtype,
-                                          dtype == SKINNY_FLOAT32 ? ELEMENT_COPY : ELEMENT_TABLE};
+                                          dtype == SKINNY_FLOAT32 ? ELEMENT_COPY : ELEMENT_TABLE, NULL};
         n->norms[i] = (norm_problem){n->looked_up, keys, n->normed, rows, depth, 1e-5f, dtype, 16, 0, 1};
         n->attends[i] = (attention_problem){n->normed, keys, keys, NULL, n->x, 1, heads, 1, rows, slots, 16, 16,
                                             {0, 16, depth}, {0, 16, depth}, {0, 16, depth}, {0}, 0.25f, dtype,
@@ -59,7 +59,15 @@ static void build(network *n, int dtype, int64_t rows, int64_t depth, char **wei
         n->operations[4 * i] = (operation){OPERATION_LINEARS, 2, n->linears[i]};
         n->operations[4 * i + 1] = (operation){OPERATION_ELEMENTS, 1, n->lookups + i};
         n->operations[4 * i + 2] = (operation){OPERATION_NORM, 1, n->norms + i};
-        n->operations[4 * i + 3] = (operation){OPERATION_ATTENTION, 1, n->attends + i};
+        /* Queries apart from one another, as those of rows of a batch are. */
+        const int64_t first = between(0, rows - 1);
+        for (int j = 0; j < 2; j++) {
+            n->parts[i][j] = n->attends[i];
+            n->parts[i][j].query += j * first * depth * bytes;
+            n->parts[i][j].out += j * first * depth * bytes;
+            n->parts[i][j].queries = j ? rows - first : first;
+        }
+        n->operations[4 * i + 3] = (operation){OPERATION_ATTENTION, first ? 2 : 1, n->parts[i] + !first};
     }
 }
 
