@@ -120,20 +120,49 @@ class PlainBlock(PlainHead):
         size = self.settings["block_size"]
         masks = [self.settings["mask_token_id"]] * (size - 1)
         x = self.embeddings[torch.tensor([text[-1], *masks])]
+        x = x * self.settings.get("input_embedding_scale", 1)
         context, known = self.norm(self.linear(features, "fc"), "hidden_norm"), len(features)
         for number in range(self.settings["num_hidden_layers"]):
             layer = f"layers.{number}"
             normed = self.norm(x, f"{layer}.input_layernorm")
-            read = torch.cat([context, normed])
+            kernels = self.kernels(normed, f"{layer}.attention_conv")
+            read = torch.cat([context, self.convolved(normed, kernels, 0)])
             q, k, v = (self.heads(read, layer, name) for name in "qkv")
             later = torch.zeros(known + size, known + size, dtype=torch.bool)
             kinds = self.settings.get("layer_types", [])
             if self.causal and kinds[number : number + 1] == ["sliding_attention"]:
                 later = later.logical_not().triu(1)
+            if kernels is not None and kinds[number : number + 1] == ["sliding_attention"]:
+                places = torch.arange(known + size)
+                window = self.settings["sliding_window"]
+                later = later | ((places[:, None] - places).abs() >= window)
             mixed = self.attention(self.rotate(q), self.rotate(k), v, later)[known:].flatten(1)
-            x = x + self.linear(mixed, f"{layer}.self_attn.o_proj")
-            x = self.feed_forward(x, layer)
+            mixed = self.linear(mixed, f"{layer}.self_attn.o_proj")
+            x = x + self.convolved(mixed, kernels, 1)
+            normed = self.norm(x, f"{layer}.post_attention_layernorm")
+            kernels = self.kernels(normed, f"{layer}.mlp_conv")
+            inner = self.swiglu(self.convolved(normed, kernels, 0), f"{layer}.mlp")
+            x = x + self.convolved(inner, kernels, 1)
         return self.norm(x, "norm")[self.first :]
+
+    def kernels(self, x, conv):
+        """[2, taps, n, width]; None in a head without convolutions."""
+        if f"{conv}.base_kernel" not in self.tensors:
+            return None
+        base, group = self.tensors[f"{conv}.base_kernel"], self.settings["conv_group_size"]
+        made = self.linear(x, f"{conv}.kernel_projection").unflatten(-1, (*base.shape[:2], -1))
+        return base[:, :, None] + made.permute(1, 2, 0, 3).repeat_interleave(group, dim=-1)
+
+    @staticmethod
+    def convolved(x, kernels, side):
+        """Each slot mixed with those before it."""
+        if kernels is None:
+            return x
+        found = torch.zeros_like(x)
+        for slot in range(len(x)):
+            for back, weights in enumerate(kernels[side][: slot + 1]):
+                found[slot] += weights[slot] * x[slot - back]
+        return found
 
     def given(self, features, text, path):
         """Probabilities [ids] behind a path; a confidence head's is that of the likeliest one."""
@@ -141,8 +170,16 @@ class PlainBlock(PlainHead):
         memory, before = torch.zeros(rank), text[-1]
         for hidden, token in zip(states, [*path, None], strict=False):
             row = self.tensors["markov_head.markov_w1.weight"][before] if rank else hidden[:0]
-            logits = hidden @ self.output.T
-            seen = logits.topk(self.top_k or len(logits)).indices
+            logits = hidden @ self.output.T * self.settings.get("output_multiplier", 1)
+            if cap := self.settings.get("final_logit_softcapping"):
+                logits = cap * (logits / cap).tanh()
+            looked_at = self.settings.get("selector_top_k", self.top_k or len(logits))
+            seen = logits.topk(looked_at).indices
+            if "selector_rank" in self.settings:
+                weighed = self.linear(hidden, "candidate_selector.hidden_projection")
+                weighed = weighed * self.tensors["candidate_selector.predecessor_codebook"][before]
+                share = self.tensors["candidate_selector.successor_codebook"] @ weighed
+                logits = logits.index_add(0, seen, share[seen])
             if rank:
                 inner, memory = self.inner(row, hidden, memory)
                 share = self.tensors["markov_head.markov_w2.weight"] @ inner

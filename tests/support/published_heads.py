@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 WIDTH, INNER, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 4, 2, 8
 VOCAB, DRAFTED, RANK, BLOCK = 128, 96, 6, 4
+TAPS, GROUP = 2, 8
 
 LAYER = {
     "hidden_size": WIDTH,
@@ -77,6 +78,18 @@ def _dspark(vocab, drafted, **extra):
     return _dflash() | shapes | {f"markov_head.{name}": shape for name, shape in extra.items()}
 
 
+def _dflash2():
+    shapes = {
+        "candidate_selector.predecessor_codebook": (VOCAB, RANK),
+        "candidate_selector.successor_codebook": (VOCAB, RANK),
+        "candidate_selector.hidden_projection.weight": (RANK, WIDTH),
+    }
+    for conv in [f"layers.{n}.{part}_conv" for n in range(2) for part in ("attention", "mlp")]:
+        shapes[f"{conv}.base_kernel"] = (2, TAPS, WIDTH)
+        shapes[f"{conv}.kernel_projection.weight"] = (2 * TAPS * WIDTH // GROUP, WIDTH)
+    return _dflash() | shapes
+
+
 def _speculators(kind, layer, drafts=BLOCK - 1, **settings):
     methods = [{"proposal_type": "greedy", "speculative_tokens": drafts}]
     verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
@@ -102,6 +115,9 @@ REDUCED = {"lm_head.weight": (DRAFTED, WIDTH), "d2t": (DRAFTED,), "t2d": (VOCAB,
 MASKED = {"mask_token_id": 3, "block_size": BLOCK}
 SPARK = MASKED | {"markov_rank": RANK, "enable_confidence_head": True}
 SPARK |= {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
+SELECTS = {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
+SELECTS |= {"selector_rank": RANK, "selector_top_k": 8}
+SCALED = {"output_multiplier": 0.2, "final_logit_softcapping": 20.0}
 AUX = {"aux_hidden_state_layer_ids": [2, 5]}
 LAYERS = {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
 ENCODER_NORM = "encoder.output_norm_enc.weight"
@@ -200,6 +216,18 @@ FORMATS = {
             {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": ENCODER_NORM}.get(k, k): shape
             for k, shape in _dflash().items()
         },
+    ),
+    "DFlash 2 of z-lab": (
+        QWEN
+        | WINDOWS
+        | {"architectures": ["DFlash2DraftModel"], "num_target_layers": 10, "is_causal": False}
+        | {"input_embedding_scale": 1.5, "sliding_window": 12}
+        | {"dflash_config": MASKED | SELECTS | {"target_layer_ids": [1, 4]} | SCALED},
+        _dflash2(),
+    ),
+    "speculators dflash2": (
+        _speculators("dflash2", QWEN, draft_vocab_size=VOCAB, **MASKED, **AUX, **SELECTS),
+        _dflash2(),
     ),
     "DSpark of DeepSpec": (
         QWEN

@@ -2,7 +2,8 @@
 what a folder has of its own.
 
 DFlash: arXiv:2602.06036. DSpark (DeepSpec) drafts each slot of a block given the token before it,
-by a Markov head, and estimates how likely the draft is accepted there, by a confidence head.
+by a Markov head, and estimates how likely the draft is accepted there, by a confidence head. DFlash
+2 (z-lab) has convolutions round its layers' parts, and a selector in the Markov head's place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -19,7 +21,7 @@ from ...host.transformers_private import compute_device
 from ...verification.largest import largest
 from .borrowed import BorrowedLayers, TargetShape
 from .checkpoints import load_weights
-from .published import PublishedHead, count, number, rope_parameters
+from .published import PublishedHead, Settings, count, number, rope_parameters
 
 _LONGEST = 1024  # slots of a block
 # Settings of the layers, as transformers names them.
@@ -40,10 +42,14 @@ class BlockHead(nn.Module):
             apply a factor.
         embed_tokens, lm_head: its own; None: the target's.
         markov_head, confidence_head: see :class:`MarkovHead`; how likely drafts are accepted.
+        candidate_selector: see :class:`CandidateSelector`.
+        embedding_scale, logit_scale: factors of embeddings and of logits.
+        softcap: that no logit exceeds; 0: none.
     """
 
     body: Any
     first, causal = 1, False
+    embedding_scale, logit_scale, softcap = 1.0, 1.0, 0.0
     borrowed: BorrowedLayers | None = None
     d2t: Tensor | None  # see `EagleHead`
 
@@ -54,6 +60,7 @@ class BlockHead(nn.Module):
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         self.markov_head: MarkovHead | None = None
+        self.candidate_selector: CandidateSelector | None = None
         self.confidence_head: ConfidenceHead | None = None
         self.register_buffer("d2t", None)
 
@@ -65,7 +72,8 @@ class BlockHead(nn.Module):
     @property
     def depends_on_tokens(self) -> bool:
         """Whether what a slot drafts depends on the token before it."""
-        return self.markov_head is not None or self.confidence_head is not None
+        parts = self.markov_head, self.candidate_selector, self.confidence_head
+        return any(part is not None for part in parts)
 
     @classmethod
     def of(cls, published: PublishedHead, target: Any) -> BlockHead:
@@ -84,13 +92,16 @@ class BlockHead(nn.Module):
         with device:
             # No file holds its frequencies, which are no weights.
             head.body.rotary_emb = type(head.body.rotary_emb)(head.body.config)
-        if published.is_speculators and head.embed_tokens is None:
+        theirs = published.is_speculators or published.kind == "dflash2"
+        if theirs and head.embed_tokens is None:
             head.borrowed = BorrowedLayers(target)
         return head
 
     def _add_parts(self, published: PublishedHead, rows: int) -> None:
         """What the folder has, where embeddings have so many rows."""
         settings, body = published.settings, self.body
+        if published.kind == "dflash2":
+            self._add_convolutions(settings, rows)
         self.fc, self.hidden_norm = body.encoder.fc, body.encoder.output_norm_enc
         self.layers, self.norm = body.layers, body.norm
         width = body.config.hidden_size
@@ -103,7 +114,8 @@ class BlockHead(nn.Module):
         if drafted != rows:
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(rows, dtype=torch.bool))
-        self.causal = published.is_speculators and not settings.get("sliding_window_non_causal")
+        both_ways = settings.get("sliding_window_non_causal", published.kind == "dflash2")
+        self.causal = published.is_speculators and not both_ways
         self.first = 0 if _drafts_with_all_slots(published) else 1
         if published.kind != "dspark":
             return
@@ -114,6 +126,26 @@ class BlockHead(nn.Module):
         if settings.get("enable_confidence_head", True):
             joint = rank if settings.get("confidence_head_with_markov", True) else 0
             self.confidence_head = ConfidenceHead(width + joint)
+
+    def _add_convolutions(self, settings: Settings, rows: int) -> None:
+        """What DFlash 2 has besides."""
+        width, layers = self.body.config.hidden_size, self.body.layers
+        taps = count(settings, "conv_kernel_size", most=self.body.config.block_size)
+        group = count(settings, "conv_group_size", most=width)
+        if width % group:
+            raise ValueError(f"conv_group_size: expected a divisor of {width}, got {group}")
+        self.body.layers = nn.ModuleList(ConvolvedLayer(one, width, taps, group) for one in layers)
+        rank, top_k = count(settings, "selector_rank"), count(settings, "selector_top_k", most=rows)
+        self.candidate_selector = CandidateSelector(rows, rank, width, top_k)
+        self.embedding_scale = float(number(settings, "input_embedding_scale", 0, default=1.0))
+        self.logit_scale = float(number(settings, "output_multiplier", 0, default=1.0))
+        self.softcap = float(number(settings, "final_logit_softcapping", 0, default=0.0))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits [..., ids] of the output layer as the head was trained with them."""
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        return self.softcap * (logits / self.softcap).tanh() if self.softcap else logits
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for columns of the logits; any shape."""
@@ -151,7 +183,8 @@ def _body(published: PublishedHead) -> Any:
             max_position_embeddings=count(settings, "max_position_embeddings", 32768),
             hidden_act=settings.get("hidden_act", "silu"),
             layer_types=kinds[:layers],
-            sliding_window=count(settings, "sliding_window", 4096),
+            # That of DFlash 2 counts the token itself.
+            sliding_window=count(settings, "sliding_window", 4096) - (published.kind == "dflash2"),
             block_size=count(settings, "block_size", least=2, most=_LONGEST),
             mask_token_id=count(settings, "mask_token_id", least=0),
             target_layer_ids=[layer - 1 for layer in published.layers],
@@ -187,6 +220,11 @@ class MarkovHead(nn.Module):
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Both matrices, [ids, r], of ids that stand before and of those that are drafted."""
+        return self.markov_w1.weight, self.markov_w2.weight
+
     def forward(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """What the second matrix is applied to, and the memory behind a token.
 
@@ -204,6 +242,76 @@ class MarkovHead(nn.Module):
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
         return output.tanh(), gate * memory + (1 - gate) * candidate.tanh()
+
+
+class CandidateSelector(nn.Module):
+    """A `MarkovHead` of DFlash 2, whose product is weighted by the slot's hidden state.
+
+    Args:
+        vocab_size, rank, width: as there.
+        top_k: ids looked at in each slot.
+    """
+
+    def __init__(self, vocab_size: int, rank: int, width: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return self.predecessor_codebook, self.successor_codebook
+
+    def forward(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return before * self.hidden_projection(hidden), memory
+
+
+class Convolution(nn.Module):
+    """Mixes each slot of a block with those before it, by weights that it partly makes of the slot.
+
+    Args:
+        width: of hidden states.
+        taps: slots that are mixed.
+        group: neurons whose made weights are one.
+    """
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
+
+    def kernels(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[..., slots, taps, width] twice: for what a part of a layer reads, and what it gives."""
+        made = self.kernel_projection(hidden).repeat_interleave(self.group, dim=-1)
+        return (self.base_kernel + made.unflatten(-1, self.base_kernel.shape)).unbind(-3)
+
+
+def convolved(hidden: Tensor, kernel: Tensor) -> Tensor:
+    """[rows, slots, width]; what would lie before the first slot counts nothing."""
+    slots = hidden.shape[1]
+    shifted = [F.pad(hidden, (0, 0, back, 0))[:, :slots] for back in range(kernel.shape[2])]
+    return (torch.stack(shifted, dim=2) * kernel).sum(dim=2)
+
+
+class ConvolvedLayer(nn.Module):
+    """A layer of transformers' DFlash models with convolutions round both of its parts."""
+
+    def __init__(self, layer: Any, *sizes: int) -> None:
+        super().__init__()
+        for name, part in layer.named_children():
+            self.add_module(name, part)
+        self.attention_conv, self.mlp_conv = Convolution(*sizes), Convolution(*sizes)
+
+    def forward(self, hidden_states: Tensor, **context: Any) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        first, last = self.attention_conv.kernels(normed)
+        mixed = self.self_attn(hidden_states=convolved(normed, first), **context)[0]
+        hidden_states = hidden_states + convolved(mixed, last)
+        normed = self.post_attention_layernorm(hidden_states)
+        first, last = self.mlp_conv.kernels(normed)
+        return hidden_states + convolved(self.mlp(convolved(normed, first)), last)
 
 
 class ConfidenceHead(nn.Module):
@@ -251,9 +359,10 @@ class SlotNodes:
             slot, tokens = level.depth, level.token_ids
         scores = self._base[:, slot, None]
         hidden = self._states[:, slot, None].expand(-1, tokens.shape[1], -1)
-        before, markov = hidden[..., :0], self._head.markov_head
+        before = hidden[..., :0]
+        markov = self._head.markov_head or self._head.candidate_selector
         if markov is not None:
-            before = markov.markov_w1(tokens)
+            before = markov.factors[0][tokens]
             if level is None:
                 self._memory = torch.zeros_like(before)
             else:
@@ -261,7 +370,7 @@ class SlotNodes:
                 self._memory = self._memory.gather(1, parents)
             inner, self._memory = markov(before, hidden, self._memory)
             rest = (1 - scores.exp().sum(-1, keepdim=True)).clamp_min(0).log()
-            rows = markov.markov_w2.weight[self._columns[:, slot]]
+            rows = markov.factors[1][self._columns[:, slot]]
             scores = scores + (inner @ rows.mT).float()
             scores = scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
         confidence = self._head.confidence_head

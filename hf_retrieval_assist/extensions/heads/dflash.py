@@ -92,6 +92,8 @@ class BlockFollower(Follower):
 
     def __init__(self, head: BlockHead, target: Target, top_k: int) -> None:
         self._head, self._model, self._top_k = head, head.body, top_k
+        if head.candidate_selector is not None:
+            self._top_k = head.candidate_selector.top_k
         config = self._model.config
         self.feature_width = len(config.target_layer_ids) * config.hidden_size
         self.device, self.dtype = self._model.device, self._model.dtype
@@ -168,9 +170,10 @@ class BlockFollower(Follower):
     def _logits(self, states: Tensor) -> Tensor:
         """[rows, slots, ids] of the head's output layer, or of the target's."""
         if self._head.lm_head is not None:
-            return self._head.lm_head(states)
+            return self._head.scaled(self._head.lm_head(states))
         weight = self._output.weight
-        return self._output(states.to(weight.device, weight.dtype))[..., : self._vocab_size]
+        logits = self._output(states.to(weight.device, weight.dtype))[..., : self._vocab_size]
+        return self._head.scaled(logits)
 
     def _last_tokens(self, group: Group) -> Tensor:
         """int64 [rows, 1]."""
@@ -186,7 +189,7 @@ class BlockFollower(Follower):
         if head.embed_tokens is not None:
             return head.embed_tokens(ids)
         if head.borrowed is not None:
-            return head.borrowed.embed(ids)
+            return head.borrowed.embed(ids) * head.embedding_scale
         ids = ids.to(layer.weight.device)
         return F.embedding(ids, layer.weight) if hasattr(layer, "embed_norm") else layer(ids)
 

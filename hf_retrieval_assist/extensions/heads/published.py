@@ -1,8 +1,8 @@
 """What the folder of a published head holds: one reader in front of the loaders.
 
 Understood: EAGLE-1, -2 and -3 of SafeAILab and of tools that follow them (SpecForge, AngelSlim),
-DFlash of z-lab, DSpark of DeepSpec, and the format of `speculators`, which nests the configuration
-of the layers. Files are untrusted input: every value is checked before anything uses it.
+DFlash and DFlash 2 of z-lab, DSpark of DeepSpec, and the format of `speculators`, which nests the
+configuration of the layers. Files are untrusted input: every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .checkpoints import Tensors, local_folder, read_json, read_tensors
 
 Settings = Mapping[str, Any]
 
-EAGLE, BLOCKS = ("eagle", "eagle3", "peagle"), ("dflash", "dspark")
+EAGLE, BLOCKS = ("eagle", "eagle3", "peagle"), ("dflash", "dflash2", "dspark")
 
 # Other names of the tensors that `speculators` names as the loaders do.
 RENAMED = (

@@ -87,6 +87,7 @@ DISTINCT = [
     "speculators peagle",
     "speculators dflash, windows and a reduced vocabulary",
     "speculators dspark, rnn",
+    "DFlash 2 of z-lab",
 ]
 
 
@@ -207,7 +208,8 @@ def test_spoilt_and_saturated_weights_change_nothing(name, value, target, tmp_pa
 
 REFUSED = {
     "got 'domino'": ("speculators dflash", {"projector_type": "domino"}),
-    "got 'dflash2'": ("DFlash of z-lab", {"selector_rank": 256}),
+    "conv_group_size: expected a divisor of 32": ("speculators dflash2", {"conv_group_size": 5}),
+    "selector_top_k: expected a number": ("speculators dflash2", {"selector_top_k": None}),
     "got 'medusa'": ("speculators dflash", {"speculators_model_type": "medusa"}),
     "expected vanilla, gated or rnn, got 'tree'": (
         "DSpark of DeepSpec",
