@@ -298,6 +298,11 @@ def convolved(hidden: Tensor, kernel: Tensor) -> Tensor:
 class ConvolvedLayer(nn.Module):
     """A layer of transformers' DFlash models with convolutions round both of its parts."""
 
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
     def __init__(self, layer: Any, *sizes: int) -> None:
         super().__init__()
         for name, part in layer.named_children():

@@ -212,7 +212,8 @@ def product_trees(
 
 
 def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: int) -> TokenTree:
-    """The `keep` most probable paths when positions are independent, found best first.
+    """The `keep` most probable paths when positions are independent, found best first (Ringel and
+    Romano 2026, DDTree, arXiv:2604.12989).
 
     Args:
         token_ids: int32 [positions, k], the likeliest of each position, best first.
