@@ -187,11 +187,15 @@ class CpuTreeVerifier(TreeVerifier):
     def _feed_packed(
         self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]
     ) -> Verified:
-        """Feed rows behind one another, or side by side where each is fed one token."""
+        """Feed rows behind one another, or side by side where that takes no filler: of those that
+        can be repeated behind one another only as many tokens as rows, at one length."""
         # Other processes may wait for a forward in which no row has anything to feed.
         fed = self._filled(roots, trees, [row.index for row in rows] or [0])
         width = fed.token_ids.shape[1]
-        if width == 1 and len(fed.rows) == len(trees):
+        beside = len(fed.rows) == len(trees) and fed.counts.min() == width
+        if self._repeated is not None and self._repeated.packs:
+            beside = beside and width == 1 and self.cache.slots.is_even
+        if beside:
             lined = self._feed_lines(fed)
             return Verified(lined.outputs.logits.flatten(0, 1)[None], lined.roots, lined.outputs)
         ids, lines = fed.packed(self.device)
