@@ -84,7 +84,6 @@ cdef class _Attention(RepeatedOperator):
             raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
         return 0
 
-
     cdef int see(self, object mask) except -1:
         """Note the mask of queries and slots."""
         cdef attention_problem *p = &self._problem

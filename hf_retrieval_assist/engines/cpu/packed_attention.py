@@ -126,8 +126,7 @@ class PackedAttention:
             return compute(query, key, value, attention_mask)[0], None
         if plain is not attention or asks_for_more(options):
             raise UnrecordableError("packed rows whose attention is somebody else's")
-        arguments = query, key, value, attention_mask, options
-        return recorder.attend(compute, *arguments, packed=True), None
+        return recorder.attend(compute, query, key, value, attention_mask, options, True), None
 
     def _noted(
         self,

@@ -141,6 +141,7 @@ class RepeatedForward(Borrower[Programs]):
         repeats: whether some forwards were repeated when the call began: a step then takes as long
             as a repeated one, else as long as a computed one.
         typical: whether the last forward was one of these.
+        packs: whether forwards over packed rows may be recorded, as far as is known.
         widths: what forwards of one row, or of packed rows, are filled up to.
     """
 
@@ -173,6 +174,8 @@ class RepeatedForward(Borrower[Programs]):
         programs = self._programs
         kinds = {} if programs is None else programs.kinds
         self.repeats = any(kind.trusted for kind in kinds.values())
+        faults: list[Any] = [] if programs is None else [*programs.faults]
+        self.packs = programs is not None and all(key[0] != "packed" for key in faults)
         hopes = self.repeats or (programs is not None and not programs.faults)
         self.widths = WIDTHS if hopes else ()
 
@@ -240,6 +243,7 @@ class RepeatedForward(Borrower[Programs]):
             self._model, self._compute, given, inputs, self._cache.layers, seen, programs
         )
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
+        self.packs = self.packs and not (packed and kinds[key].fault)
         self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
         return outputs
 
