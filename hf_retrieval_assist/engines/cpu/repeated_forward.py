@@ -39,9 +39,6 @@ MOST_BYTES = 256 << 20
 Compute = Callable[..., Any]
 """A model's forward, in the scope in which the call computes it."""
 
-# Stands for the rows of packed ids, in the key of a fault.
-_PACKED = "packed"
-
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
@@ -191,13 +188,6 @@ class RepeatedForward(Borrower[Programs]):
         return programs is not None and shape not in programs.faults
 
     @property
-    def packs(self) -> bool:
-        """Whether forwards over packed rows may be recorded, as far as is known."""
-        programs = self._programs if self.is_current() else None
-        faults: list[Any] = [] if programs is None else [*programs.faults]
-        return programs is not None and all(key[0] != _PACKED for key in faults)
-
-    @property
     def single(self) -> Program | None:
         """What repeats a forward of one token without a mask; None: there is nothing yet."""
         if self._single is None and self.is_current():
@@ -237,7 +227,7 @@ class RepeatedForward(Borrower[Programs]):
         )
         if key not in (kinds := programs.kinds):
             kinds[key] = _ShapeRecording(PATIENCE)
-            kinds[key].key = (_PACKED, shape[1]) if packed else shape
+            kinds[key].key = ("packed", shape[1]) if packed else shape
         seen = [one for one in masks if one is not None]
         asked = _Asked(
             self._model, self._compute, given, inputs, self._cache.layers, seen, programs
