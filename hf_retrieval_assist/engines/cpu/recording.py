@@ -48,6 +48,8 @@ from .skinny import (
     can_compile,
     route_depth,
     set_route_depth,
+    set_verifies,
+    verifies,
 )
 
 aten = torch.ops.aten
@@ -138,6 +140,7 @@ class Program:
         last_layer: the operator that does the same, if it is a linear layer.
         nbytes: that its tensors take.
         packed: whether its tokens are those of several rows, which the compiled call alone knows.
+        verifying: whether kernels computed all its rows, however many.
 
     Raises:
         UnrecordableError: they are, and layers are not written to and read in such a call.
@@ -151,7 +154,8 @@ class Program:
         last: Callable[[], torch.Tensor],
         last_layer: Operator | None,
         nbytes: int,
-        packed: bool = False,
+        packed: bool,
+        verifying: bool,
     ) -> None:
         self._inputs, self._given, self._operators = inputs, given, operators
         self._last, self._last_layer = last, last_layer
@@ -164,7 +168,7 @@ class Program:
         # A layer that is written to twice has moved on in between.
         if all(map(can_compile, on_cache)) and self._updates and len({*numbers}) == len(numbers):
             self._placed = GivenLayers(numbers, self._updates[0].dtype)
-        self._packed = packed
+        self._packed, self._verifying = packed, verifying
         if packed and self._placed is None:
             raise UnrecordableError("packed rows in layers that no kernel writes to")
         self._plans: dict[Any, _Plan] = {}
@@ -203,9 +207,10 @@ class Program:
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._given.layers, self._given.masks = layers, masks
-        depth = route_depth()
+        depth, verified = route_depth(), verifies()
         # What is not a kernel's of these is routed, too; nothing has to be exchanged for that.
         set_route_depth(depth + 1)
+        set_verifies(verified or self._verifying)
         try:
             operators, last = self._plan(layers, masks)
             logits = None if last is None else last.new_out()
@@ -218,6 +223,7 @@ class Program:
         finally:
             overrides.unseen = False
             set_route_depth(depth)
+            set_verifies(verified)
             self._given.layers = self._given.masks = ()
             self._given.shown.clear()
             if self._placed is not None:
@@ -388,7 +394,7 @@ class Recorder(TorchDispatchMode):
         self._linear: tuple[Callable[..., torch.Tensor], Any, int] | None = None
         # Linear layers by the rows that they read, with the place at which they are computed.
         self._together: dict[Any, tuple[Any, int]] = {}
-        self._watch, self._packed = _Watch(), False
+        self._watch, self._packed, self._verifying = _Watch(), False, False
 
     def __enter__(self) -> Recorder:
         super().__enter__()
@@ -430,7 +436,7 @@ class Recorder(TorchDispatchMode):
             final, layer = results.moved(logits).clone, None
         operators = [x for one in results.operators() for x in getattr(one, "copies", [one])]
         parts = self.inputs, self._given, operators, final, layer, results.nbytes
-        return Program(*parts, packed=self._packed)
+        return Program(*parts, packed=self._packed, verifying=self._verifying)
 
     def linear(
         self,
@@ -442,6 +448,7 @@ class Recorder(TorchDispatchMode):
     ) -> torch.Tensor:
         """Note a linear layer that is computed by `compute`, and later by `layers()`, together with
         others of the same x: at the place of the first, if all that it reads is written by then."""
+        self._verifying = self._verifying or verifies()
         given = [x, weight, *(() if bias is None else (bias,))]
         for tensor in given:
             self._require_known(tensor)

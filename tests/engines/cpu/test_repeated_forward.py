@@ -17,7 +17,7 @@ from hf_retrieval_assist.cache.slot_layers import SlotLayer
 from hf_retrieval_assist.engines.cpu import repeated_forward
 from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
 from hf_retrieval_assist.engines.cpu.reroute import overriding
-from hf_retrieval_assist.engines.cpu.skinny import route_depth
+from hf_retrieval_assist.engines.cpu.skinny import route_depth, verifies
 from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.interruptions import raising
@@ -437,6 +437,21 @@ def test_a_program_reads_what_stands_for_a_weight():
         with overriding({id(model.linear.weight): lambda x, bias: 2 * x}):
             assert repeated_forward.same_bits(made({"x": x}, [], []), 2 * x + 1)
         assert repeated_forward.same_bits(made({"x": x}, [], []), model.linear(x) + 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("verifying", [False, True])
+def test_a_program_multiplies_as_many_rows_by_kernels_as_its_forward_did(verifying):
+    """What stands for a layer may leave some to the kernels, and others to PyTorch."""
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with reroute(verifying=verifying), recording:
+        logits = model.linear(recording.inputs["x"])
+    made, found = recording.program(logits), []
+    with overriding({id(model.linear.weight): lambda x, bias: found.append(verifies()) or x}):
+        made({"x": x}, [], [])
+    assert found == [verifying]
+    assert not verifies()
 
 
 @torch.no_grad()
