@@ -302,3 +302,8 @@ def test_commands_that_cannot_serve_say_why(folder, capsys, options, told):
     assert main(["serve", *[one.format(folder) for one in options]]) == 1
     assert told in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_tokenizer_without_a_backend_is_refused():
+    with pytest.raises(ValueError, match="m: expected a tokenizer of the tokenizers library, got"):
+        Service(None, object(), "m", None, None, Limits())
