@@ -44,7 +44,7 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
 
 
 COUNTED = [
-    *[(1, 8, False, (299, 182, 31)), (16, 8, False, (980, 234, 35))],
+    *[(1, 8, False, (299, 182, 31)), (16, 8, False, (1020, 236, 36))],
     *[(1, 0, False, (193, 139, 31)), (16, 0, False, (340, 140, 31))],
     (208, 0, True, (2380, 186, 36)),
 ]
