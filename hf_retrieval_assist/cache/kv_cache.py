@@ -71,11 +71,13 @@ class SlotCache(DynamicCache):
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
+        taken: whether it has begun to take over what the lender held.
         room: tokens per row that a lender of the caller's has room for; None without limit.
         reserved: the static buffers in which its layers begin; None: there is none yet.
         memory: the one that they write to; None: they hold what they show.
     """
 
+    taken = False
     room: int | None = None
     reserved: Any = None
     memory: Any = None
@@ -133,6 +135,7 @@ class SlotCache(DynamicCache):
         """Take over what the lender holds. A dynamic one is empty from then on, so that nothing is
         held twice; a static one, whose tensors compiled code knows by their addresses, stays as it
         is."""
+        self.taken = True
         for layer, own in zip(self.lender.layers, self.layers, strict=False):
             if isinstance(own, SlotLayer):
                 own.adopt(layer)

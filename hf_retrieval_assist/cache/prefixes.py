@@ -112,12 +112,12 @@ class Prefixes:
         return len(self._kept)
 
     def find(
-        self, model: Any, state: Callable[[], Any], ids: NDArray[np.int64]
+        self, model: Any, state: Any, ids: NDArray[np.int64]
     ) -> tuple[int, DynamicCache | None]:
         """The longest beginning of a text that is kept of a model.
 
         Args:
-            state: reads that of the model, by which keys and values are computed.
+            state: of the model, by which keys and values are computed.
             ids: int64 [length].
 
         Returns:
@@ -126,10 +126,8 @@ class Prefixes:
         with self._lock:
             own = [x for x in self._kept if x.space == self._space and x.model() is model]
             found = sorted(((x.common(ids), i) for i, x in enumerate(own)), reverse=True)
-            found = [(length, i) for length, i in found if length >= _FEWEST]
-            now = state() if found else None
             for length, i in found:
-                if own[i].state == now:
+                if length >= _FEWEST and own[i].state == state:
                     self._kept.remove(own[i])
                     self._kept.append(own[i])
                     return length, _cut(own[i].layers, length)
@@ -139,7 +137,7 @@ class Prefixes:
         """Keep a text that a call has left, in place of those that it begins with.
 
         Args:
-            state: of the model, as `find` reads it.
+            state: as `find` is told it.
             ids: int64 [length], the tokens that the cache holds.
             cache: of one row; nobody else goes on from it.
         """

@@ -83,6 +83,7 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
             result = _decode_with_drafts(call, policy, service, kept, counts, observer)
         except UnservableError as error:
             call.tell_plain(str(error))
+            counts.read_before = 0
             counts.tier, counts.reason = Tier.PLAIN.value, str(error)
             result = decode_plainly(call, counts, observer)
     if isinstance(call.model, torch.nn.Module):

@@ -7,18 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from ..cache.prefixes import Prefixes, can_keep
 from ..host import transformers_private as private
-from ..host.model_key import is_autocast, key_of
+from ..host.model_key import recording_key
+from ..host.ranks import Ranks
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import CallStats
-from ..system.lazy import cached_property
 from ..verification.tiers import Service, has_padding
 from .call import Call
 
-# Inputs of the prompt that are known of the tokens of a kept text.
+# Inputs of the prompt that are known of the tokens of a kept text; and what others may be, whose
+# values are compared.
 _KNOWN = frozenset(("attention_mask", "position_ids"))
+_PLAIN = (torch.Tensor, DynamicCache, bool, int, float, str, type(None))
 
 
 class KeptPrefix:
@@ -36,6 +39,8 @@ class KeptPrefix:
     ) -> None:
         self._call, self._policy = call, policy
         self._prefixes, self._cache_name = prefixes, cache_name
+        # Read before the first forward: what a call computes is the model's that it began with.
+        self._state = self._read()
 
     @classmethod
     def of(cls, call: Call, policy: DraftingPolicy, service: Service) -> KeptPrefix | None:
@@ -44,13 +49,13 @@ class KeptPrefix:
             return None
         return cls(call, policy, policy.prefixes, service.cache_name)
 
-    @cached_property
-    def _state(self) -> Any:
-        """The model's, and how often its weights were written to; read once: it may change between
-        calls."""
-        model = self._call.model
+    def _read(self) -> Any:
+        """What keys and values depend on beside ids: the model, how often its weights were written
+        to, and the call's other arguments; None where nobody can tell."""
+        model, device = self._call.model, self._call.device
+        key = recording_key(model, self._call.model_kwargs, device)
         tensors = (*model.parameters(), *model.buffers())
-        return key_of(model), [None if x.is_inference() else x._version for x in tensors]
+        return key and (key, [None if x.is_inference() else x._version for x in tensors])
 
     @property
     def keeps(self) -> bool:
@@ -60,15 +65,17 @@ class KeptPrefix:
     def take(self, counts: CallStats) -> None:
         """Begin with the longest kept beginning of the prompt; its last token is always read."""
         ids = _listed(self._call.input_ids)
-        found = self._prefixes.find(self._call.model, lambda: self._state, ids[:-1])
-        counts.read_before, cache = found
+        if self._state is None:
+            return
+        counts.read_before, cache = self._prefixes.find(self._call.model, self._state, ids[:-1])
         if cache is not None:
             self._call.model_kwargs[self._cache_name] = cache
 
     def leave(self, text: torch.Tensor, cache: Any) -> None:
         """Keep the call's text, int64 [length], of which the cache holds the first tokens, unless
-        texts are to leave nothing by now."""
-        if self.keeps and self._policy.teaches and can_keep(cache):
+        texts are to leave nothing by now, or the model was changed meanwhile."""
+        kept = self.keeps and self._policy.teaches and can_keep(cache)
+        if kept and self._state is not None and self._read() == self._state:
             held = cache.get_seq_length()
             self._prefixes.keep(self._call.model, self._state, _listed(text)[:held], cache)
 
@@ -88,12 +95,14 @@ def _is_usual(call: Call, service: Service) -> bool:
         and not private.is_callers(cache)
         and not cache.get_seq_length()
         and tensors.keys() <= _KNOWN
+        and all(isinstance(x, _PLAIN) for x in kwargs.values())
         and not has_padding(kwargs)
         and (positions is None or _counts(positions, length))
         and not reach.borders
         and reach.apart_from is None
         and call.config.prefill_chunk_size is None
-        and not is_autocast(call.device)
+        # Others would have to find as many tokens.
+        and not Ranks.of(call.model).several
     )
 
 

@@ -113,9 +113,8 @@ class Generation:
         with self.ranks, ExitStack() as opened:
             self.open_sessions(opened)
             self.ranks.begin()
-            outputs = self.prefill()
             try:
-                self.first_tokens(outputs)
+                self.first_tokens(self.prefill())
                 # The criteria may be met by the first token; other processes may still wait.
                 while private.has_unfinished(self.call.model, self.finished, synced, device):
                     if self.running:
@@ -124,7 +123,8 @@ class Generation:
                         self.rest()
                 return self.result()
             except BaseException:
-                self.verifier.leave(None)
+                if hasattr(self, "verifier"):  # a prefill that does not end takes itself back
+                    self.verifier.leave(None)
                 raise
 
     def step(self) -> None:

@@ -126,8 +126,8 @@ class Engine:
         batch, model_kwargs = len(input_ids), dict(model_kwargs)
         slots, returned = self.slot_cache(model, model_kwargs, service, batch, options.capacity)
         scope = self.scope_of(model, service, options)
-        slots.take()
         try:
+            slots.take()
             with options.taps or nullcontext(), scope.choosing(), scope.prefilling():
                 outputs = private.prefill(model, input_ids, config, model_kwargs)
             if not slots.is_even:
@@ -152,9 +152,10 @@ class Engine:
             verifier.narrow()
             return Begun(verifier, outputs, returned, why)
         except BaseException:
-            slots.abandon()
-            if private.is_callers(returned):
-                slots.give_back()
+            if slots.taken:
+                slots.abandon()
+                if private.is_callers(returned):
+                    slots.give_back()
             raise
 
     def slot_cache(

@@ -133,6 +133,33 @@ def test_a_model_that_has_changed_is_read_anew():
     assert assistant.stats.last.read_before == 0
 
 
+@pytest.mark.parametrize("change", ["weights", "setting", "said"])
+def test_a_model_that_changes_while_it_generates_leaves_nothing(change):
+    """Its keys and values are of two models."""
+    model, prefixes = build(), Prefixes()
+
+    class Changes:
+        def put(self, value):
+            self.tokens = getattr(self, "tokens", 0) + 1
+            if self.tokens == 5 and change == "weights":
+                with torch.no_grad():
+                    model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+            elif self.tokens == 5 and change == "setting":
+                model.model.layers[0].self_attn.scaling *= 2
+            elif self.tokens == 5:
+                model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+                SamAssistant.model_changed()
+
+        def end(self):
+            pass
+
+    assistant = SamAssistant(prefixes=prefixes, budget=2)
+    text = generate(model, ids_of(30), assistant, streamer=Changes())
+    assert len(prefixes) == 0
+    assert torch.equal(generate(model, text), generate(model, text, assistant))
+    assert assistant.stats.last.read_before == 0
+
+
 def test_what_takes_and_keeps_nothing():
     model, prefixes = build(), Prefixes()
     assistant = SamAssistant(prefixes=prefixes)
@@ -260,4 +287,4 @@ def test_bad_arguments():
         Prefixes(0)
     with pytest.raises(TypeError, match="prefixes: expected Prefixes, got int"):
         SamAssistant(prefixes=1 << 30)
-    assert Prefixes().find(object(), lambda: None, np.arange(40)) == (0, None)
+    assert Prefixes().find(object(), None, np.arange(40)) == (0, None)

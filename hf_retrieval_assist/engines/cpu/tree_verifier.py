@@ -117,7 +117,7 @@ class CpuTreeVerifier(TreeVerifier):
     @property
     def cost_variant(self) -> str:
         repeats = self._repeated is not None and self._repeated.repeats
-        return f"{self.scope.variant} repeated" if repeats else self.scope.variant
+        return " ".join(filter(None, (self.scope.variant, "repeated" if repeats else "")))
 
     def call(self, **given: Any) -> Any:
         return (self._repeated or self.compute)(**given)
