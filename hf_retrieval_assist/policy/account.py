@@ -112,7 +112,8 @@ class Account:
         return min(1.0, self._came / self._promised)
 
     def count_promise(self, promised: float, came: float) -> None:
-        """Count tokens that drafts were expected to bring, and those that they brought."""
+        """Count tokens that drafts were expected to bring, and those that came, as far as they save
+        steps."""
         with self._lock:
             self._promised += promised
             self._came += came
@@ -135,7 +136,7 @@ class Account:
 
         Args:
             uses: by drafter.
-            accepted: by drafter, tokens per row that none before it had drafted.
+            accepted: by drafter, plain steps that its tokens save which none before it had drafted.
             plain: seconds of a plain step.
             wider: seconds that the step's forward took longer.
         """

@@ -119,6 +119,11 @@ class CostModel:
         """The n of t(n) for a forward that fed so many tokens."""
         return tokens
 
+    def shares(self, rows: int) -> list[float]:
+        """Of a step of so many rows, what it takes longer for the first, the second and so on, the
+        others having ended."""
+        return [1.0] + [0.0] * (rows - 1)
+
     def curve(self, max_tokens: int) -> Float64Array:
         """float64 [max_tokens]: t(1), …, t(max_tokens) in seconds, non-decreasing; read-only."""
         with self._lock:
@@ -200,6 +205,13 @@ class CostView(CostModel):
     def share(self, tokens: int) -> int:
         # Fewer are fed where a step that was priced packed had to be repeated otherwise.
         return 1 + max(0, tokens - self._rows)
+
+    def shares(self, rows: int) -> list[float]:
+        if not self.shared_width:
+            return super().shares(rows)
+        # Most of the numbers between were never fed.
+        alone, together = self._cost.curve(rows)[[0, -1]].tolist()
+        return [alone / together] + [(1 - alone / together) / (rows - 1)] * (rows - 1)
 
     def curve(self, max_tokens: int) -> Float64Array:
         fed = self._fed(max_tokens)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
@@ -61,6 +62,8 @@ class Ask:
         limits: of the forward that is to verify the drafts, which is asked where there are any.
         agree: makes of this process's plan, and the number of texts, that of all processes which
             compute the model together; None: there are no others.
+        apart: whether the texts are of requests that come and go; else their call ends with the
+            last of them.
     """
 
     sessions: Sequence[AssistantSession]
@@ -69,6 +72,7 @@ class Ask:
     budget: int | None = None
     limits: Callable[[], Limits] = Limits
     agree: Callable[[Forest, int], Forest] | None = None
+    apart: bool = False
 
 
 class Outcome(NamedTuple):
@@ -189,7 +193,7 @@ class DraftingPolicy:
         Raises:
             ValueError: a draft breaks the contract of a token tree; names the drafter.
         """
-        step = DraftedStep(ask.price, ask.account, ask.sessions)
+        step = DraftedStep(ask.price, ask.account, ask.sessions, apart=ask.apart)
         budget = self.planner.request(ask.price) if ask.budget is None else ask.budget
         drafts = self.propose(step, budget)
         limits = ask.limits() if ask.agree or len(drafts.token_ids) else Limits()
@@ -294,6 +298,8 @@ class DraftingPolicy:
             width: tokens per row that were verified.
         """
         grown = [outcome for outcome in outcomes if outcome.tokens]
+        for outcome in grown:
+            outcome.session.came += len(outcome.tokens)
         sessions, tokens = [one.session for one in grown], [one.tokens for one in grown]
         flat = draft_tree.flattened(tokens)
         feedbacks = [outcome.feedback for outcome in grown]
@@ -341,20 +347,30 @@ class DraftingPolicy:
 
     def _credit(self, step: DraftedStep, outcomes: Sequence[Outcome], width: int) -> None:
         """Count what became of drafts, in the statistics and in the step's account."""
-        drafted = [(one.session, one.tokens, one.tree) for one in outcomes if one.tree is not None]
         places = {session: place for place, session in enumerate(step.sessions)}
-        accepted, brought = [0] * len(self.drafters), [0.0] * len(self.drafters)
-        for session, tokens, tree in drafted:
-            if not tokens:
-                continue
-            place, known = places[session], 0
-            if step.account is not None:
-                step.account.count_promise(*step.promise(place, tree, tokens))
-            for number, reached in enumerate(step.reached(place, tokens[:-1])):
-                accepted[number] += reached
-                brought[number] += max(0, reached - known) / len(drafted)
-                known = max(known, reached)
-        self.stats.count_sources(accepted)
+        drafted = [
+            (places[one.session], one.session, one.tokens, one.tree)
+            for one in outcomes
+            if one.tokens and one.tree is not None
+        ]
+        if not drafted:
+            return
+        found = [step.reached(place, tokens[:-1]) for place, _, tokens, _ in drafted]
+        by_drafter = [[*reached] for reached in zip(*found, strict=True)]
+        self.stats.count_sources([sum(reached) for reached in by_drafter])
+        if step.account is None:
+            return
+        worth = partial(
+            step.worth, [session.came - len(tokens) for _, session, tokens, _ in drafted]
+        )
+        promises = [step.promise(place, tree, tokens) for place, _, tokens, tree in drafted]
+        promised, came = zip(*promises, strict=True)
+        step.account.count_promise(sum(promised), len(drafted) * worth(came))
+        known, brought = [0] * len(drafted), []
+        for reached in by_drafter:
+            further = [max(pair) for pair in zip(known, reached, strict=True)]
+            brought.append(worth(further) - worth(known))
+            known = further
         step.end(width, brought)
 
     def count(self, call: CallStats) -> None:
@@ -407,6 +423,7 @@ class AssistantSession:
         self.calibrators = policy.calibrators(target.fingerprint)
         self.calibrations = [OpenDrafts() for _ in self.calibrators]
         self.expected = target.expected
+        self.came = 0  # tokens behind the first
 
     def begin(
         self,

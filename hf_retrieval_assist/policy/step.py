@@ -24,6 +24,7 @@ class DraftedStep:
         uses: by the number of the drafter that was asked.
         proposals: of each drafter, calibrated: a tree of each text.
         trees: of each text what is to be verified.
+        apart: see `Ask`.
     """
 
     price: CostModel | None
@@ -32,6 +33,7 @@ class DraftedStep:
     uses: dict[int, Use] = field(default_factory=dict)
     proposals: list[Forest] = field(default_factory=list)
     trees: Forest = field(default_factory=partial(Forest.empty, 0))
+    apart: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -50,10 +52,9 @@ class DraftedStep:
         return True
 
     def reached(self, place: int, accepted: Sequence[int]) -> list[int]:
-        """How many of a text's accepted tokens each drafter had proposed; nothing where none were
-        accepted."""
+        """How many of a text's accepted tokens each drafter had proposed."""
         if not accepted:
-            return []
+            return [0] * len(self.proposals)
         found: list[int] = draft_tree.reached(self.proposals, place, accepted)
         return found
 
@@ -66,12 +67,33 @@ class DraftedStep:
         prob, token = max((proposal.first(place) for proposal in self.proposals), default=(0.0, -1))
         return prob, int(token == token_ids[0])
 
+    def worth(self, came: Sequence[int], tokens: Sequence[int]) -> float:
+        """Steps of all rows that some tokens of each save.
+
+        Rows of a call share forwards until the last of them ends, so what counts in full is how far
+        the one that is furthest behind comes; another row's tokens save its part of a wider
+        forward. Requests that come and go save their part of all.
+
+        Args:
+            came: how far each row is.
+            tokens: that it comes further.
+        """
+        if self.apart:
+            return sum(tokens) / len(tokens)
+        further = sorted([a + b for a, b in zip(came, tokens, strict=True)])
+        assert self.price is not None
+        shares = self.price.shares(len(came))
+        return sum(
+            share * (after - before)
+            for share, before, after in zip(shares, sorted(came), further, strict=True)
+        )
+
     def end(self, width: int, accepted: Sequence[float]) -> None:
         """Enter the step in the account.
 
         Args:
             width: tokens per row that were verified.
-            accepted: by drafter, tokens per row that none before it had drafted.
+            accepted: by drafter, steps that its tokens save which none before it had drafted.
         """
         if self.account is not None and self.price is not None:
             seconds = self.price.curve(width)

@@ -107,7 +107,7 @@ class RequestDrafts:
         limits = partial(Limits, [*depths.values()], total=room, chains=True, packed=True)
         sessions = [text.session for text in depths if text.session]
         try:
-            step = self._policy.draft(Ask(sessions, cost, account, limits=limits))
+            step = self._policy.draft(Ask(sessions, cost, account, limits=limits, apart=True))
         except Exception:
             # Whose drafts failed is found out one by one; the step does without any.
             for text, session in zip(depths, sessions, strict=True):
