@@ -44,7 +44,7 @@ class _Kept:
 
     @property
     def nbytes(self) -> int:
-        return sum([x.keys.nbytes + x.values.nbytes for x in self.layers if x.is_initialized])
+        return sum([x.keys.nbytes + x.values.nbytes for x in _holding(self.layers)])
 
     def covers(self, other: _Kept) -> bool:
         """Whether it serves wherever another one does."""
@@ -62,7 +62,7 @@ class _Kept:
     def _is_whole(self) -> bool:
         """Whether no window has passed any token."""
         length = len(self.ids)
-        return all(x.keys.shape[2] == length for x in self.layers if x.is_initialized)
+        return all(x.keys.shape[2] == length for x in _holding(self.layers))
 
 
 class Prefixes:
@@ -182,12 +182,17 @@ def can_keep(cache: Any) -> bool:
     return type(cache) is DynamicCache and all(type(layer) in _KINDS for layer in cache.layers)
 
 
+def _holding(layers: Sequence[DynamicLayer]) -> list[DynamicLayer]:
+    """Those that hold keys and values, and do not share another's."""
+    return [layer for layer in layers if layer.keys is not None]
+
+
 def _cut(layers: Sequence[DynamicLayer], length: int) -> DynamicCache:
     """A cache that holds the first tokens of what layers hold, in the same memory."""
     cut = DynamicCache()
     cut.layers = [copy(layer) for layer in layers]
-    for layer in cut.layers:
-        if layer.is_initialized and layer.get_seq_length() > length:
+    for layer in _holding(cut.layers):
+        if layer.get_seq_length() > length:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
             if layer.is_sliding:
                 layer.cumulative_length = length

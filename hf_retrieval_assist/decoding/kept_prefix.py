@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from ..cache.kv_cache import stands_for
 from ..cache.prefixes import Prefixes, can_keep
 from ..host import transformers_private as private
 from ..host.model_key import recording_key
@@ -73,8 +74,10 @@ class KeptPrefix:
 
     def leave(self, text: torch.Tensor, cache: Any) -> None:
         """Keep the call's text, int64 [length], of which the cache holds the first tokens, unless
-        texts are to leave nothing by now, or the model was changed meanwhile."""
+        texts are to leave nothing by now, the model was changed meanwhile, or it could not go on
+        from that cache."""
         kept = self.keeps and self._policy.teaches and can_keep(cache)
+        kept = kept and stands_for(cache, self._call.model, 1)
         if kept and self._state is not None and self._read() == self._state:
             held = cache.get_seq_length()
             self._prefixes.keep(self._call.model, self._state, _listed(text)[:held], cache)

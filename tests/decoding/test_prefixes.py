@@ -15,8 +15,8 @@ from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases
 from tests.support.watching import fed_shapes
 
-# No window, and windows that texts pass.
-KINDS = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen2ForCausalLM"]
+# No window, windows that texts pass, and layers that share another's keys and values.
+KINDS = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Qwen2ForCausalLM"]
 
 
 def ids_of(length, seed=0):
@@ -46,7 +46,7 @@ def turns(model, assistant, count=4, begin=None, **options):
     return text, read
 
 
-@pytest.fixture(scope="module", params=cases(KINDS, 2))
+@pytest.fixture(scope="module", params=cases(KINDS, 3))
 def model(request):
     return build(request.param, eos_token_id=None)
 
@@ -273,8 +273,9 @@ def test_interrupted_calls_keep_nothing(model):
     turns(model, assistant, 3)
 
 
-def test_states_are_not_kept():
-    model = build("Qwen3NextForCausalLM")
+@pytest.mark.parametrize("kind", ["Qwen3NextForCausalLM", "DoryForCausalLM"])
+def test_states_and_layers_that_a_forward_appends_are_not_kept(kind):
+    model = build(kind, eos_token_id=None)
     assistant = SamAssistant(prefixes=Prefixes(), memory=OutputMemory())
     _, read = turns(model, assistant, 2)
     assert read == [0, 0]
