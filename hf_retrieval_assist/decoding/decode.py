@@ -75,10 +75,10 @@ def _decode(call: Call, policy: DraftingPolicy, observe: Observe) -> Any:
         counts.reason = service.reason
         result = decode_plainly(call, counts, observer)
     else:
-        kept = KeptPrefix.of(call, policy, service)
+        kept = KeptPrefix.of(call, policy, service, counts)
         if kept is not None:
             kept.take(counts)
-        started += feed_parts(call, service.cache_name, policy.reroute, counts)
+        started += feed_parts(call, service, policy.reroute, counts)
         try:
             result = _decode_with_drafts(call, policy, service, kept, counts, observer)
         except UnservableError as error:

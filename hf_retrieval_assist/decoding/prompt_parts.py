@@ -16,7 +16,7 @@ import torch
 from ..cache.kv_cache import has_slots, stands_for
 from ..host import transformers_private as private
 from ..policy.stats import CallStats
-from ..verification.tiers import PER_TOKEN
+from ..verification.tiers import PER_TOKEN, Service
 from .call import Call
 
 # The least part of the first one's tokens that a later one has.
@@ -50,10 +50,11 @@ def prompts_in_parts(tokens: int, between: Callable[[], None]) -> Iterator[None]
         _parts.reset(token)
 
 
-def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -> float:
+def feed_parts(call: Call, service: Service, rerouted: bool, counts: CallStats) -> float:
     """Feed all parts of a prompt but the last one, where it has any.
 
     Args:
+        service: how the model is served.
         rerouted: whether kernels serve the call.
         counts: the call's figures.
 
@@ -64,11 +65,12 @@ def feed_parts(call: Call, cache_name: str, rerouted: bool, counts: CallStats) -
     if parts is None or length <= parts.tokens:
         return 0.0
     kwargs, others = call.model_kwargs, 0.0
-    if not _is_usual(call, kwargs.get(cache_name)):
+    cache: Any = kwargs.get(service.cache_name)
+    if not _is_usual(call, service, cache):
         return 0.0
     token = _parts.set(None)
     try:
-        for start, end in _spans(kwargs[cache_name].get_seq_length(), parts.tokens, length):
+        for start, end in _spans(cache.get_seq_length(), parts.tokens, length):
             ids = call.input_ids[:, start:end]
             begun = perf_counter()
             parts.between()
@@ -97,7 +99,7 @@ def _spans(start: int, tokens: int, length: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _is_usual(call: Call, cache: Any) -> bool:
+def _is_usual(call: Call, service: Service, cache: Any) -> bool:
     """Whether a call is one of a single text whose cache parts can be fed into."""
     kwargs = call.model_kwargs
     return (
@@ -105,6 +107,7 @@ def _is_usual(call: Call, cache: Any) -> bool:
         and has_slots(cache)
         and not private.is_callers(cache)
         and stands_for(cache, call.model, 1)
+        and not service.why_whole(call.model, cache, call.input_ids.shape[1])
         and call.config.prefill_chunk_size is None
         and all(
             name in PER_TOKEN and value.shape[-1] == call.input_ids.shape[1]

@@ -7,6 +7,7 @@ Whatever differs between the supported versions is bridged here too.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
@@ -19,7 +20,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __v
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..structures.modules import hooked
+from ..structures.modules import hooked, modules_of
 from .private_names import cache_parameter
 
 PIPELINES_SINCE = Version("5.23")
@@ -218,6 +219,21 @@ def why_no_mask(config: Any) -> str | None:
         # Its kernel, compiled for a CPU, writes past its buffers when given a mask as a tensor.
         return "flex attention takes block masks only"
     return None
+
+
+# What modules import that hide from a token what its layer's window or chunk has passed.
+_MASKS = (
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+    "create_masks_for_generate",
+)
+
+
+def masks_windows(model: Any) -> bool:
+    """Whether a model's forwards make masks of windows: others see all tokens that are fed
+    together, though their caches keep a window, so that a prompt in parts is another one."""
+    names = {kind.__module__ for kind in map(type, modules_of(model))}
+    return any(hasattr(sys.modules.get(name), mask) for name in names for mask in _MASKS)
 
 
 def takes_dynamic_cache(model: Any) -> bool:

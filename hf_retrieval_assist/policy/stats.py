@@ -30,6 +30,8 @@ class CallStats:
         saved_forwards: that plain decoding would have needed besides.
         tokens: generated tokens, all rows together.
         read_before: tokens of prompts that were not read, since earlier calls had read them.
+        why_unread: why the call could take nothing of `prefixes`, nor leave anything; empty where
+            it could.
         drafted: verified nodes.
         accepted: nodes that became tokens.
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
@@ -60,6 +62,7 @@ class CallStats:
     saved_forwards: int = 0
     tokens: int = 0
     read_before: int = 0
+    why_unread: str = ""
     drafted: int = 0
     accepted: int = 0
     expected_accepted: int = 0
@@ -160,6 +163,8 @@ class CallStats:
             said += f"without drafts take about {self.undrafted_seconds:.2f} s"
         if self.read_before:
             said += f"; {self.read_before:,} tokens of the prompt were read before"
+        if self.why_unread:
+            said += f"; no text is kept: {self.why_unread}"
         if self.once_seconds > max(_SAID_ONCE[0] * total, _SAID_ONCE[1]):
             said += f"; {self.once_seconds:.2f} s went to what is done once for a model"
         return said

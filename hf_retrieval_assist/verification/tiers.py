@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..host.transformers_private import CACHE
+from ..host.transformers_private import CACHE, masks_windows
 from .reach import UNLIMITED, Reach
 from .tree_attention import LayerMask, Rules
 
@@ -60,6 +60,15 @@ class Service:
     width: int = 1 << 30
     reach: Reach = UNLIMITED
     foreign: bool = False
+
+    def why_whole(self, model: Any, cache: Any, length: int) -> str:
+        """Why tokens of a text of this length are other ones to the model when they are fed in
+        parts; empty where they are not."""
+        if self.reach.meets(0, length):
+            return "its rotary frequencies follow the length of the text"
+        if any(layer.is_sliding for layer in cache.layers) and not masks_windows(model):
+            return "its forwards see what their windows have passed"
+        return ""
 
     def forgets(self, batch: int) -> bool:
         """Whether layers with a window may forget what lies beyond it.

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from hf_retrieval_assist import OutputMemory, Prefixes, SamAssistant, release_memory
 from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.lossless import build
+from tests.support.lossless import build, rope_model
 from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases
 from tests.support.watching import fed_shapes
@@ -273,12 +273,51 @@ def test_interrupted_calls_keep_nothing(model):
     turns(model, assistant, 3)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3NextForCausalLM", "DoryForCausalLM"])
-def test_states_and_layers_that_a_forward_appends_are_not_kept(kind):
+UNKEPT = {
+    "Qwen3NextForCausalLM": "more than keys and values",
+    "DoryForCausalLM": "",  # its forwards append a layer to the cache
+    "MoshiForCausalLM": "what their windows have passed",
+}
+
+
+@pytest.mark.parametrize("kind", UNKEPT)
+def test_texts_that_cannot_be_gone_on_from_are_not_kept(kind):
     model = build(kind, eos_token_id=None)
     assistant = SamAssistant(prefixes=Prefixes(), memory=OutputMemory())
     _, read = turns(model, assistant, 2)
     assert read == [0, 0]
+    assert UNKEPT[kind] in str(assistant.stats.last)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_texts_whose_frequencies_change(kind):
+    """Reused up to the length at which they do, and not behind it. Models are new in each call:
+    dynamic frequencies depend on the calls before."""
+    model, assistant = rope_model(kind, 70), SamAssistant(prefixes=Prefixes(), budget=6)
+    generate(model, ids_of(5), assistant)  # makes the longer frequencies
+    text = ids_of(30)
+    for turn, read in enumerate((0, 41, 0)):
+        options = {"max_new_tokens": 12 if turn < 1 else 30, "eos_token_id": None}
+        plain = generate(rope_model(kind, 70), text, **options)
+        assert torch.equal(generate(model, text, assistant, **options), plain)
+        assert assistant.stats.last.read_before == read
+        text = torch.cat([plain, ids_of(7, seed=1 + turn)], dim=1)
+    assert "frequencies follow the length" in str(assistant.stats.last)
+
+
+def test_models_of_images_that_are_given_none():
+    """Their inputs of images are empty, and their tokens are all of text."""
+    model = build("Gemma3ForConditionalGeneration", eos_token_id=None)
+    assistant = SamAssistant(prefixes=Prefixes(), budget=6)
+    text, read = turns(model, assistant, 2)
+    assert read == [0, 41]
+    assert torch.equal(
+        generate(model, text, token_type_ids=torch.zeros_like(text)),
+        generate(model, text, assistant, token_type_ids=torch.zeros_like(text)),
+    )
+    assert assistant.stats.last.read_before == 60
+    generate(model, text, assistant, token_type_ids=torch.ones_like(text))
+    assert "no text is kept: its forward is given token_type_ids" in str(assistant.stats.last)
 
 
 def test_bad_arguments():

@@ -1,6 +1,7 @@
 """Prompts that are fed in parts: the same text, with others' calls in between."""
 
 import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import prompt_parts
 from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
-from tests.support.lossless import build
+from tests.support.lossless import build, rope_model
 from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases, crossed
 
@@ -26,6 +27,7 @@ PART = 5
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 3 + [5, 9]])
 OTHER = PROMPT[:, 4:18]
 LOOKS = len([*_spans(0, PART, PROMPT.shape[1])])
+moshi = partial(build, "MoshiForCausalLM")
 KINDS = [LlamaForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen2ForCausalLM]
 
 
@@ -66,6 +68,18 @@ def test_texts_are_those_of_whole_prompts(kind, sample, budget):
     total = assistant.stats.total
     assert total.calls == 6
     assert total.seconds["prefill"] < total.seconds["total"]
+
+
+ROPES = ["dynamic", "longrope"]
+
+
+@pytest.mark.parametrize("make", [partial(rope_model, kind, 12) for kind in ROPES] + [moshi])
+def test_prompts_that_are_others_in_parts_are_fed_whole(make):
+    """Their frequencies follow the length of the text, or their forwards see what their caches'
+    windows have passed."""
+    found, looked = in_parts(make(), assistant=SamAssistant(budget=6))
+    assert torch.equal(found, run(make()))
+    assert looked == 0
 
 
 @pytest.mark.parametrize("kind", cases(KINDS))
