@@ -120,8 +120,8 @@ class CostModel:
         return tokens
 
     def shares(self, rows: int) -> list[float]:
-        """Of a step of so many rows, what it takes longer for the first, the second and so on, the
-        others having ended."""
+        """What a step of so many rows takes longer for the first one, the second and so on, the
+        others having ended: parts of the step."""
         return [1.0] + [0.0] * (rows - 1)
 
     def curve(self, max_tokens: int) -> Float64Array:

@@ -32,7 +32,7 @@ def test_tokens_are_worth_the_time_that_their_rows_end_earlier(rows, slope):
         saved += worth * seconds(len(running))
         for row, accepted in zip(running, further, strict=True):
             came[row] += 1 + accepted
-    assert taken + saved == pytest.approx(LENGTH * price.seconds(1))
+    assert taken + saved == pytest.approx(LENGTH * price.seconds(1), rel=1e-9)
 
 
 def test_rows_that_are_fed_until_the_last_one_ends_are_worth_what_it_comes_further():
