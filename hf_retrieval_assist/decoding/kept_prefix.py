@@ -84,9 +84,9 @@ class KeptPrefix:
         """Keep the call's text, int64 [length], of which the cache holds the first tokens, unless
         texts are to leave nothing by now, the model was changed meanwhile, or it could not go on
         from that cache."""
-        model, held = self._call.model, cache.get_seq_length()
         if not (self.keeps and self._policy.teaches and can_keep(cache)):
             return
+        model, held = self._call.model, cache.get_seq_length()
         if not stands_for(cache, model, 1) or self._service.why_whole(model, cache, held):
             return
         if self._state is not None and self._read() == self._state:
@@ -114,7 +114,7 @@ def _why_unread(call: Call, service: Service) -> str:
     others |= {name for name in tensors.keys() & _TYPES if bool(tensors[name].any())}
     if call.batch_size > 1:
         return "it has several rows"
-    if length < 2 or cache is None or private.is_callers(cache) or cache.get_seq_length():
+    if cache is None or private.is_callers(cache) or cache.get_seq_length():
         return "its cache is the caller's"
     if not can_keep(cache):
         return "its layers keep more than keys and values of single tokens"
