@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,14 +9,15 @@ import torch
 
 from hf_retrieval_assist import SamAssistant, release_memory
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, weight_copies
+from hf_retrieval_assist.engines.cpu import quantized_self
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS
 from hf_retrieval_assist.engines.cpu.quantized_self import QuantizedSelf
 from hf_retrieval_assist.engines.cpu.skinny import PATHS
 from hf_retrieval_assist.system import memory
+from tests.support.few_bits import pack_small
 from tests.support.fixed_costs import FixedCosts
-from tests.support.lossless import PROMPT, build, run, same
+from tests.support.lossless import build, run, same
 from tests.support.memories import remembering
 from tests.support.quick import cases, crossed
 from tests.support.tiny_models import VOCAB
@@ -31,27 +31,22 @@ SAMPLED = {"do_sample": True, "temperature": 0.9}
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Tiny models are packed when they are first asked for, and levels take no time."""
-    price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
-    monkeypatch.setattr(quantized_self, "_Price", lambda: price)
+    """Models are packed when they are first asked for."""
+    pack_small(monkeypatch)
     monkeypatch.setattr(quantized_self, "PATIENCE", 0)
-    for part in (few_bits, weight_copies):
-        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
 
 
 @pytest.fixture
 def drafted(monkeypatch):
     """Nodes of each draft."""
-    return results_of(
-        *(monkeypatch, QuantizedSelf, "propose"), lambda drafts, *_: len(drafts.token_ids)
-    )
+    return results_of(monkeypatch, QuantizedSelf, "propose", lambda found, *_: len(found.token_ids))
 
 
 @pytest.fixture
 def packed(monkeypatch):
     """The weights with which each call that was due drafts; None: it does not."""
     return results_of(
-        *(monkeypatch, QuantizedSelf, "_given"), lambda given, *_: given and given.weights
+        monkeypatch, QuantizedSelf, "_given", lambda found, *_: found and found.weights
     )
 
 
@@ -74,14 +69,9 @@ def automatic(preset=SamAssistant, **options):
     ("preset", "options"), cases(crossed([SamAssistant, remembering], [SAMPLED, {}]))
 )
 def test_output_is_plain(preset, options, drafted):
-    model, assistant, inputs = model_of(), automatic(preset), {"input_ids": PROMPT}
+    model, assistant = model_of(), automatic(preset)
     for seed in range(3):
-        results = []
-        for one in (None, assistant):
-            torch.manual_seed(seed)
-            given = {"do_sample": False, "max_new_tokens": NEW} | options
-            results.append(model.generate(**inputs, **given, assistant=one))
-        assert torch.equal(*results)
+        same(model, assistant=assistant, seed=seed, max_new_tokens=NEW, **options)
     assert sum(drafted) > NEW
     assert assistant.stats.last.steps < (NEW - 1) / 1.5
 
@@ -104,6 +94,11 @@ def test_weights_are_packed_after_some_asks(packed, asked, drafted, monkeypatch)
     packed.clear()
     run(model, assistant=automatic())
     assert packed == [FewBits.known_of(model)]
+    packed.clear()
+    release_memory(model)
+    gc.collect()
+    assert FewBits.known_of(model) is None
+    assert IN_FOUR_BITS.nbytes() == known
 
 
 def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(asked, monkeypatch):
@@ -119,36 +114,6 @@ def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(a
             for weight in model.parameters():
                 weight.copy_(weight.roll(1, 0))
     assert waited == [None, 5, 10, None, None, 18, 18]
-
-
-def test_calls_share_what_was_packed_until_weights_change(packed):
-    model, assistant = model_of(), automatic()
-    for _ in range(3):
-        same(model, assistant=assistant)
-    assert len(packed) == 3
-    assert {*packed} == {before := FewBits.known_of(model)}
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.roll(1, 0))
-    for _ in range(3):
-        same(model, assistant=assistant, max_new_tokens=NEW)
-    assert {*packed[3:]} == {FewBits.known_of(model)} != {before}
-    # Drafts of other weights are hardly ever right.
-    assert assistant.stats.last.accepted > NEW / 2
-
-
-def test_what_was_packed_is_given_back(packed):
-    gc.collect()
-    model, assistant, known = model_of(), automatic(), IN_FOUR_BITS.nbytes()
-    same(model, assistant=assistant)
-    assert IN_FOUR_BITS.nbytes() > known
-    release_memory(model)
-    packed.clear()
-    gc.collect()
-    assert FewBits.known_of(model) is None
-    assert IN_FOUR_BITS.nbytes() == known
-    same(model, assistant=assistant)
-    assert packed == [FewBits.known_of(model)]
 
 
 WITHOUT = {
@@ -184,9 +149,3 @@ def test_it_is_idle_where_it_cannot_draft():
         Target(VOCAB, model=model),
     ):
         assert quantized_self.automatic().start(ids, target).idle
-
-
-@pytest.mark.parametrize("name", ["BloomForCausalLM", "Lfm2ForCausalLM"])
-def test_models_that_take_no_trees_are_drafted_for_without_it(name, drafted):
-    same(build(name), assistant=automatic())
-    assert not any(drafted)

@@ -4,7 +4,6 @@ import gc
 import math
 from functools import partial
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from transformers import DynamicCache
 from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier
 from hf_retrieval_assist.engines.cpu import quantized_self as module
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeight, QuantizedWeight
@@ -25,6 +24,7 @@ from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.own_forwards import TargetForwards
+from tests.support.few_bits import pack_small
 from tests.support.lossless import PROMPT, build, padded, run, same
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
@@ -58,19 +58,8 @@ PRICE = module._Price
 
 
 @pytest.fixture(autouse=True)
-def small_layers_too(monkeypatch):
-    """The tiny models' linears are packed; adapters on them stay small."""
-    for part in (few_bits, weight_copies):
-        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
-
-
-@pytest.fixture(autouse=True)
 def price(monkeypatch):
-    """What a level takes, for the drafter: nothing, and it does not learn more."""
-    found = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
-    monkeypatch.setattr(module, "_Price", lambda: found)
-    monkeypatch.setattr(module, "_prices", WeakKeyDictionary())
-    return found
+    return pack_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -178,17 +167,6 @@ def test_nothing_is_fed_behind_the_last_position(new):
     ids = PROMPT.repeat(1, 10)[:, : model.config.max_position_embeddings - new]
     for _ in range(2):
         same(model, ids, assistant(), max_new_tokens=new, tier="tree")
-
-
-def test_calls_that_cannot_record_forwards_leave_others_their_own(compiled):
-    model, mask = build(head_dim=16), torch.ones_like(PROMPT)
-    mask[0, :5] = 0
-    options = {"do_sample": False, "max_new_tokens": NEW}
-    for _ in range(3):
-        model.generate(PROMPT * mask, attention_mask=mask, **options, assistant=assistant())
-    assert not any(compiled)
-    run(model, **options, assistant=assistant())
-    assert any(compiled)
 
 
 @pytest.mark.parametrize(
@@ -378,21 +356,6 @@ def test_a_draft_grows_while_a_level_pays_which_is_tried_now_and_then(
         price.refusals = 0
         run(drafted, assistant=assistant(), max_new_tokens=NEW)
         assert 4 <= max(depths) <= 8 if found is None else depths[: len(found)] == found
-
-
-def test_assistants_of_one_call_each_try_a_dear_level_now_and_then_too(
-    drafted, price, depths, monkeypatch
-):
-    """What the machine took while it was busy does not last for the process."""
-    monkeypatch.setattr(module, "_TRIAL_PERIOD", 24)
-    price.seconds, price.refusals = 1.0, 0
-    calls = 0
-    while price.refusals < 24:
-        assert not any(depths)
-        run(drafted, assistant=assistant(), max_new_tokens=12)
-        calls += 1
-    assert 1 < calls < 5
-    assert sum(depths) >= 1
 
 
 def test_a_shorter_time_of_a_level_is_believed_sooner_than_a_longer_one():

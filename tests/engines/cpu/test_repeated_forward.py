@@ -20,11 +20,10 @@ from hf_retrieval_assist.engines.cpu.reroute import overriding
 from hf_retrieval_assist.engines.cpu.skinny import route_depth, verifies
 from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
-from tests.support.interruptions import raising
-from tests.support.lossless import INPUTS, PROMPT, build, knowing, rope_model, run, same
+from tests.support.lossless import PROMPT, build, knowing, rope_model, run, same
 from tests.support.quick import cases, crossed
 from tests.support.threads import in_threads
-from tests.support.watching import Interrupt, calls_of, results_of
+from tests.support.watching import calls_of, results_of
 from tests.support.wrapped_models import Around
 
 CLASSES = [
@@ -50,19 +49,6 @@ def test_forwards_are_repeated(name, sampled):
     assert last.repeated == last.forwards
     assert last.recordings == 0
     assert last.accepted > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_padded_rows_too(dtype):
-    model = build(LlamaForCausalLM).to(dtype)  # no kernel computes attention of its heads
-    for seed in range(4):
-        options = INPUTS["padded"] | {"max_new_tokens": 20, "do_sample": True}
-        torch.manual_seed(seed)
-        plain = model.generate(**options, assistant=Assistant([], budget=0, graphs=False))
-        torch.manual_seed(seed)
-        assistant = SamAssistant(plain.tolist(), budget=4)
-        assert torch.equal(model.generate(**options, assistant=assistant), plain)
-    assert assistant.stats.last.repeated > 0
 
 
 def module_of_its_own(model):
@@ -208,21 +194,6 @@ def test_what_cannot_be_recorded_of_one_width_may_be_of_others(monkeypatch):
     assert narrow.stats.last.repeated > 0
 
 
-def test_what_cannot_be_recorded_of_one_adapter_may_be_of_others(monkeypatch):
-    options = {"r": 2, "init_lora_weights": False, "target_modules": ["v_proj"]}
-    model = get_peft_model(build(LlamaForCausalLM), LoraConfig(**options), "one").eval()
-    model.add_adapter("other", LoraConfig(**options))
-    failing(monkeypatch, lambda _: model.active_adapter == "one")
-    repeated = {}
-    for _ in range(4):
-        for name in ("one", "other"):
-            model.set_adapter(name)
-            assistant = SamAssistant(budget=0)
-            same(model, assistant=assistant)
-            repeated[name] = assistant.stats.last.repeated
-    assert repeated["one"] == 0 < repeated["other"]
-
-
 def test_a_model_that_cannot_be_recorded_is_tried_once_as_it_is(monkeypatch):
     model, assistant = build(LlamaForCausalLM), Assistant([], budget=0)
     tried = results_of(monkeypatch, repeated_forward._ShapeRecording, "record")
@@ -262,14 +233,6 @@ def test_calls_of_two_threads_repeat_programs_that_they_do_not_share():
 
     for last in in_threads(converse, range(3))[:2]:
         assert last.repeated == last.forwards > 0 == last.recordings
-
-
-def test_an_interrupted_recording_leaves_nothing():
-    model = build(LlamaForCausalLM)
-    with pytest.raises(Interrupt), raising(Recorder, "update", 0):
-        run(model, assistant=SamAssistant(budget=4))
-    assert thread.recorder is None
-    assert repeating(model).stats.last.repeated > 0
 
 
 class Small(nn.Module):
