@@ -164,8 +164,7 @@ def test_copies_are_packed_once_they_have_paid(monkeypatch):
     assert WEIGHTS.nbytes() == known
     assistant = SamAssistant()
     run(model, assistant=assistant, max_new_tokens=9)
-    packed = WEIGHTS.nbytes()
-    assert packed > known
+    assert WEIGHTS.nbytes() > known
     assert assistant.stats.last.seconds["pack"] > 0
     with watch_screens() as watch:
         run(model, assistant=SamAssistant(), max_new_tokens=4)
@@ -177,24 +176,6 @@ def test_copies_are_packed_once_they_have_paid(monkeypatch):
         assert watch.screened == 0
         run(model, assistant=SamAssistant())
         assert watch.screened > 0
-    gc.collect()
-    assert WEIGHTS.nbytes() == packed
-    del model
-    gc.collect()
-    assert WEIGHTS.nbytes() == known
-
-
-def test_hooks_of_all_modules_leave_the_output_layer_alone():
-    """They may write to weights after a product and before a token is chosen by it."""
-    model = model_of()
-    run(model, assistant=SamAssistant(trust_forward=True))
-    handle = nn.modules.module.register_module_forward_hook(lambda *arguments: None)
-    try:
-        with watch_screens() as watch:
-            run(model, assistant=SamAssistant(trust_forward=True))
-    finally:
-        handle.remove()
-    assert watch.screened == 0
 
 
 def test_other_threads_and_models_compute_as_always():

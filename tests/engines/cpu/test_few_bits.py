@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, OutputReader, ShortOutput
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.skinny import PATHS, product
+from tests.support.few_bits import pack_small
 from tests.support.lossless import build
 from tests.support.products import random
 
@@ -93,15 +94,6 @@ def test_a_token_that_others_add_meanwhile_is_read_once(whole, monkeypatch):
     assert sorted(read(OutputReader(output), whole)) == [700, 701, 702, 703]
 
 
-def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
-    output = ShortOutput(whole, TOKENS)
-    output.add([5, TOKENS - 1])
-    x = random(1, DEPTH, seed=1)
-    logits, among = OutputReader(output)(x)
-    assert torch.equal(among.token_ids, torch.arange(TOKENS))
-    assert torch.equal(logits, product(x, whole.matrix))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("share", "least", "first"),
@@ -109,8 +101,7 @@ def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
 )
 def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, monkeypatch):
     """A share of what all other layers take."""
-    for part in (few_bits, weight_copies):
-        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
+    pack_small(monkeypatch)
     monkeypatch.setattr(few_bits, "OUTPUT_SHARE", share)
     monkeypatch.setattr(few_bits, "LEAST_ROWS", least)
     model = build(vocab_size=1000, head_dim=16, tie_word_embeddings=tied)
