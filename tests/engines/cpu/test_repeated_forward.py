@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoKrConfig, LoraConfig, RandLoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -276,94 +278,67 @@ def test_what_depends_on_more_than_shapes_is_not_recorded(compute):
     assert thread.recorder is None
 
 
-def layers_round_a_write(model, x):
-    """Layers of one input may be computed together, but not across a write to it."""
-    x = x + 1
-    first = model.linear(x) + model.linear(x)
-    return first + model.linear(x.mul_(2))
+def linear(x, weight, bias=None):
+    return nn.functional.linear(x, weight, bias)
 
 
-def weight_of(x):
-    """One that is computed from a forward's input, in a view of something larger."""
-    return torch.stack([x[0], x.flip(-1)[0]]).repeat(4, 1)[:, None].flatten(0, 1)
+def rooms_of(a, b):
+    """Writes into parts of what was made empty."""
+    room = torch.empty(1, 8)
+    room[:, :4].copy_(a[:, 4:])
+    room[:, 4:].copy_(b[:, :4])
+    return room
 
 
-def layers_of_computed_weights(model, x):
-    """A layer comes behind what computes its weight, though others of its input came first."""
-    first, weight = model.linear(x), weight_of(x)
-    once = nn.functional.linear(x, weight) + nn.functional.linear(first, weight)
-    return once + nn.functional.linear(x, model.linear.weight * x) + model.linear(x)
-
-
-def layers_of_computed_biases(model, x):
-    first, weight = model.linear(x), model.linear.weight
-    columns = (weight * x).T[0], (weight * x)[:, 0], x.mean().expand(8), (x + 1)[0]
-    return first + sum(nn.functional.linear(x, weight, bias) for bias in columns)
-
-
-def layer_whose_weight_is_anothers_result(model, x):
-    rows = x.expand(8, 8).contiguous()
-    first = model.linear(rows)
-    second = nn.functional.linear(rows, first)
-    return nn.functional.linear(rows, second)
-
-
-def writes_behind_the_last_layer(model, x):
-    """It is the last to be computed, but nothing that comes behind it may go first."""
-    hidden, scale = x + 1, x * 2
-    out = nn.functional.linear(hidden, model.linear.weight, scale[0])
-    hidden.zero_(), scale.zero_()
-    return out
-
-
-def results_that_are_read_late(model, x):
-    """Others have come and gone by then."""
-    first = hidden = x + 1
-    for _ in range(5):
-        hidden = nn.functional.silu(model.linear(hidden)) - hidden.flip(-1)
-    return hidden * first + first[:, 2:3]
-
-
-def layer_that_comes_late(model, x):
-    """It is computed together with an early one of its input."""
-    hidden = x + 1
-    first = model.linear(hidden)
-    for _ in range(5):
-        first = (first * 2 - x).tanh()
-    return first + model.linear(hidden)
-
-
-def writes_into_rooms(model, x):
-    """Into parts of what was made empty, one after another."""
-    rooms = [torch.empty(1, 8) for _ in range(3)]
-    for room, part in zip(rooms, (x, model.linear(x), x * 3), strict=True):
-        room[:, :4].copy_(part[:, 4:])
-        room[:, 4:].copy_(part[:, :4])
-    return torch.cat(rooms, -1).view(3, 8).mean(0) + rooms[0]
-
-
-RECORDABLE = {
-    "results that are read late": results_that_are_read_late,
-    "a layer that comes late": layer_that_comes_late,
-    "writes into rooms": writes_into_rooms,
-    "computed weights": layers_of_computed_weights,
-    "computed biases": layers_of_computed_biases,
-    "results as weights": layer_whose_weight_is_anothers_result,
-    "writes behind the last layer": writes_behind_the_last_layer,
-    "a last layer that is written to": lambda model, x: model.linear(x + 1).mul_(2),
-    "layers round a write": layers_round_a_write,
-    "operators": lambda model, x: torch.cat([-x[:, 4:], x[:, :4]], -1) * x.mean() + 1,
-    "a layer": lambda model, x: nn.functional.silu(model.linear(x)),
-    "writes to its own": lambda model, x: (x + 1).mul_(x).index_add_(0, torch.tensor([0]), x),
-    "several results": lambda model, x: torch.cat([x.topk(4)[0], x.sort()[0][:, 4:]], -1),
-    "places": lambda model, x: x[:, torch.arange(8).flip(0)] + torch.zeros(8).fill_(2.0),
-    "other dtypes": lambda model, x: (x.bfloat16() * 3).float() + x.double().float(),
+# What a forward may compute of two of its tensors, each float32 [1, 8].
+OPERATORS = {
+    "a layer": lambda model, a, b: model.linear(a),
+    "a layer of a sum": lambda model, a, b: model.linear(a + b),
+    "a layer that is written to": lambda model, a, b: model.linear(a).mul_(b),
+    "a computed weight": lambda model, a, b: linear(a, model.linear.weight * b),
+    "a view as weight": lambda model, a, b: linear(
+        a, torch.stack([b[0], b.flip(-1)[0]]).repeat(4, 1)[:, None].flatten(0, 1)
+    ),
+    "a result as weight": lambda model, a, b: linear(a, model.linear(b.expand(8, 8).contiguous())),
+    "a computed bias": lambda model, a, b: linear(a, model.linear.weight, b[0]),
+    "a column as bias": lambda model, a, b: linear(a, model.linear.weight, (a * b).T[:, 0]),
+    "a number as bias": lambda model, a, b: linear(a, model.linear.weight, b.mean().expand(8)),
+    "an activation": lambda model, a, b: nn.functional.silu(a) - b.flip(-1),
+    "a product": lambda model, a, b: (a * b).tanh(),
+    "a view": lambda model, a, b: a.view(2, 4).T.T.view(1, 8),
+    "a part for all": lambda model, a, b: a + b[:, 2:3],
+    "parts": lambda model, a, b: torch.cat([-a[:, 4:], b[:, :4]], -1) * a.mean() + 1,
+    "rooms": lambda model, a, b: rooms_of(a, b),
+    "several results": lambda model, a, b: torch.cat([a.topk(4)[0], b.sort()[0][:, 4:]], -1),
+    "places": lambda model, a, b: a[:, torch.arange(8).flip(0)] + torch.zeros(8).fill_(2.0),
+    "other dtypes": lambda model, a, b: (a.bfloat16() * 3).float() + b.double().float(),
+    "a write": lambda model, a, b: a.mul_(0.5),
+    "a write of another": lambda model, a, b: a.copy_(b),
+    "an indexed write": lambda model, a, b: a.index_add_(0, torch.tensor([0]), b + 1),
+    "zeros": lambda model, a, b: a.zero_(),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compute", RECORDABLE.values(), ids=RECORDABLE)
-def test_a_program_computes_from_what_it_is_given(compute):
+@settings(max_examples=150)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from([*OPERATORS]), st.integers(0, 30), st.integers(0, 30)),
+        min_size=1,
+        max_size=25,
+    ),
+    last=st.integers(0, 30),
+)
+def test_a_program_computes_from_what_it_is_given(steps, last):
+    """Layers of one input may be computed together, and results lie where others have lain, but
+    never across a write or before what they read."""
+
+    def compute(model, x):
+        found = [x + 1, x * 2]
+        for name, a, b in steps:
+            found.append(OPERATORS[name](model, found[a % len(found)], found[b % len(found)]))
+        return found[last % len(found)] + found[-1]
+
     model, x = Small(), torch.randn(1, 8)
     with reroute():
         program, first = program_of(model, x, compute)
