@@ -84,22 +84,6 @@ def test_measures_which_ranks_are_accepted():
     assert drafter.chooser("other").counts.vector[1] < 0.5
 
 
-def test_the_shape_follows_the_cost_of_the_target():
-    drafter = DraftModelDrafter(llama(), max_nodes=16, max_levels=4, width=4)
-    session = start(drafter, [1, 2, 3])
-    wide = session.propose(16)
-    session.chooser.set_seconds(0.01 * np.arange(1, 18))
-    for _ in range(40):
-        session.commit([1], None)
-        session.propose(16)
-    assert len(session.propose(16)) < len(wide)
-    session.chooser.set_seconds(np.full(17, 10.0))
-    for _ in range(40):
-        session.commit([1], None)
-        session.propose(16)
-    assert len(session.propose(16)) == 16
-
-
 def test_a_draft_model_as_large_as_the_target_is_not_asked():
     """Its first draft alone would cost more than many steps."""
     model = llama()
