@@ -167,7 +167,7 @@ def test_nothing_is_fed_behind_the_last_position(new):
         same(model, ids, assistant(), max_new_tokens=new, tier="tree")
 
 
-@pytest.mark.parametrize("forwards", cases([3, 2, 8]))
+@pytest.mark.parametrize("forwards", cases([2, 3, 8]))
 def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(forwards):
     model, drafting = build("Gemma3ForCausalLM"), assistant()
     plain, cache = run(model, max_new_tokens=NEW), DynamicCache(config=model.config)
@@ -228,11 +228,9 @@ def test_columns_count_by_what_the_last_tokens_multiply_them_by(monkeypatch):
     [
         ([[1, 2, 3]], 64, [None], [[1, 2, 3, 9]]),
         ([[1, 2, 3]], 2, [None], [[3, 9]]),
-        ([[1, 2, 3]], 64, [1], [[3, 9]]),
         ([[1, 2, 3]], 64, [0], [[9]]),
         ([[1, 50, 3]], 64, [None], [[3, 9]]),
         ([[1, 2, -1]], 64, [None], [[9]]),
-        ([[1, 2, 3], [4, 5, 6]], 4, [None, 9], [[3, 9], [6, 9]]),
         ([[1, 2, 3], [50, 5, 6]], 64, [2, None], [[2, 3, 9], [5, 6, 9]]),
     ],
 )

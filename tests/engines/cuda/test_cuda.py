@@ -194,25 +194,6 @@ def test_other_threads_go_on_while_one_records(llama, other):
     assert len(errors) <= 2, errors
 
 
-def test_calls_that_draw_while_another_records(llama):
-    """Their draws wait for the moment in which a capture begins."""
-    models, plain = [copy.deepcopy(llama) for _ in range(3)], run(llama, max_new_tokens=60)
-    over = threading.Event()
-
-    def texts(model):
-        if model is models[0]:
-            for _ in range(4):
-                assistant = SamAssistant(budget=8)
-                run(model, max_new_tokens=60, assistant=assistant, **SAMPLED)
-                WORKSPACES._idle.clear()
-            over.set()
-        while not over.is_set():
-            run(model, max_new_tokens=20, assistant=oracle_assistant(plain), **SAMPLED)
-        return True
-
-    assert in_threads(texts, models) == [True] * 3
-
-
 @pytest.mark.parametrize("kind", ["draft model", "EAGLE", "MTP"])
 def test_drafts_are_recorded(llama, kind):
     """Calls after the first ones record nothing."""
