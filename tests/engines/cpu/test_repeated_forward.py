@@ -401,15 +401,6 @@ def test_a_program_routes_its_own_operators_alone():
     assert route_depth() == 0
 
 
-def test_a_new_assistant_claims_nothing_beside_steps_that_were_never_timed():
-    model = build(LlamaForCausalLM)
-    repeating(model)
-    for tokens in (2, 20):
-        assistant = Assistant([], budget=0)
-        run(model, assistant=assistant, max_new_tokens=tokens)
-        assert assistant.stats.last.undrafted_seconds < 3 * assistant.stats.last.seconds["total"]
-
-
 @pytest.mark.parametrize(("new", "found"), [(1, 0), (2, 1), (9, 1)])
 def test_the_first_token_waits_for_nothing_that_later_ones_need(new, found, monkeypatch):
     """A model's state is read, and keys and values are moved, for the first forward behind it."""
