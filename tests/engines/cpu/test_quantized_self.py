@@ -1,5 +1,6 @@
 """Drafts of the target itself in few bits."""
 
+import copy
 import gc
 import math
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_retrieval_assist import Assistant, QuantizedSelf
+from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, release_memory
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier
@@ -20,10 +21,13 @@ from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeigh
 from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.own_forwards import TargetForwards
 from tests.support.few_bits import pack_small
+from tests.support.fixed_costs import FixedCosts
 from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.memories import remembering
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
@@ -357,3 +361,126 @@ def test_close_choices_fork_and_clear_ones_do_not():
     assert priors[classes_of(close, known=False)] == near([0.37, 0.37, 0.17])
     # Where nothing else may come.
     assert classes_of(close[:1], known=True) == [few_bits.BUCKETS - 1]
+
+
+# What `fallback="auto"` has besides a table: drafts of the target itself, once they may pay.
+LONG = 40
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Models are packed when they are first asked for."""
+    monkeypatch.setattr(module, "PATIENCE", 0)
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """How many nodes each draft has."""
+    return results_of(monkeypatch, QuantizedSelf, "propose", lambda found, *_: len(found.token_ids))
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The weights with which each call that was due drafts; None: it does not."""
+    return results_of(
+        monkeypatch, QuantizedSelf, "_given", lambda found, *_: found and found.weights
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether packing was due, each time that somebody asked."""
+    return results_of(monkeypatch, QuantizedSelf, "_is_due")
+
+
+def automatic(preset=SamAssistant, **options):
+    """One whose forwards take so long that any draft pays."""
+    return preset(**{"costs": FixedCosts(lambda tokens: 1.0)} | options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"), cases(crossed([SamAssistant, remembering], [SAMPLINGS["top"], {}]))
+)
+@pytest.mark.usefixtures("at_once")
+def test_output_of_automatic_drafts_is_plain(preset, options, drafted):
+    model, assistant = build(head_dim=16), automatic(preset)
+    for seed in range(3):
+        same(model, assistant=assistant, seed=seed, max_new_tokens=LONG, **options)
+    assert sum(drafted) > LONG
+    assert assistant.stats.last.steps < (LONG - 1) / 1.5
+
+
+def test_weights_are_packed_after_some_asks(packed, asked, drafted, monkeypatch):
+    """Those of several calls of a model count together, whatever the assistants."""
+    monkeypatch.setattr(module, "PATIENCE", 5)
+    run(build(head_dim=16), assistant=automatic(), max_new_tokens=4)
+    packed.clear()
+    gc.collect()  # copies of other models
+    model, known = build(head_dim=16), IN_FOUR_BITS.nbytes()
+    for tokens in (4, LONG):
+        same(model, assistant=automatic(), max_new_tokens=tokens)
+        assert (IN_FOUR_BITS.nbytes() > known) == (tokens == LONG)
+    assert asked[-6:] == [False] * 5 + [True]
+    assert packed == [FewBits.known_of(model)]
+    assert not any(drafted[:5])
+    assert any(drafted[5:])
+    # Another assistant of the same model waits for nothing.
+    packed.clear()
+    run(model, assistant=automatic())
+    assert packed == [FewBits.known_of(model)]
+    packed.clear()
+    release_memory(model)
+    gc.collect()
+    assert FewBits.known_of(model) is None
+    assert IN_FOUR_BITS.nbytes() == known
+
+
+def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(asked, monkeypatch):
+    """A training loop would pack them for each of its calls."""
+    monkeypatch.setattr(module, "PATIENCE", 5)
+    monkeypatch.setattr(module, "MOST_PATIENCE", 18)
+    model, waited = build(head_dim=16), []
+    for tokens in (4, LONG, LONG, 4, 4, LONG, LONG):
+        asked.clear()
+        same(model, assistant=automatic(), max_new_tokens=tokens)
+        waited.append(asked.index(True) if asked[-1] else None)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.roll(1, 0))
+    assert waited == [None, 5, 10, None, None, 18, 18]
+
+
+WITHOUT = {
+    "no memory": {"extra_memory": 0},
+    "less memory than it takes": {"extra_memory": -1},
+    "nobody counts": {"budget": 4},
+    "a machine without memory": {},
+}
+
+
+@pytest.mark.parametrize("name", cases(WITHOUT))
+@pytest.mark.usefixtures("at_once")
+def test_nothing_is_packed_where_it_may_not_be(name, drafted, monkeypatch):
+    model, options = build(head_dim=16), dict(WITHOUT[name])
+    if name == "a machine without memory":
+        monkeypatch.setattr(memory, "free_memory", lambda: 0)
+    if options.get("extra_memory") == -1:
+        options["extra_memory"] += sum(bytes_of(model))
+    gc.collect()
+    known = IN_FOUR_BITS.nbytes()
+    same(model, assistant=automatic(**options), calls=2)
+    assert IN_FOUR_BITS.nbytes() == known
+    assert not any(drafted)
+    same(model, assistant=automatic(extra_memory=sum(bytes_of(model))))
+    assert IN_FOUR_BITS.nbytes() > known
+
+
+def test_it_is_idle_where_it_cannot_draft():
+    """Also of a call that nobody generates in."""
+    ids, model = np.array([1, 2], np.int32), build(head_dim=16)
+    for target in (
+        Target(VOCAB),
+        Target(VOCAB, model=copy.deepcopy(model).to("meta")),
+        Target(VOCAB, model=model),
+    ):
+        assert module.automatic().start(ids, target).idle
