@@ -88,19 +88,12 @@ class Centred(LlamaRMSNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
-class Capped(LlamaRMSNorm):
-    def forward(self, x):
-        return super().forward(x).clamp(-100, 100)
-
-
 class Clipped(LlamaRMSNorm):
     def forward(self, x):
         return super().forward(x.clamp(-1000, 1000))
 
 
-@pytest.mark.parametrize(
-    "module", [Centred(24), Capped(24), Clipped(24), nn.LayerNorm(24), nn.RMSNorm(24)]
-)
+@pytest.mark.parametrize("module", [Centred(24), Clipped(24), nn.LayerNorm(24), nn.RMSNorm(24)])
 def test_other_norms_are_left_alone(module, fused):
     learn_norms(module)
     fused.clear()

@@ -18,7 +18,7 @@ from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
-from tests.support.copied_models import model_of, watch_screens
+from tests.support.copied_models import TOKENS, model_of, watch_screens
 from tests.support.logits_feedback import Learner, expected_logits
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run, same
 from tests.support.oracle_drafter import agreeing
@@ -36,7 +36,8 @@ OPTIONS = {
     },
     "bias": {"sequence_bias": {(17,): 4.0, (5, 9): -3.0, (4095,): 2.5}},
     "length": {"min_new_tokens": 9, "eos_token_id": [5, 9, 33, 21, 60, 7, 44]},
-    "top-k": {**SAMPLED, "top_k": 30, "temperature": 0.8},
+    # One token is suppressed that there is not.
+    "top-k": {**SAMPLED, "top_k": 30, "temperature": 0.8, "suppress_tokens": [3, TOKENS]},
     "top-k and more": {
         **{**SAMPLED, "top_k": 50, "top_p": 0.8, "typical_p": 0.9, "min_p": 0.01},
         "repetition_penalty": 1.2,
