@@ -336,6 +336,7 @@ def test_a_draft_grows_while_a_level_pays_which_is_tried_now_and_then(
     for price.seconds, found in (
         (1e-4, None),
         (1.0, [0, 0, 0, 1, 0, 0, 0, 1]),
+        (0.0095, [0, 0, 0, 1, 0, 0, 0, 1]),
         (math.inf, [1, 1, 1, 1]),
     ):
         depths.clear()
