@@ -1,5 +1,4 @@
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.drafters.call_view import CallView
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.lossless import INPUTS, PHRASE, PROMPT, build, run, same
 from tests.support.one_text import OneText
@@ -86,22 +84,6 @@ def test_measures_which_ranks_are_accepted():
     assert drafter.chooser("other").counts.vector[1] < 0.5
 
 
-def test_the_shape_follows_the_cost_of_the_target():
-    drafter = DraftModelDrafter(llama(), max_nodes=16, max_levels=4, width=4)
-    session = start(drafter, [1, 2, 3])
-    wide = session.propose(16)
-    session.chooser.set_seconds(0.01 * np.arange(1, 18))
-    for _ in range(40):
-        session.commit([1], None)
-        session.propose(16)
-    assert len(session.propose(16)) < len(wide)
-    session.chooser.set_seconds(np.full(17, 10.0))
-    for _ in range(40):
-        session.commit([1], None)
-        session.propose(16)
-    assert len(session.propose(16)) == 16
-
-
 def test_a_draft_model_as_large_as_the_target_is_not_asked():
     """Its first draft alone would cost more than many steps."""
     model = llama()
@@ -164,13 +146,9 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
             monkeypatch.setattr(draws, "draws_by_quotients", lambda *key: False)
         steps[foreseen] = 0
         for seed in range(2):
-            _, _, assistant = agreeing(
-                target,
-                {"input_ids": PROMPT},
-                seed=seed,
-                make=lambda _: Assistant([DraftModelDrafter(perturbed(target))], budget=8),
-                **options,
-            )
+            assistant = Assistant([DraftModelDrafter(perturbed(target))], budget=8)
+            given = target, {"input_ids": PROMPT}
+            agreeing(*given, seed=seed, make=lambda plain, made=assistant: made, **options)
             assert assistant.stats.last.keeps_seed
             steps[foreseen] += assistant.stats.last.steps
     assert steps[True] < 0.8 * steps[False]
@@ -188,26 +166,6 @@ def test_rows_of_a_sampled_batch_that_have_ended_are_not_foreseen():
     assert 0 < ends[0] < 5
     assert plain.shape[1] > 12
     assert drafting.stats.last.keeps_seed
-
-
-def test_only_texts_that_are_asked_are_foreseen():
-    """The draws of one that has ended may not be known any more."""
-    drafter, looked = DraftModelDrafter(llama(), max_nodes=4), []
-
-    def started(row):
-        def best(logits, paths, count):
-            looked.append(row)
-            return logits.topk(count)
-
-        preview = SimpleNamespace(draws=True, knows=lambda size: True, best=best)
-        target = Target(VOCAB, call=CallView(preview))
-        return drafter.start(np.array([3, 1, 4], np.int32), target)
-
-    rows = [started(0), started(1)]
-    for budgets, expected in (([4, 4], {0, 1}), ([4, 0], {0})):
-        looked.clear()
-        drafter.propose(rows, budgets)
-        assert set(looked) == expected
 
 
 TABLES = {

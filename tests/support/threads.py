@@ -4,6 +4,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import torch
+
+
+@contextmanager
+def computing_by(threads):
+    """Scope in which PyTorch and the kernels compute by so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 def in_threads(work, arguments):
     """What `work` returns for each argument, in as many threads at once."""

@@ -10,7 +10,7 @@ from hf_retrieval_assist.engines.cpu import attention as module
 from hf_retrieval_assist.engines.cpu.attention import plain_attention
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, MAX_ROWS
-from hf_retrieval_assist.host.scopes import asks_for_more, attending
+from hf_retrieval_assist.host.scopes import attending
 from tests.support.products import attending_kernels
 from tests.support.threads import elsewhere
 
@@ -81,14 +81,6 @@ def test_what_is_left_to_transformers(served, arguments, options):
     layer = SHARED if arguments[0].shape[1] == 4 else SimpleNamespace()
     check(*arguments, layer=layer, **options)
     assert not served
-
-
-def test_what_asks_for_more_than_attention():
-    """An option of None asks for nothing, and a known one for no more."""
-    names = "dropout", "output_attentions", "position_bias", "cache", "softcap"
-    assert all(asks_for_more({name: 1.0}, ("softcap",)) for name in names)
-    assert not asks_for_more(dict.fromkeys(names) | {"softcap": 1.0})
-    assert not asks_for_more(dict.fromkeys(names), ("softcap",))
 
 
 def test_autograd_dropout_and_much_memory_are_left_to_transformers(served, monkeypatch):

@@ -1,24 +1,25 @@
 """What drafts read of an output layer in eight bits: the first rows, and those of tokens seen."""
 
+from collections import deque
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, OutputReader, ShortOutput
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.skinny import PATHS, product
+from tests.support.few_bits import pack_small
 from tests.support.lossless import build
-from tests.support.products import random
+from tests.support.products import DTYPES, random
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
 
 FIRST, TOKENS, DEPTH = 512, 838, 70
-
-
-@pytest.fixture
-def whole():
-    return QuantizedWeight.pack(random(TOKENS, DEPTH))
 
 
 def read(reader, whole, dtype=torch.float32):
@@ -41,65 +42,27 @@ def read(reader, whole, dtype=torch.float32):
     return token_ids[FIRST:].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_tokens_that_were_seen_stand_behind_the_first(whole, dtype):
-    output = ShortOutput(whole, FIRST)
-    reader, seen = OutputReader(output), []
-    x = random(1, DEPTH, dtype=dtype, seed=1).float()
-    likeliest = product(x, whole.matrix)[0, FIRST:].topk(3).indices
-    for new in ([3, 511], [FIRST], [TOKENS - 1, 5, FIRST, 600], (likeliest + FIRST).tolist()):
+@settings(max_examples=40)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 15), max_size=6), min_size=1, max_size=8),
+    most=st.integers(1, 12),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_rows_of_the_newest_tokens_stand_behind_the_first(texts, most, dtype):
+    """The likeliest among them."""
+    whole = QuantizedWeight.pack(random(TOKENS, DEPTH))
+    likely = product(random(1, DEPTH, seed=1), whole.matrix)[0, FIRST:].topk(4).indices + FIRST
+    tokens = [*likely.tolist(), 3, 511, *range(FIRST, FIRST + 9), TOKENS - 1]
+    with mock.patch.object(few_bits, "MOST_SEEN", most):
+        output = ShortOutput(whole, FIRST)
+    reader, seen = OutputReader(output), deque(maxlen=most)
+    for text in texts:
+        new = {tokens[number] for number in text}
         output.add(new)
-        seen += sorted({token for token in new if token >= FIRST} - {*seen})
-        assert read(reader, whole, dtype) == seen
-        assert read(OutputReader(output), whole, dtype) == seen
+        seen += sorted(token for token in new - {*seen} if token >= FIRST)[:most]
+        assert sorted(read(reader, whole, dtype)) == sorted(seen)
+        assert sorted(read(OutputReader(output), whole, dtype)) == sorted(seen)
         assert output.seen == len(seen)
-
-
-def test_the_newest_take_the_place_of_the_oldest(whole, monkeypatch):
-    monkeypatch.setattr(few_bits, "MOST_SEEN", 4)
-    output = ShortOutput(whole, FIRST)
-    reader = OutputReader(output)
-    for new, kept in (
-        ([600, 601, 602], {600, 601, 602}),
-        ([700], {600, 601, 602, 700}),
-        ([701, 602], {601, 602, 700, 701}),
-        ([600, 703], {700, 701, 600, 703}),
-    ):
-        output.add(new)
-        assert {*read(OutputReader(output), whole)} == kept
-        assert {*read(reader, whole)} == kept
-    output.add(range(TOKENS))
-    assert len({*read(OutputReader(output), whole)}) == 4
-
-
-def test_a_token_that_others_add_meanwhile_is_read_once(whole, monkeypatch):
-    """Another thread comes first wherever one waits for the lock."""
-    monkeypatch.setattr(few_bits, "MOST_SEEN", 4)
-    output = ShortOutput(whole, FIRST)
-
-    class Late:
-        def __enter__(self):
-            output._lock = lock
-            output.add([600, 601])
-            lock.__enter__()
-
-        def __exit__(self, *error):
-            lock.__exit__(*error)
-
-    lock, output._lock = output._lock, Late()
-    output.add([600, 602])
-    assert sorted(read(OutputReader(output), whole)) == [600, 601, 602]
-    output.add([700, 701, 702, 703])
-    assert sorted(read(OutputReader(output), whole)) == [700, 701, 702, 703]
-
-
-def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
-    output = ShortOutput(whole, TOKENS)
-    output.add([5, TOKENS - 1])
-    x = random(1, DEPTH, seed=1)
-    logits, among = OutputReader(output)(x)
-    assert torch.equal(among.token_ids, torch.arange(TOKENS))
-    assert torch.equal(logits, product(x, whole.matrix))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -109,8 +72,7 @@ def test_an_output_layer_that_is_read_whole_sees_nothing(whole):
 )
 def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, monkeypatch):
     """A share of what all other layers take."""
-    for part in (few_bits, weight_copies):
-        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
+    pack_small(monkeypatch)
     monkeypatch.setattr(few_bits, "OUTPUT_SHARE", share)
     monkeypatch.setattr(few_bits, "LEAST_ROWS", least)
     model = build(vocab_size=1000, head_dim=16, tie_word_embeddings=tied)

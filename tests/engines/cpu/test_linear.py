@@ -154,34 +154,6 @@ def test_modes_that_watch_operators_see_the_linears(served):
     assert not served
 
 
-def test_compiled_code_keeps_its_linears_in_the_graph(served):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(str(graph.graph))
-        return graph
-
-    compiled = torch.compile(lambda x: F.linear(x, W) + 1, backend=backend, fullgraph=True)
-    with reroute():
-        y = compiled(X)
-    torch.testing.assert_close(y, PLAIN(X, W) + 1, **of_products(y, X, W))
-    assert "linear" in graphs[0]
-    assert not served
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32), (32,)])
-def test_products_are_right(served, dtype, shape):
-    x, weight, bias = torch.randn(shape).to(dtype), W.to(dtype), torch.randn(48).to(dtype)
-    for b in (None, bias):
-        with reroute():
-            y = F.linear(x, weight, b)
-        expected = PLAIN(x, weight, b)
-        torch.testing.assert_close(y, expected, **of_products(expected, x, weight))
-        assert y.is_contiguous()
-    assert served == [x.numel() // 32] * 2
-
-
 @pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1, MAX_ROWS, MAX_ROWS + 1])
 def test_more_rows_are_the_kernels_where_drafts_are_verified(served, rows):
     """Of a few texts; a scope within keeps to what the one round it said."""

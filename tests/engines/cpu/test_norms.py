@@ -88,19 +88,12 @@ class Centred(LlamaRMSNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
-class Capped(LlamaRMSNorm):
-    def forward(self, x):
-        return super().forward(x).clamp(-100, 100)
-
-
 class Clipped(LlamaRMSNorm):
     def forward(self, x):
         return super().forward(x.clamp(-1000, 1000))
 
 
-@pytest.mark.parametrize(
-    "module", [Centred(24), Capped(24), Clipped(24), nn.LayerNorm(24), nn.RMSNorm(24)]
-)
+@pytest.mark.parametrize("module", [Centred(24), Clipped(24), nn.LayerNorm(24), nn.RMSNorm(24)])
 def test_other_norms_are_left_alone(module, fused):
     learn_norms(module)
     fused.clear()
@@ -169,29 +162,15 @@ def test_operators_that_somebody_has_exchanged_are_asked(owner, name, monkeypatc
     same_within_a_scope(module, x)
 
 
-@pytest.mark.slow
-def test_compiled_models_are_served_as_they_are(fused):
-    model = build(LlamaForCausalLM, num_hidden_layers=1)
-    learn_norms(model)
-    compiled = torch.compile(model, backend="eager")
-    fused.clear()
-    with torch.no_grad(), reroute():
-        inside = compiled(IDS).logits
-    with torch.no_grad():
-        assert torch.equal(compiled(IDS).logits, inside)
-    assert not fused
-
-
-def test_arguments():
-    x = torch.randn(2, 8)
-    with pytest.raises(ValueError, match="lanes: expected one of"):
-        fused_norm(x, torch.ones(8), 0.0, False, False, 5)
-    refused = [
-        (x, torch.ones(7)),
-        (x, torch.ones(8).bfloat16()),
-        (x, torch.ones(1, 8)),
-        (x.new_empty(0, 8), torch.ones(8)),
-        (x.to("meta"), torch.ones(8, device="meta")),
-    ]
-    for rows, weight in refused:
-        assert fused_norm(rows, weight, 0.0, False, False, NORM_LANES[0]) is None
+@pytest.mark.parametrize(
+    ("rows", "weight"),
+    [
+        (torch.randn(2, 8), torch.ones(7)),
+        (torch.randn(2, 8), torch.ones(8).bfloat16()),
+        (torch.randn(2, 8), torch.ones(1, 8)),
+        (torch.empty(0, 8), torch.ones(8)),
+        (torch.empty(2, 8, device="meta"), torch.ones(8, device="meta")),
+    ],
+)
+def test_arguments_that_the_kernel_leaves_alone(rows, weight):
+    assert fused_norm(rows, weight, 0.0, False, False, NORM_LANES[0]) is None

@@ -1,6 +1,6 @@
 """Calls whose output layer is read in eight bits: the same tokens and the same random numbers."""
 
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -9,9 +9,7 @@ import transformers
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import copies
-from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.screen import Screen
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified, shortlist_of
@@ -20,9 +18,9 @@ from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
-from tests.support.copied_models import model_of, watch_screens
+from tests.support.copied_models import TOKENS, model_of, watch_screens
 from tests.support.logits_feedback import Learner, expected_logits
-from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
+from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run, same
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases
 
@@ -38,7 +36,8 @@ OPTIONS = {
     },
     "bias": {"sequence_bias": {(17,): 4.0, (5, 9): -3.0, (4095,): 2.5}},
     "length": {"min_new_tokens": 9, "eos_token_id": [5, 9, 33, 21, 60, 7, 44]},
-    "top-k": {**SAMPLED, "top_k": 30, "temperature": 0.8},
+    # One token is suppressed that there is not.
+    "top-k": {**SAMPLED, "top_k": 30, "temperature": 0.8, "suppress_tokens": [3, TOKENS]},
     "top-k and more": {
         **{**SAMPLED, "top_k": 50, "top_p": 0.8, "typical_p": 0.9, "min_p": 0.01},
         "repetition_penalty": 1.2,
@@ -87,24 +86,6 @@ def test_output_is_plain(llama, name):
     watch, assistant = both(llama, **OPTIONS[name])
     assert watch.screened >= assistant.stats.last.steps - 1
     assert watch.whole == 0
-
-
-def test_nothing_of_the_model_sees_what_a_repeated_forward_has_for_logits(llama, monkeypatch):
-    """A forward that is compared, or computed, has approximations."""
-    unseen, original = [], Copies._logits
-
-    def logits(found, x, bias):
-        unseen.append(overrides.unseen)
-        return original(found, x, bias)
-
-    monkeypatch.setattr(Copies, "_logits", logits)
-    assistant = SamAssistant(budget=0)
-    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    agreeing(llama, inputs, make=lambda plain: assistant, **options)
-    assert assistant.stats.last.repeated == sum(unseen) > 0
-    assert unseen.count(False) > 0
-    assert not overrides.unseen
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -176,32 +157,38 @@ def test_a_drafter_that_asks_for_all_logits_gets_those_of_the_model(dtype, rows,
         torch.testing.assert_close(shown.logits, logits, rtol=bound, atol=bound)
 
 
+class Suppressing(transformers.LlamaForCausalLM):
+    """Changes logits in place."""
+
+    @wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        with torch.no_grad():
+            output.logits[..., 100:].sub_(3.0)
+        return output
+
+
+def hooked():
+    model = model_of()
+    model.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
+    return model
+
+
+CHANGED = {
+    "in place": partial(model_of, Suppressing),
+    "scaled and capped": partial(
+        model_of, transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0
+    ),
+    "by a hook": hooked,
+}
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_logits_that_a_model_changes(mode):
-    """They are changed in place, or scaled and capped."""
-
-    class Suppressing(transformers.LlamaForCausalLM):
-        @wraps(transformers.LlamaForCausalLM.forward)
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            with torch.no_grad():
-                output.logits[..., 100:].sub_(3.0)
-            return output
-
-    capped = model_of(transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0)
-    for model in (model_of(Suppressing), capped):
-        with mode():
-            watch, _ = both(model)
-        assert watch.screened == 0
-
-
-def test_hooks_on_the_layer(llama):
-    handle = llama.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
-    try:
-        assert both(llama)[0].screened == 0
-    finally:
-        handle.remove()
-    assert both(llama)[0].screened > 0
+@pytest.mark.parametrize("name", CHANGED)
+def test_logits_that_a_model_changes(name, mode):
+    with mode():
+        watch, _ = both(CHANGED[name]())
+    assert watch.screened == 0
 
 
 def test_a_model_that_changes_its_mind():
@@ -220,27 +207,27 @@ def test_a_model_that_changes_its_mind():
 
 
 def test_free_memory(tmp_path, monkeypatch):
-    assert 1 << 20 < memory.free_memory() < 1 << 50
+    """What the machine has, and what is left of its groups' limits."""
+
+    def write(folder, most, current):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{current}\n")
+        return memory.free_memory()
+
     monkeypatch.setattr(memory, "_GROUP", tmp_path)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "_OWN_GROUP", tmp_path / "own")
     assert memory.free_memory() == 0
     (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:  500 kB\n")
-    assert memory.free_memory() == 500 << 10
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("100000\n")
-    assert memory.free_memory() == 500 << 10
-    (tmp_path / "memory.max").write_text("300000\n")
-    assert memory.free_memory() == 200_000
+    assert write(tmp_path, "max", 100_000) == 500 << 10
+    assert write(tmp_path, 300_000, 100_000) == 200_000
     assert memory.may_take(25_000, None)
     assert not memory.may_take(25_001, None)
     # A service is in groups within groups.
     (tmp_path / "own").write_text("1:name=x:/other\n0::/system.slice/one.service\n")
     assert memory.free_memory() == 200_000
-    (tmp_path / "system.slice" / "one.service").mkdir(parents=True)
-    (tmp_path / "system.slice" / "one.service" / "memory.max").write_text("90000\n")
-    (tmp_path / "system.slice" / "one.service" / "memory.current").write_text("10000\n")
-    assert memory.free_memory() == 80_000
+    assert write(tmp_path / "system.slice" / "one.service", 90_000, 10_000) == 80_000
 
 
 class Own(transformers.LogitsProcessor):
@@ -273,30 +260,17 @@ def test_processors_by_which_tokens_are_chosen(processors, draws, shortlist):
     assert shortlist_of(select) == shortlist
 
 
-@pytest.mark.parametrize("change", ["a weight", "the model's logits"])
-def test_what_is_changed_within_a_call_is_read(llama, change):
+def test_a_weight_that_is_changed_within_a_call_is_read(llama):
     """Nothing of the call reads a copy from then on."""
-    start, hooks = PROMPT.shape[1], []
+    start = PROMPT.shape[1]
 
+    @torch.no_grad()
     def act(length):
-        if length not in (start + 8, start + 17):
-            return
-        if change == "a weight":
-            with torch.no_grad():
-                llama.lm_head.weight.neg_()
-        elif hooks:
-            hooks.pop().remove()
-        else:
-            hooks.append(llama.register_forward_hook(negated))
-        SamAssistant.model_changed()
+        if length in (start + 8, start + 17):
+            llama.lm_head.weight.neg_()
+            SamAssistant.model_changed()
 
-    def negated(module, arguments, outputs):
-        outputs.logits = -outputs.logits
-        return outputs
-
-    assistant, options = SamAssistant(budget=4), {"max_new_tokens": 24}
-    plain = run(llama, **options, stopping_criteria=[Each(act)])
+    options = {"max_new_tokens": 24, "stopping_criteria": [Each(act)]}
     with watch_screens() as watch:
-        ours = run(llama, **options, stopping_criteria=[Each(act)], assistant=assistant)
-    assert torch.equal(plain, ours)
+        same(llama, assistant=SamAssistant(budget=4), **options)
     assert watch.screened

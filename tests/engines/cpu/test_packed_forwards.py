@@ -11,6 +11,7 @@ from hf_retrieval_assist.engines.cpu.skinny import PATHS
 from tests.support.lossless import build, prompts_of
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.quick import cases, crossed
+from tests.support.threads import computing_by
 from tests.support.watching import a_librarys, results_of
 
 pytestmark = pytest.mark.skipif(not PATHS, reason="no kernels for this CPU")
@@ -23,13 +24,8 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 
 def texts(model, prompts, **options):
-    given = {
-        "max_new_tokens": NEW,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    } | options
-    return model.generate(**prompts, **given)
+    ends = {"pad_token_id": 0, "eos_token_id": 1}
+    return model.generate(**prompts, max_new_tokens=NEW, do_sample=False, **ends, **options)
 
 
 class Ending(StoppingCriteria):
@@ -66,8 +62,7 @@ def packed_programs(model):
     return {kind.key[1]: kind for kind in kinds if kind.key[0] == "packed" and kind.trusted}
 
 
-@pytest.mark.parametrize("threads", cases([1, 2, 5]))
-@pytest.mark.parametrize(
+of_each_kind = pytest.mark.parametrize(
     ("name", "lengths", "dtype"),
     cases(
         crossed(
@@ -78,17 +73,17 @@ def packed_programs(model):
         4,
     ),
 )
+
+
+@pytest.mark.parametrize("threads", cases([1, 2, 5]))
+@of_each_kind
 def test_every_forward_of_rows_that_end_is_repeated(name, lengths, dtype, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with computing_by(threads):
         model = build(name, **SIZES).to(dtype)
         prompts, options, plain = ending(model, lengths)
         for _ in range(8):
             assistant = Assistant([], budget=0)
             assert torch.equal(texts(model, prompts, assistant=assistant, **options), plain)
-    finally:
-        torch.set_num_threads(before)
     last = assistant.stats.last
     assert last.repeated == last.forwards
     assert last.recordings == 0
@@ -96,17 +91,7 @@ def test_every_forward_of_rows_that_end_is_repeated(name, lengths, dtype, thread
     assert packed_programs(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths", "dtype"),
-    cases(
-        crossed(
-            ["Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
-            LENGTHS.values(),
-            [torch.bfloat16, torch.float32],
-        ),
-        4,
-    ),
-)
+@of_each_kind
 def test_unequal_drafts_are_repeated_with_the_bits_of_the_model(name, lengths, dtype, monkeypatch):
     """A program that gave other bits would have a fault."""
     model = build(name, **SIZES).to(dtype)

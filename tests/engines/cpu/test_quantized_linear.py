@@ -64,13 +64,13 @@ def left_out(weight, rounded):
     return in_groups(weight.double() - rounded).square().sum(-1)
 
 
-def plainly_in_four_bits(weight, sign, levels=LEVELS):
+def plainly_in_four_bits(weight, sign):
     """Groups whose element of the greatest magnitude becomes the last level, to whose nearest half
     numbers are rounded before."""
     groups = in_groups(weight.float())
-    scales = (sign * groups.abs().amax(-1, keepdim=True) / levels.abs().amax()).half().float()
+    scales = (sign * groups.abs().amax(-1, keepdim=True) / LEVELS.abs().amax()).half().float()
     halves = (2 * (1 / scales) * groups).nan_to_num().round() / 2
-    values = levels[torch.bucketize(halves, (levels[1:] + levels[:-1]) / 2)]
+    values = LEVELS[torch.bucketize(halves, (LEVELS[1:] + LEVELS[:-1]) / 2)]
     return (values * scales.double()).flatten(1)[:, : weight.shape[1]]
 
 
@@ -94,37 +94,10 @@ def test_a_group_in_four_bits_loses_no_more_than_by_the_plain_scale(
 
 
 @paths
-def test_normal_numbers_lose_least_by_these_levels_and_by_a_scale_that_is_looked_for(path):
+def test_normal_numbers_lose_little_in_four_bits(path):
     weight = random(64, 640)
-    own = left_out(weight, from_four_bits(pack_int4(weight, path=path), weight.shape))
-    for levels, share in ((LEVELS, 0.92), (torch.arange(-8, 8), 0.85)):
-        plain = [plainly_in_four_bits(weight, sign, levels) for sign in (1, -1)]
-        assert own.sum() < share * torch.minimum(*(left_out(weight, one) for one in plain)).sum()
-    assert own.sum().sqrt() < 0.077 * weight.norm()
-
-
-def test_levels_are_the_means_of_the_normal_numbers_that_they_stand_for():
-    """Lloyd's condition, nearly."""
-    weight = random(512, 1024)
-    blocks = pack_int4(weight)
-    rounded = from_four_bits(blocks, weight.shape)
-    scales = blocks.view(32, 32, 288)[..., :32].contiguous().view(torch.float16)
-    scales = scales.transpose(1, 2).flatten(0, 1).float().repeat_interleave(32, 1)
-    for level in LEVELS.tolist():
-        held = (rounded / scales).round() == level
-        mean = (weight * scales)[held].sum() / scales[held].square().sum()
-        assert abs(mean - level) < 1.2
-
-
-@everywhere
-def test_half_of_the_numbers_may_be_zeros_and_all_large(path, dtype):
-    weight = random(33, 100)
-    weight[torch.rand(33, 100, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
-    large = 6e4 if dtype == torch.float16 else 4e6
-    for scale in (1, large / weight.abs().max()):
-        given = (weight * scale).to(dtype)
-        rounded = from_four_bits(pack_int4(given, path=path), given.shape)
-        assert (rounded - given).norm() < 0.1 * given.float().norm()
+    rounded = from_four_bits(pack_int4(weight, path=path), weight.shape)
+    assert (weight - rounded).norm() < 0.077 * weight.norm()
 
 
 @paths
@@ -190,18 +163,6 @@ def test_what_is_not_finite_stays_in_its_own_row_or_output_in_four_bits(path, dt
     broken[3] = broken[:, 5] = True
     assert torch.equal(y.isfinite(), ~broken)
     assert torch.equal(y[~broken], plain[~broken])
-
-
-@paths
-def test_zeros_and_tiny_numbers_in_four_bits(path):
-    """A scale that float16 takes for zero stands for zeros."""
-    weight, x = torch.zeros(4, 64), torch.ones(2, 64)
-    weight[1], weight[2, :32] = 1e-9, 1e-4
-    x[1] = 1e-38
-    y = PackedInFour(weight, path)(x)
-    assert torch.equal(y[:, [0, 1, 3]], torch.zeros(2, 3))
-    assert y[0, 2] == pytest.approx(3.2e-3, rel=0.03)
-    assert y[1, 2] == 0
 
 
 @paths

@@ -1,31 +1,33 @@
 """Drafts of the target itself in few bits."""
 
+import copy
 import gc
 import math
 from functools import partial
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from transformers import DynamicCache
 
-from hf_retrieval_assist import Assistant, QuantizedSelf
+from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, release_memory
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier, weight_copies
+from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier
 from hf_retrieval_assist.engines.cpu import quantized_self as module
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeight, QuantizedWeight
 from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.own_forwards import TargetForwards
+from tests.support.few_bits import pack_small
+from tests.support.fixed_costs import FixedCosts
 from tests.support.lossless import PROMPT, build, padded, run, same
+from tests.support.memories import remembering
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
@@ -58,23 +60,12 @@ PRICE = module._Price
 
 
 @pytest.fixture(autouse=True)
-def small_layers_too(monkeypatch):
-    """The tiny models' linears are packed; adapters on them stay small."""
-    for part in (few_bits, weight_copies):
-        monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
-
-
-@pytest.fixture(autouse=True)
 def price(monkeypatch):
-    """What a level takes, for the drafter: nothing, and it does not learn more."""
-    found = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
-    monkeypatch.setattr(module, "_Price", lambda: found)
-    monkeypatch.setattr(module, "_prices", WeakKeyDictionary())
-    return found
+    return pack_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def drafted():
+def llama():
     return build(head_dim=16)
 
 
@@ -180,31 +171,15 @@ def test_nothing_is_fed_behind_the_last_position(new):
         same(model, ids, assistant(), max_new_tokens=new, tier="tree")
 
 
-def test_calls_that_cannot_record_forwards_leave_others_their_own(compiled):
-    model, mask = build(head_dim=16), torch.ones_like(PROMPT)
-    mask[0, :5] = 0
-    options = {"do_sample": False, "max_new_tokens": NEW}
-    for _ in range(3):
-        model.generate(PROMPT * mask, attention_mask=mask, **options, assistant=assistant())
-    assert not any(compiled)
-    run(model, **options, assistant=assistant())
-    assert any(compiled)
-
-
-@pytest.mark.parametrize(
-    ("forwards", "name"), cases(crossed([2, 3, 8], ["Gemma3ForCausalLM", "LlamaForCausalLM"]))
-)
-def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
-    model = build(getattr(transformers, name))
-    plain = run(model, max_new_tokens=NEW)
-    drafting = assistant()
-    cache = DynamicCache(config=model.config)
+@pytest.mark.parametrize("forwards", cases([2, 3, 8]))
+def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(forwards):
+    model, drafting = build("Gemma3ForCausalLM"), assistant()
+    plain, cache = run(model, max_new_tokens=NEW), DynamicCache(config=model.config)
     with pytest.raises(Interrupt), interrupted_forward(model, forwards):
         run(model, max_new_tokens=NEW, **{CACHE: cache}, assistant=drafting)
-    assert F.linear is torch._C._nn.linear
     assert not overrides.by_id
     held = plain[:, : max(PROMPT.shape[1], cache.get_seq_length() + 1)]
-    rest = NEW - (held.shape[1] - PROMPT.shape[1])
+    rest = plain.shape[1] - held.shape[1]
     again = run(model, held, max_new_tokens=rest, **{CACHE: cache}, assistant=drafting)
     assert torch.equal(again, plain)
 
@@ -257,11 +232,9 @@ def test_columns_count_by_what_the_last_tokens_multiply_them_by(monkeypatch):
     [
         ([[1, 2, 3]], 64, [None], [[1, 2, 3, 9]]),
         ([[1, 2, 3]], 2, [None], [[3, 9]]),
-        ([[1, 2, 3]], 64, [1], [[3, 9]]),
         ([[1, 2, 3]], 64, [0], [[9]]),
         ([[1, 50, 3]], 64, [None], [[3, 9]]),
         ([[1, 2, -1]], 64, [None], [[9]]),
-        ([[1, 2, 3], [4, 5, 6]], 4, [None, 9], [[3, 9], [6, 9]]),
         ([[1, 2, 3], [50, 5, 6]], 64, [2, None], [[2, 3, 9], [5, 6, 9]]),
     ],
 )
@@ -298,7 +271,7 @@ def test_writes_that_nobody_counts_are_noticed_within_some_calls():
     assert FewBits.of(model) is not packed
 
 
-def test_copies_go_with_their_model():
+def test_copies_take_what_was_foreseen_and_go_with_their_model():
     gc.collect()
     known = IN_FOUR_BITS.nbytes()
     model = build(head_dim=16)
@@ -316,23 +289,17 @@ def test_adapters_stay_as_they_are():
     config = peft.LoraConfig(r=4, init_lora_weights=False, lora_alpha=32)
     model = peft.get_peft_model(build(num_hidden_layers=2, head_dim=16), config)
     model.add_adapter("other", config)
-    drafting, texts = assistant(), []
+    drafting = assistant()
     for name in ("default", "other"):
         model.set_adapter(name)
-        texts += same(model, assistant=drafting, max_new_tokens=NEW)[:1]
-        assert drafting.stats.last.steps < NEW / 2
-    assert not torch.equal(*texts)
-    with model.disable_adapter():
         same(model, assistant=drafting, max_new_tokens=NEW)
+        assert drafting.stats.last.steps < NEW / 2
     small = {id(p) for n, p in model.named_parameters() if "lora" in n}
-    packed = FewBits.of(model).by_id.keys()
-    assert packed
-    assert not small & packed
+    assert not small & FewBits.of(model).by_id.keys()
 
 
 def test_what_it_cannot_do_is_one_error(llama):
-    """Nor is a compiled call drafted for, whose forwards are the compiled ones."""
-    ids, elsewhere = np.array([1, 2], np.int32), build(transformers.LlamaForCausalLM).to("meta")
+    ids, elsewhere = np.array([1, 2], np.int32), build().to("meta")
     for model, message in (
         (None, "expected the target model, got none"),
         (elsewhere, "on a CPU, got one on meta"),
@@ -342,9 +309,6 @@ def test_what_it_cannot_do_is_one_error(llama):
     session = OneText(QuantizedSelf(), ids, Target(VOCAB, model=llama))
     with pytest.raises(ValueError, match="expected a call of generate"):
         session.propose(4)
-    forwards = TargetForwards()
-    forwards.begin(object(), [], lambda row: None)
-    assert not forwards.ready
 
 
 @pytest.fixture
@@ -365,34 +329,20 @@ def depths(monkeypatch):
 
 
 def test_a_draft_grows_while_a_level_pays_which_is_tried_now_and_then(
-    drafted, price, depths, monkeypatch
+    llama, price, depths, monkeypatch
 ):
     """Where it was dear, one level in so many steps; where nobody knows, one."""
     monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
     for price.seconds, found in (
         (1e-4, None),
         (1.0, [0, 0, 0, 1, 0, 0, 0, 1]),
+        (0.0095, [0, 0, 0, 1, 0, 0, 0, 1]),
         (math.inf, [1, 1, 1, 1]),
     ):
         depths.clear()
         price.refusals = 0
-        run(drafted, assistant=assistant(), max_new_tokens=NEW)
+        run(llama, assistant=assistant(), max_new_tokens=NEW)
         assert 4 <= max(depths) <= 8 if found is None else depths[: len(found)] == found
-
-
-def test_assistants_of_one_call_each_try_a_dear_level_now_and_then_too(
-    drafted, price, depths, monkeypatch
-):
-    """What the machine took while it was busy does not last for the process."""
-    monkeypatch.setattr(module, "_TRIAL_PERIOD", 24)
-    price.seconds, price.refusals = 1.0, 0
-    calls = 0
-    while price.refusals < 24:
-        assert not any(depths)
-        run(drafted, assistant=assistant(), max_new_tokens=12)
-        calls += 1
-    assert 1 < calls < 5
-    assert sum(depths) >= 1
 
 
 def test_a_shorter_time_of_a_level_is_believed_sooner_than_a_longer_one():
@@ -412,3 +362,126 @@ def test_close_choices_fork_and_clear_ones_do_not():
     assert priors[classes_of(close, known=False)] == near([0.37, 0.37, 0.17])
     # Where nothing else may come.
     assert classes_of(close[:1], known=True) == [few_bits.BUCKETS - 1]
+
+
+# What `fallback="auto"` has besides a table: drafts of the target itself, once they may pay.
+LONG = 40
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Models are packed when they are first asked for."""
+    monkeypatch.setattr(module, "PATIENCE", 0)
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """How many nodes each draft has."""
+    return results_of(monkeypatch, QuantizedSelf, "propose", lambda found, *_: len(found.token_ids))
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The weights with which each call that was due drafts; None: it does not."""
+    return results_of(
+        monkeypatch, QuantizedSelf, "_given", lambda found, *_: found and found.weights
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether packing was due, each time that somebody asked."""
+    return results_of(monkeypatch, QuantizedSelf, "_is_due")
+
+
+def automatic(preset=SamAssistant, **options):
+    """One whose forwards take so long that any draft pays."""
+    return preset(**{"costs": FixedCosts(lambda tokens: 1.0)} | options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"), cases(crossed([SamAssistant, remembering], [SAMPLINGS["top"], {}]))
+)
+@pytest.mark.usefixtures("at_once")
+def test_output_of_automatic_drafts_is_plain(preset, options, drafted):
+    model, assistant = build(head_dim=16), automatic(preset)
+    for seed in range(3):
+        same(model, assistant=assistant, seed=seed, max_new_tokens=LONG, **options)
+    assert sum(drafted) > LONG
+    assert assistant.stats.last.steps < (LONG - 1) / 1.5
+
+
+def test_weights_are_packed_after_some_asks(packed, asked, drafted, monkeypatch):
+    """Those of several calls of a model count together, whatever the assistants."""
+    monkeypatch.setattr(module, "PATIENCE", 5)
+    run(build(head_dim=16), assistant=automatic(), max_new_tokens=4)
+    packed.clear()
+    gc.collect()  # copies of other models
+    model, known = build(head_dim=16), IN_FOUR_BITS.nbytes()
+    for tokens in (4, LONG):
+        same(model, assistant=automatic(), max_new_tokens=tokens)
+        assert (IN_FOUR_BITS.nbytes() > known) == (tokens == LONG)
+    assert asked[-6:] == [False] * 5 + [True]
+    assert packed == [FewBits.known_of(model)]
+    assert not any(drafted[:5])
+    assert any(drafted[5:])
+    # Another assistant of the same model waits for nothing.
+    packed.clear()
+    run(model, assistant=automatic())
+    assert packed == [FewBits.known_of(model)]
+    packed.clear()
+    release_memory(model)
+    gc.collect()
+    assert FewBits.known_of(model) is None
+    assert IN_FOUR_BITS.nbytes() == known
+
+
+def test_weights_that_change_between_calls_are_packed_after_more_and_more_asks(asked, monkeypatch):
+    """A training loop would pack them for each of its calls."""
+    monkeypatch.setattr(module, "PATIENCE", 5)
+    monkeypatch.setattr(module, "MOST_PATIENCE", 18)
+    model, waited = build(head_dim=16), []
+    for tokens in (4, LONG, LONG, 4, 4, LONG, LONG):
+        asked.clear()
+        same(model, assistant=automatic(), max_new_tokens=tokens)
+        waited.append(asked.index(True) if asked[-1] else None)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.roll(1, 0))
+    assert waited == [None, 5, 10, None, None, 18, 18]
+
+
+WITHOUT = {
+    "no memory": {"extra_memory": 0},
+    "less memory than it takes": {"extra_memory": -1},
+    "nobody counts": {"budget": 4},
+    "a machine without memory": {},
+}
+
+
+@pytest.mark.parametrize("name", cases(WITHOUT))
+@pytest.mark.usefixtures("at_once")
+def test_nothing_is_packed_where_it_may_not_be(name, drafted, monkeypatch):
+    model, options = build(head_dim=16), dict(WITHOUT[name])
+    if name == "a machine without memory":
+        monkeypatch.setattr(memory, "free_memory", lambda: 0)
+    if options.get("extra_memory") == -1:
+        options["extra_memory"] += sum(bytes_of(model))
+    gc.collect()
+    known = IN_FOUR_BITS.nbytes()
+    same(model, assistant=automatic(**options), calls=2)
+    assert IN_FOUR_BITS.nbytes() == known
+    assert not any(drafted)
+    same(model, assistant=automatic(extra_memory=sum(bytes_of(model))))
+    assert IN_FOUR_BITS.nbytes() > known
+
+
+def test_it_is_idle_where_it_cannot_draft():
+    """Also of a call that nobody generates in."""
+    ids, model = np.array([1, 2], np.int32), build(head_dim=16)
+    for target in (
+        Target(VOCAB),
+        Target(VOCAB, model=copy.deepcopy(model).to("meta")),
+        Target(VOCAB, model=model),
+    ):
+        assert module.automatic().start(ids, target).idle

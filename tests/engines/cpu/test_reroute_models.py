@@ -19,15 +19,6 @@ def kernels():
         yield queries
 
 
-WITH_LOGITS = {"output_logits": True, "return_dict_in_generate": True}
-
-
-def assert_same_bits(one, other):
-    """Not the tokens alone: every bit of the logits."""
-    assert torch.equal(one.sequences, other.sequences)
-    assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
-
-
 CLASSES = [Gemma3ForCausalLM, LlamaForCausalLM]
 
 
@@ -56,10 +47,12 @@ def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_
     """Prompts fit into one pass of the kernels or not."""
     model = build(model_class, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
     ids = torch.arange(length)[None] % 7 + 5
-    options = {"ids": ids, "do_sample": do_sample} | WITH_LOGITS
+    options = {"ids": ids, "do_sample": do_sample, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
     with reroute():
         plain = run(model, **options)
     assistant = knowing(plain)
     assisted = run(model, **options, assistant=assistant)
     assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
-    assert_same_bits(plain, assisted)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    assert torch.equal(torch.stack(plain.logits), torch.stack(assisted.logits))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.screen import Screen
 from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
-from hf_retrieval_assist.tools import demo_model
 from tests.support.products import DTYPES
 
 
@@ -92,25 +91,6 @@ def test_few_of_many_tokens_are_computed(dtype):
     assert max(counts) < 200
     assert sum(counts) < 50 * 20
     assert torch.equal(argmax(screen, x), skinny_linear(x, weight).argmax(-1))
-
-
-def test_bad_arguments_are_named():
-    weight = torch.randn(10, 8)
-    with pytest.raises(ValueError, match=r"packed: expected \[10, 8\], got \[10, 7\]"):
-        Screen(weight, QuantizedWeight.pack(weight[:, :7]))
-
-
-@pytest.mark.demo
-@torch.inference_mode()
-def test_real_rows_of_the_demo_model():
-    model, tokenizer = demo_model.load_demo_model()
-    inputs = tokenizer("Question: Why is the sky blue?\nAnswer:", return_tensors="pt")
-    text = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    x = model.model(input_ids=text).last_hidden_state[0, -24:]
-    weight = model.lm_head.weight
-    screen, whole = screen_of(weight), skinny_linear(x, weight)
-    assert torch.equal(argmax(screen, x), whole.argmax(-1))
-    assert max(len(ids) for ids, _ in logits(screen, x)) < 1000
 
 
 def test_what_rounding_takes_from_x_is_in_the_bounds():

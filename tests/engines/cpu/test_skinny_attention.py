@@ -1,7 +1,5 @@
 """The kernel against attention in float64, on every instruction set this CPU has."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.engines.cpu.skinny import PATHS, kernel_attention
-from tests.support.products import DTYPES, everywhere, paths, random, same_in_threads, with_rounding
+from tests.support.products import DTYPES, everywhere, paths, random, with_rounding
 from tests.support.rounding import within
 
 
@@ -177,9 +175,3 @@ def test_weights_follow_the_exponential_over_its_whole_range(path):
     )
     expected = scores.double().sigmoid()
     assert ((y[:, 0] - expected).abs() <= 2.0**-22 * expected + 2e-38).all()
-
-
-@paths
-def test_many_threads_at_once(path):
-    given = operands(queries=9, slots=300)
-    same_in_threads(partial(kernel_attention, *given, path=path))

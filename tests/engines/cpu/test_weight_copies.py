@@ -58,7 +58,6 @@ def trained(layer):
 
 COUNTED = {
     "one element": lambda layer: layer.weight[7, 3].add_(1),
-    "all": lambda layer: layer.weight.copy_(torch.randn(SHAPE)),
     "another dtype": lambda layer: layer.to(torch.bfloat16),
     "optimiser": trained,
     "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(SHAPE), False)),
@@ -66,7 +65,6 @@ COUNTED = {
     "shortened": lambda layer: setattr(layer.weight, "data", layer.weight.data[:-1]),
 }
 NOT_COUNTED = {
-    "all": lambda layer: layer.weight.data.add_(1),
     "signs": lambda layer: layer.weight.data.neg_(),
     "rows in another order": lambda layer: layer.weight.data.copy_(layer.weight.flip(0)),
     "one row": lambda layer: layer.weight.data[123].copy_(torch.randn(SHAPE[1])),

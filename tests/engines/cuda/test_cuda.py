@@ -14,11 +14,10 @@ from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
-from hf_retrieval_assist.host.transformers_private import CACHE, compilations
-from hf_retrieval_assist.papers import Sequoia
+from hf_retrieval_assist.host.transformers_private import compilations
 from tests.support.heads import DRAFTERS, layers_of
 from tests.support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
-from tests.support.op_recorder import growing, hidden_states_told, idle
+from tests.support.op_recorder import idle
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant
 from tests.support.rounding import OF_MODEL, within
 from tests.support.threads import in_threads
@@ -83,20 +82,6 @@ def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch)
         assert [len(processed) for _, processed, _ in walked] == [rows] * (name != "all")
 
 
-def test_scores_and_logits(llama):
-    names = ("return_dict_in_generate", "output_scores", "output_logits")
-    plain, assisted, _ = equal(llama, do_sample=True, top_k=8, **dict.fromkeys(names, True))
-    for name in ("scores", "logits"):  # one device has them, too
-        torch.testing.assert_close(assisted[name], plain[name], atol=1e-3, rtol=1e-3)
-
-
-def test_residual_sampling_accepts_the_targets_own_draws(llama):
-    draft = copy.deepcopy(llama)
-    assistant = Sequoia(draft, 0.8, nodes=3, levels=3, width=1)
-    run(llama, do_sample=True, temperature=0.8, top_k=0, assistant=assistant)
-    assert assistant.stats.last.accepted > 0.9 * assistant.stats.last.drafted > 0
-
-
 @pytest.mark.parametrize("graphs", [True, "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_graphs(llama, dtype, graphs):
@@ -113,16 +98,11 @@ def test_steps_are_graphs(llama, dtype, graphs):
     assert [step.fault for step in steps] == [None] * len(steps)
 
 
-def test_fused_graphs(any_model):
-    inputs = {"input_ids": PROMPT.to(DEVICE)}
+@pytest.mark.parametrize(("rows", "graphs"), [("one row", "fused"), ("padded", True)])
+def test_graphs_of_any_model(any_model, rows, graphs):
+    inputs = {name: tensor.to(DEVICE) for name, tensor in INPUTS[rows].items()}
     for _ in range(3):
-        agreeing(any_model, inputs, "tree", graphs="fused", do_sample=False, max_new_tokens=60)
-
-
-def test_graphs_of_a_padded_batch(any_model):
-    inputs = {name: tensor.to(DEVICE) for name, tensor in INPUTS["padded"].items()}
-    for _ in range(2):
-        agreeing(any_model, inputs, tier="tree", do_sample=False, max_new_tokens=60)
+        agreeing(any_model, inputs, "tree", graphs=graphs, do_sample=False, max_new_tokens=60)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
@@ -214,25 +194,6 @@ def test_other_threads_go_on_while_one_records(llama, other):
     assert len(errors) <= 2, errors
 
 
-def test_calls_that_draw_while_another_records(llama):
-    """Their draws wait for the moment in which a capture begins."""
-    models, plain = [copy.deepcopy(llama) for _ in range(3)], run(llama, max_new_tokens=60)
-    over = threading.Event()
-
-    def texts(model):
-        if model is models[0]:
-            for _ in range(4):
-                assistant = SamAssistant(budget=8)
-                run(model, max_new_tokens=60, assistant=assistant, **SAMPLED)
-                WORKSPACES._idle.clear()
-            over.set()
-        while not over.is_set():
-            run(model, max_new_tokens=20, assistant=oracle_assistant(plain), **SAMPLED)
-        return True
-
-    assert in_threads(texts, models) == [True] * 3
-
-
 @pytest.mark.parametrize("kind", ["draft model", "EAGLE", "MTP"])
 def test_drafts_are_recorded(llama, kind):
     """Calls after the first ones record nothing."""
@@ -250,16 +211,6 @@ def test_drafts_are_recorded(llama, kind):
     assert not WORKSPACES.report(drafting).faults
     assert made[0] == 0 < made[1]
     assert made[2] == made[3]
-
-
-def test_a_chat_records_few_graphs(llama):
-    """Eight turns of unlike lengths, twice over: the second time nothing is recorded."""
-    model, assistant, made = copy.deepcopy(llama), SamAssistant(budget=8), []
-    for turn in (*range(1, 9), *range(1, 9)):
-        same(model, PROMPT.repeat(1, turn * 4), assistant, max_new_tokens=24)
-        made.append(WORKSPACES.report(model).made)
-    assert made[-1] <= 12
-    assert len(set(made[8:])) == 1
 
 
 WAITLESS = {name: options for name, options in CHOICES.items() if name != "eta"}
@@ -315,18 +266,6 @@ def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
             torch.testing.assert_close(found, wanted, **bounds)
 
 
-def test_graphs_grow_with_the_text(llama, monkeypatch):
-    capacities = growing(monkeypatch, 64)
-    for _ in range(2):
-        same(llama, assistant=oracle_assistant, max_new_tokens=200)
-    assert len(set(capacities)) > 2
-
-
-def test_hidden_states_come_from_graphs(llama):
-    found = [hidden_states_told(llama, graphs) for graphs in (True, False)]
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("depth", [64, 80, 96, 128, 160, 192, 256, 512])
 @pytest.mark.parametrize("width", [1, 9, 70])
@@ -370,16 +309,6 @@ def test_compiled_steps_are_graphs(llama, mode):
     assert [step.fault for step in steps] == [None] * len(steps)
     launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")
     assert launched == assistant.stats.last.forwards
-
-
-def test_a_callers_static_cache(llama):
-    cache = transformers.StaticCache(config=llama.config, max_cache_len=96)
-    text = PROMPT.to(DEVICE)
-    for assisted in (True, False, True):
-        plain = run(llama, text)
-        assistant = oracle_assistant(plain) if assisted else None
-        text = run(llama, text, **{CACHE: cache}, assistant=assistant)
-        assert torch.equal(plain, text)
 
 
 def test_memory_goes_with_the_model(llama):

@@ -1,15 +1,11 @@
 """Calls all of whose forwards feed equally many tokens, on the CPU as on an accelerator."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.engines.cuda.arena import Shape
 from hf_retrieval_assist.engines.cuda.workspace import Workspace
-from hf_retrieval_assist.verification.tree_attention import LayerMask
 from tests.support.lossless import build, padded, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
@@ -65,15 +61,6 @@ def test_one_width_is_fed(rows, fed):
         assert torch.equal(generate(model, rows, assistant, **options).sequences, plain)
         assert {width for _, width, _ in fed} == {WIDTH}
     assert assistant.stats.last.accepted > 0
-
-
-def test_memory_has_the_capacity_that_is_asked_for():
-    asked = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
-    roomy = replace(asked, capacity=512)
-    assert roomy.serves(asked)
-    assert not replace(roomy, exact=True).serves(replace(asked, exact=True))
-    assert replace(asked, exact=True).serves(replace(asked, exact=True))
-    assert not roomy.serves(replace(roomy, exact=True))
 
 
 KINDS = [

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from transformers.models.llama import modeling_llama
 
 from hf_retrieval_assist import Assistant
@@ -10,7 +9,7 @@ from hf_retrieval_assist.engines.cuda import fused, replay
 from hf_retrieval_assist.engines.cuda.fused import fusing
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host.transformers_private import compilations
-from tests.support.lossless import PROMPT, build
+from tests.support.lossless import PROMPT, build, run
 from tests.support.op_recorder import idle, serve_in_place
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.rounding import OF_MODEL, within
@@ -57,7 +56,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_compiled(name, compiled):
-    model = build(getattr(transformers, name))
+    model = build(name)
     plain = model(PROMPT).logits
     assert not compiled
     with fusing(model):
@@ -67,7 +66,7 @@ def test_what_is_compiled(name, compiled):
 
 def test_a_scope_leaves_nothing_behind_and_concerns_one_thread(compiled, monkeypatch):
     """What a caller put there stays."""
-    model, seen = build(transformers.LlamaForCausalLM), []
+    model, seen = build(), []
     forward, rotate = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
     scope = fusing(model)
     for _ in range(2):
@@ -97,7 +96,7 @@ def test_what_cannot_be_compiled_runs_as_always(compile_as, told):
         raise RuntimeError("no compiler is there")
 
     compile_as(run)
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     plain = model(PROMPT).logits
     with fusing(model):
         assert torch.equal(model(PROMPT).logits, plain)
@@ -120,7 +119,7 @@ def test_what_a_capture_or_memory_breaks_is_compiled_again(capturing, compile_as
     compile_as(run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    model = build(transformers.LlamaForCausalLM)
+    model = build()
     with fusing(model), pytest.raises(type(error)):
         model(PROMPT)
     broken.clear()
@@ -129,9 +128,19 @@ def test_what_a_capture_or_memory_breaks_is_compiled_again(capturing, compile_as
     assert runs
 
 
+def texts(model, kinds):
+    """Calls with such graphs, whose texts are plain decoding's; what was recorded is looked at
+    behind each."""
+    plain = run(model, max_new_tokens=40)
+    for graphs in kinds:
+        assistant = Assistant([OracleDrafter(plain.tolist())], budget=16, graphs=graphs)
+        assert torch.equal(run(model, max_new_tokens=40, assistant=assistant), plain)
+        yield graphs, idle(model), assistant.stats.last
+
+
 def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
     serve_in_place(monkeypatch)
-    model, scopes = build(transformers.LlamaForCausalLM), []
+    model, scopes = build(), []
     record = replay.recorder(None)
 
     def recorded(compute, within=None):
@@ -139,12 +148,8 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
         return record(compute)
 
     monkeypatch.setattr(replay, "recorder", lambda _: recorded)
-    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(PROMPT, **options)
-    for graphs in (True, "fused", True, "fused"):
-        assistant = Assistant([OracleDrafter(plain.tolist())], budget=16, graphs=graphs)
-        assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
-        assert idle(model).shape.fused == (graphs == "fused")
+    for graphs, workspace, _ in texts(model, (True, "fused", True, "fused")):
+        assert workspace.shape.fused == (graphs == "fused")
     assert {*scopes[: len(scopes) // 2]} == {type(None)}
     assert {*scopes[len(scopes) // 2 :]} == {fusing}
     with pytest.raises(ValueError, match="graphs: expected True, False or 'fused', got 'all'"):
@@ -154,7 +159,7 @@ def test_fused_and_other_recordings_are_kept_apart(compiled, monkeypatch):
 def test_what_is_off_when_fused_is_recorded_as_it_is(compiled, monkeypatch):
     """No other call of the model hears of it."""
     serve_in_place(monkeypatch)
-    model, record = build(transformers.LlamaForCausalLM), replay.recorder(None)
+    model, record = build(), replay.recorder(None)
 
     def recorded(compute, within=None):
         repeat, shown = record(compute)
@@ -163,15 +168,12 @@ def test_what_is_off_when_fused_is_recorded_as_it_is(compiled, monkeypatch):
         return lambda: (repeat(), shown.logits.neg_()), shown
 
     monkeypatch.setattr(replay, "recorder", lambda _: recorded)
-    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(PROMPT, **options)
-    for graphs in ("fused", "fused", "fused", True, True, True):
-        assistant = Assistant([OracleDrafter(plain.tolist())], budget=16, graphs=graphs)
-        assert torch.equal(model.generate(PROMPT, **options, assistant=assistant), plain)
-        steps = idle(model).kinds.values()
+    for graphs, workspace, last in texts(model, ["fused"] * 3 + [True] * 3):
+        steps = workspace.kinds.values()
         assert not any(step.spare for step in steps if step.trusted)
         assert any(step.spare and step.fault for step in steps) == (graphs == "fused")
-    assert assistant.stats.last.repeated == assistant.stats.last.forwards
+        settled = last.repeated == last.forwards
+    assert settled
     assert not WORKSPACES.report(model).faults
 
 
@@ -188,7 +190,7 @@ def test_other_models_are_other_functions_to_a_compiler(compile_as):
     compile_as(run)
     for size in (32, 64):
         for dtype in (torch.float32, torch.bfloat16):
-            model = build(transformers.LlamaForCausalLM, hidden_size=size).to(dtype)
+            model = build(hidden_size=size).to(dtype)
             for width in (1, 3):
                 with fusing(model):
                     model(PROMPT[:, :width])
@@ -200,7 +202,7 @@ def test_a_compiler_of_pytorch(monkeypatch):
     """It follows the functions, and none of what it runs is this package's."""
     monkeypatch.setattr(fused, "_BACKEND", "aot_eager")
     monkeypatch.setattr(fused, "_attributes", {})
-    model = build(transformers.LlamaForCausalLM, num_hidden_layers=1)
+    model = build(num_hidden_layers=1)
     plain = model(PROMPT).logits
     before = compilations()
     with torch.no_grad(), fusing(model):

@@ -148,31 +148,19 @@ def test_half_precision(dtype, walked):
     assert torch.equal(*texts)
 
 
-class Spoils:
-    """Makes the logits of all forwards but the first one useless, once it is told to."""
-
-    def __init__(self, model):
-        self.good = None
-        model.lm_head.register_forward_hook(self)
-
-    def __call__(self, module, inputs, logits):
-        if self.good is None:
-            return logits
-        self.good -= 1
-        return logits if self.good >= 0 else logits * torch.nan
-
-
 def test_what_is_no_distribution_raises_as_in_plain_decoding():
-    model = build(LlamaForCausalLM)
-    spoils = Spoils(model)
+    """Logits behind the first forward are useless, once it is said so."""
+    model, scales, errors = build(), [], []
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: logits * (scales.pop() if scales else 1.0)
+    )
     options = {"do_sample": True, "max_new_tokens": 8}
     assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
     model.generate(PROMPT, **options, assistant=assistant)
-    errors = []
     for keyword in ({}, {"assistant": assistant}):
-        spoils.good = 1
+        scales[:] = [torch.nan] * 8 + [1.0]
         with pytest.raises(RuntimeError) as raised:
             model.generate(PROMPT, **options, **keyword)
-        assert spoils.good < 0
+        assert len(scales) < 8
         errors.append(str(raised.value))
     assert errors[0] == errors[1]

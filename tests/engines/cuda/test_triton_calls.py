@@ -2,17 +2,15 @@
 
 import os
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda import fixed_verifier, replay
-from tests.support.lossless import PROMPT, build, knowing
+from tests.support.lossless import PROMPT, build
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing
 from tests.support.watching import calls_of
@@ -154,18 +152,3 @@ def test_hooks_are_shown_masks_with_numbers(attended):
         agreeing(model, CALLS["one row"], tier=tier, oracle=ORACLE, **OPTIONS)
     assert attended
     assert not any(mask.isnan().any() for mask in shown if mask is not None)
-
-
-def test_at_one_width_no_bit_depends_on_drafts(attended, monkeypatch):
-    # The interpreter multiplies all rows of a tile alike, as tensor cores do and BLAS does not.
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
-    model, inputs = build(transformers.LlamaForCausalLM), CALLS["one row"]
-    names = dict.fromkeys(("return_dict_in_generate", "output_logits"), True)
-    undrafted = Assistant([], fixed_width=8, reroute=False)
-    expected = model.generate(**inputs, **OPTIONS, **names, assistant=undrafted)
-    attended.clear()
-    assistant = knowing(expected, fixed_width=8, reroute=False)
-    actual = model.generate(**inputs, **OPTIONS, **names, assistant=assistant)
-    assert assistant.stats.last.accepted > 0
-    assert {query.shape[2] for query, *_ in attended} == {8}
-    torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)

@@ -111,19 +111,13 @@ def test_compiles_for_amds_cards(dtype, depth, queries, architecture):
         assert any(name in kernel.asm["amdgcn"] for name in ("v_mfma", "v_wmma"))
 
 
-@pytest.mark.parametrize("architecture", AMD)
-def test_parts_are_merged_on_amds_cards(architecture):
-    constants = {"DEPTH": 128, "DEPTH2": 128, "SINKS": True, "SOME": parts_at_once(128)}
-    assert compiled(merge_parts, "bf16", constants, architecture).asm["amdgcn"]
-
-
-@pytest.mark.parametrize("architecture", CARDS)
+@pytest.mark.parametrize("architecture", [*CARDS, *AMD])
 @pytest.mark.parametrize("depth", [64, 512])
 @pytest.mark.parametrize("dtype", SIZES)
 def test_parts_are_merged_within_the_limits_of_a_card(dtype, depth, architecture, tmp_path):
     constants = {"DEPTH": depth, "DEPTH2": depth, "SINKS": True, "SOME": parts_at_once(depth)}
     kernel = compiled(merge_parts, dtype, constants, architecture)
-    assert spilled(kernel, tmp_path) == 0
+    assert architecture in AMD or spilled(kernel, tmp_path) == 0
 
 
 def test_nothing_is_compiled_anew_for_another_width_or_capacity():
