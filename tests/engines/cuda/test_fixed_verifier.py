@@ -94,7 +94,8 @@ def test_buffers_grow_in_mid_call(monkeypatch):
     assert len(set(capacities)) > 3
 
 
-@pytest.mark.parametrize(("inputs", "made"), cases(crossed(INPUTS, [1, 0])))
+# Layers of padded rows are all of one kind, since none of them forgets.
+@pytest.mark.parametrize(("inputs", "made"), cases([("one row", 1), ("one row", 0), ("padded", 0)]))
 def test_buffers_grow_by_little_where_memory_is_short(inputs, made, monkeypatch):
     """Some layers may have moved by then."""
     model, _ = build(Gemma3ForCausalLM), growing(monkeypatch, 8)
