@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -186,17 +185,10 @@ def test_repetition_beyond_a_page_and_the_depth(period):
 
 
 def test_one_repeated_token_takes_linear_time_and_space():
-    """Four times the tokens may take eight times as long, where quadratic time takes sixteen."""
-
-    def grow(length):
-        tree, started = SuffixTree(64), time.process_time()
-        tree.extend(tree.add_sequence(), np.zeros(length, np.int32))
-        return time.process_time() - started, tree.nbytes
-
-    times, sizes = zip(*(min(grow(n) for _ in range(3)) for n in (8_000, 32_000)), strict=True)
-    assert times[1] < 8 * times[0]
-    assert sizes[1] < 5 * sizes[0]
-    assert sizes[1] < 32_000 * 40
+    """Quadratic time would take minutes, which no test has."""
+    tree = SuffixTree(64)
+    tree.extend(tree.add_sequence(), np.zeros(400_000, np.int32))
+    assert tree.nbytes < 400_000 * 40
 
 
 def test_memory_is_reused_and_never_above_the_limit():
