@@ -44,14 +44,6 @@ def test_the_unit_and_the_image_start_the_command_by_options_that_it_has():
     assert set.union(*asked) <= options_of_the_command()
 
 
-def test_nobody_ends_the_server_before_it_has_ended():
-    (container,) = re.findall(r"--stop-timeout (\d+)", PAGE)
-    for seconds in (value_of("TimeoutStopSec"), container):
-        assert serve._FINISHING + 2 < int(seconds) <= serve._FINISHING + 10
-    assert value_of("KillSignal") == "SIGTERM"
-    assert "STOPSIGNAL SIGTERM\n" in DOCKERFILE
-
-
 def test_the_image_is_built_from_what_it_is_given():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for text in (DOCKERFILE, PAGE):
@@ -63,7 +55,3 @@ def test_the_image_is_built_from_what_it_is_given():
     needed = {project["readme"], *project["license-files"], *sources, "constraints.txt"}
     assert given == needed
     assert all((ROOT / name).exists() for name in given)
-
-
-def test_the_page_shows_the_unit_itself():
-    assert '```ini\n--8<-- "deploy/hf-retrieval-assist.service"\n```\n' in PAGE

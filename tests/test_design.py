@@ -1,7 +1,5 @@
-"""docs/design.md names files that exist, and every folder of the package; tests say themselves
-how near is near enough."""
+"""docs/design.md names files that exist, every folder of the package and the way of a token."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -84,28 +82,6 @@ def test_a_token_goes_the_way_that_is_told():
     # The walk of the prefill's token comes before them.
     steps = went[went.index("draft") :]
     assert steps == list(STAGES) * assistant.stats.last.forwards
-
-
-# What compares numbers, and the arguments that say how near they have to be.
-COMPARING = dict.fromkeys(("assert_close", "allclose", "assert_allclose", "isclose"), 2)
-COMPARING["approx"] = 1
-BOUNDS = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
-
-
-def unbounded(path):
-    """Where a file leaves to a library how far numbers may be apart."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        given = {keyword.arg for keyword in node.keywords}
-        few = len(given & BOUNDS) < COMPARING.get(node.func.attr, 0)
-        if few and None not in given:  # None: `**within(...)`
-            yield f"{path.relative_to(ROOT)}:{node.lineno}"
-
-
-def test_no_bound_is_a_librarys_default():
-    found = [place for path in (ROOT / "tests").rglob("*.py") for place in unbounded(path)]
-    assert not found
 
 
 PREPOSITIONS = (

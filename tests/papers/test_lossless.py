@@ -55,29 +55,3 @@ def test_every_paper_is_lossless(made, name):
 
 def test_a_vocabulary_smaller_than_the_table_has_columns():
     same(build(vocab_size=5), PROMPT % 5, SamDecoding())
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (SamDecoding, {"min_match": -1}),
-        (SamDecoding, {"corpus_bias": -1}),
-        (SamDecoding, {"max_draft": 0}),
-        (SuffixDecoding, {"alpha": 0.0}),
-        (SuffixDecoding, {"threshold": -1.0}),
-    ],
-)
-def test_bad_sizes_are_refused(kind, options):
-    (name,) = options
-    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
-        kind(**options)
-
-
-@pytest.mark.parametrize(
-    ("make", "wrong", "meant"),
-    [(SamDecoding, "min_matches", "min_match"), (SuffixDecoding, "treshold", "threshold")],
-)
-def test_a_wrong_keyword_names_the_paper_and_what_was_meant(make, wrong, meant):
-    match = f"^{make.__name__}: got an unexpected keyword argument '{wrong}'.*'{meant}'"
-    with pytest.raises(TypeError, match=match):
-        make(**{wrong: 1})
