@@ -127,19 +127,6 @@ def test_a_document_in_parts_goes_on_where_the_last_one_of_its_name_ended(tmp_pa
     assert (place.name, place.token) == ("b", 1)
 
 
-def test_append_keeps_the_documents(tmp_path):
-    documents = make_documents()
-    first = build(documents[:10], tmp_path / "store")
-    second = first.append(documents[10:], progress=False)
-    assert (len(first.manifest.shards), len(second.manifest.shards)) == (1, 2)
-    assert_holds(second, documents)
-    assert first.document_count == 10
-    merged = build(second.documents(), tmp_path / "store", overwrite=True)
-    assert_holds(merged, documents)
-    assert second.count(documents[0][:1]) == merged.count(documents[0][:1])
-    assert len(list(merged.path.iterdir())) == 2
-
-
 def test_overwrite_replaces_the_store_in_place_and_no_other_directory(tmp_path):
     store = build(make_documents(), tmp_path / "store")
     with pytest.raises(FileExistsError, match="`append` adds to it, overwrite=True replaces it"):
