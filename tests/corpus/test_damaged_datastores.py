@@ -106,7 +106,7 @@ MANIFESTS = [
     ((*SHARD, "documents"), 10**9, "documents"),
     ((*SHARD, "documents"), 40.0, "unaltered"),
     ((*SHARD, "tokens"), -1, "tokens"),
-    ((*SHARD, "tokens"), 10**400, "tokens"),
+    ((*SHARD, "tokens"), 10**400, "too large"),
     ((*SHARD, "size"), 9, "size"),
     ((*SHARD, "sha256"), "../../etc/passwd", "sha256"),
     ((*SHARD, "papers"), 1, "papers"),
