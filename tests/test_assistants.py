@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.simulation import simulate
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.policy.cost_store import CostModels
 from hf_retrieval_assist.policy.stats import CallStats
@@ -19,61 +19,48 @@ from tests.support.threads import in_threads
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
-from .support.tiny_models import LAYERS, VOCAB
+from .support.oracle_drafter import OracleDrafter
+from .support.tiny_models import LAYERS
 
 
-class Recorder(Drafter):
+class Recorder(OracleDrafter):
     """Proposes chains of what its text will be, if it knows, and writes down what it is told.
 
     Args:
-        of_session: attributes of its sessions.
+        idle: whether its sessions are.
+        lost: how many drafts of rows it loses in each step.
+        attributes: its own.
     """
 
-    name = "recorder"
-
-    def __init__(self, text=(), needs=None, costly=False, **of_session):
-        self.text, self.of_session = list(text), of_session
-        self.needs = needs or FeedbackNeeds()
-        self.costly = costly
-        self.proposals = self.costs_seen = self.closed = 0
-        self.commits = []
+    def __init__(self, text=(), idle=False, lost=0, **attributes):
+        super().__init__([text])
+        vars(self).update(attributes)
+        self.idle, self.lost = idle, lost
+        self.rows, self.commits = [], []
+        self.costs_seen = self.closed = 0
 
     def start(self, prompt_ids, target):
-        return RecorderSession(self, len(prompt_ids))
+        session = super().start(prompt_ids, target)
+        session.idle, session.close = self.idle, self.close
+        return session
 
     def prepare(self, sessions, curve):
         self.costs_seen += curve is not None
 
     def propose(self, sessions, budgets):
-        return [self.draft(*pair) for pair in zip(sessions, budgets, strict=True)]
+        self.rows.append(len(sessions))
+        return super().propose(sessions, budgets)[self.lost :]
 
-    def draft(self, session, budget):
-        self.proposals += 1
-        tokens = self.text[session.length : session.length + min(budget, 4)]
+    def draft(self, coming, budget):
+        tokens = coming[: min(budget, 4)]
         return TokenTree.chain(tokens, [0.9**i for i in range(1, len(tokens) + 1)])
 
     def commit(self, sessions, tokens, feedbacks):
-        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
-            session.length += len(token_ids)
-            self.commits.append((list(token_ids), feedback))
-
-
-class RecorderSession(DraftSession):
-    def __init__(self, drafter, length):
-        self.drafter, self.length = drafter, length
-        vars(self).update(drafter.of_session)
+        super().commit(sessions, tokens, feedbacks)
+        self.commits += zip(tokens, feedbacks, strict=True)
 
     def close(self):
-        self.drafter.closed += 1
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    return run(model)
-
-
-def chain(length, prob):
-    return TokenTree.chain(list(range(length)), [prob**i for i in range(1, length + 1)])
+        self.closed += 1
 
 
 # Seconds beside which neither drafting nor a machine that stands still for a while counts.
@@ -96,23 +83,10 @@ REQUEST = (list(range(10)), list(range(10, 210)))
 def test_costly_drafters_are_consulted(text, budget, cost, steps):
     drafter = Recorder(text, costly=True)
     simulate(Assistant([drafter], budget=budget), [REQUEST], cost)
-    assert drafter.proposals == steps
+    assert sum(drafter.rows) == steps
     assert drafter.closed == 1
     consulted = budget == "auto" and cost is not None
-    assert drafter.costs_seen == (drafter.proposals if consulted else 0)
-
-
-class Batched(Recorder):
-    """Writes down how many rows it is asked for at once, and may lose some of the drafts."""
-
-    def __init__(self, text=(), costly=False, lost=0):
-        super().__init__(text, costly=costly)
-        self.rows, self.lost = [], lost
-
-    def propose(self, sessions, budgets):
-        self.rows.append(len(sessions))
-        drafts = super().propose(sessions, budgets)
-        return drafts[: len(drafts) - self.lost]
+    assert drafter.costs_seen == (steps if consulted else 0)
 
 
 @pytest.mark.parametrize("costly", [False, True])
@@ -120,18 +94,18 @@ def test_a_drafter_is_asked_once_in_a_step_for_all_rows(model, costly):
     prompts = PROMPT.repeat(3, 1)
     prompts[1, 0] += 1
     plain = run(model, prompts)
-    drafters = [Batched(), Batched(plain[0].tolist(), costly)]
+    drafters = [Recorder(), Recorder(plain[0].tolist(), costly=costly)]
     assistant = Assistant(drafters, costs=FixedCosts(lambda n: _AGES))
     assert torch.equal(plain, run(model, prompts, assistant=assistant))
     for drafter in drafters[: 2 - costly]:
         assert len(drafter.rows) == assistant.stats.last.forwards
         assert drafter.rows[0] == 3
-        assert sum(drafter.rows) == drafter.proposals == assistant.stats.last.steps
+        assert sum(drafter.rows) == assistant.stats.last.steps
 
 
 def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
-    assistant = Assistant([Batched(lost=1)], budget=4)
-    with pytest.raises(ValueError, match=r"^drafter 'recorder': expected a draft for each of 1 r"):
+    assistant = Assistant([Recorder(lost=1)], budget=4)
+    with pytest.raises(ValueError, match=r"^drafter 'oracle': expected a draft for each of 1 r"):
         run(model, assistant=assistant)
 
 
@@ -146,12 +120,10 @@ def test_the_cost_bounds_the_drafts(model, plain, cost, nodes):
     assert assistant.stats.last.drafted <= nodes * assistant.stats.last.steps
 
 
-@pytest.mark.parametrize(
-    "needs", [FeedbackNeeds(logits=True), FeedbackNeeds(hidden_layers=(1, -1))], ids=str
-)
-def test_drafters_get_what_they_need(model, plain, needs):
+def test_drafters_get_what_they_need(model, plain):
     text = plain[0].tolist()
-    needy, other = Recorder(text, needs), Recorder(text)
+    needs = FeedbackNeeds(logits=True, hidden_layers=(1, -1))
+    needy, other = Recorder(text, needs=needs), Recorder(text)
     run(model, assistant=Assistant([needy, other], budget=4))
     with torch.no_grad():
         expected = model(plain, output_hidden_states=True)
@@ -162,14 +134,12 @@ def test_drafters_get_what_they_need(model, plain, needs):
         first = length - (1 if length > PROMPT.shape[1] else len(fed))
         rows = slice(first, first + len(fed))
         assert fed == text[rows]
-        assert (feedback.logits is not None) == needs.logits
-        assert (feedback.hidden_states is not None) == bool(needs.hidden_layers)
-        if needs.logits:
-            assert feedback.logits.shape == (len(feedback.token_ids), VOCAB)
-            close(feedback.logits[feedback.accepted], expected.logits[0, rows])
-        else:
-            states = [expected.hidden_states[k][0, rows] for k in (1, LAYERS)]
-            close(feedback.hidden_states, torch.cat(states, dim=-1))
+        logits = feedback.logits  # of the prompt maybe its last token's alone
+        if len(logits) == len(feedback.token_ids):
+            logits = logits[feedback.accepted]
+        close(logits, expected.logits[0, rows][-len(logits) :])
+        states = [expected.hidden_states[k][0, rows] for k in (1, LAYERS)]
+        close(feedback.hidden_states, torch.cat(states, dim=-1))
         length += len(tokens)
     assert length == len(text)
     for _, feedback in other.commits[1:]:
