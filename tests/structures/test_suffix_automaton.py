@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures.suffix_automaton import SuffixAutomaton
 
-SEPARATOR = -1
 LARGEST = 2**31 - 1
 
 
@@ -17,10 +16,6 @@ def texts(max_size=24):
     wide = st.lists(st.integers(0, 70), max_size=max_size)
     large = st.lists(st.sampled_from([0, 70_000, 262_143, LARGEST - 1, LARGEST]), max_size=max_size)
     return st.one_of(small, wide, large)
-
-
-def documents():
-    return st.lists(texts(max_size=10), max_size=5)
 
 
 def ends_of(pattern, text):
@@ -35,11 +30,6 @@ def longest_suffix(seen, text):
     return next(seen[start:] for start in starts if not seen[start:] or ends_of(seen[start:], text))
 
 
-def longest_earlier_suffix(text):
-    suffixes = (text[start:] for start in range(1, len(text)))
-    return next((suffix for suffix in suffixes if len(ends_of(suffix, text)) > 1), [])
-
-
 def array(tokens):
     return np.array(tokens, np.int32)
 
@@ -48,22 +38,6 @@ def build(text):
     automaton = SuffixAutomaton()
     automaton.extend(array(text))
     return automaton
-
-
-def build_documents(docs):
-    """An automaton over the documents, and its text with separators."""
-    automaton, text = SuffixAutomaton(), []
-    for doc in docs:
-        automaton.extend(array(doc))
-        automaton.end_document()
-        text += [*doc, SEPARATOR]
-    return automaton, text
-
-
-def document_tail(text, end):
-    """The tokens after a 1-based end position, up to the end of their document."""
-    tail = text[end:]
-    return tail[: tail.index(SEPARATOR)] if SEPARATOR in tail else tail
 
 
 @given(texts(), st.integers(0, 40))
@@ -95,35 +69,6 @@ def test_a_cursor_stays_exact_while_the_text_grows(text, query):
         if cursor.length:
             found = query[i + 1 - cursor.length : i + 1]
             assert cursor.earliest == ends_of(found, grown)[0]
-
-
-@given(texts(max_size=32), st.integers(1, 8))
-def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit):
-    automaton = SuffixAutomaton()
-    cursor = automaton.cursor()
-    automaton.extend(array(text), cursor)
-    best = []
-    for start in range(len(text) - len(longest_earlier_suffix(text)), len(text)):
-        ends = ends_of(text[start:], text)[:-1]
-        tail = text[ends[0] :][:limit]
-        best = tail if len(tail) > len(best) else best
-    draft = cursor.draft(limit)
-    assert draft.dtype == np.int32
-    assert draft.tolist() == best
-
-
-@given(documents(), texts(), st.integers(0, 6))
-def test_no_match_and_no_draft_crosses_documents(docs, query, limit):
-    automaton, text = build_documents(docs)
-    cursor = automaton.cursor()
-    for i, token in enumerate(query):
-        expected = longest_suffix(query[: i + 1], text)
-        assert cursor.advance(token) == len(expected)
-        if expected:
-            suffixes = [expected[start:] for start in range(len(expected))]
-            tails = [document_tail(text, ends_of(suffix, text)[0]) for suffix in suffixes]
-            draft = cursor.draft(limit).tolist()
-            assert draft == max((tail[:limit] for tail in tails), key=len)
 
 
 MANY = np.arange(400_000)
