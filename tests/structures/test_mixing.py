@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mixture import save
 from hf_retrieval_assist.drafters.suffix import Mixture
 from hf_retrieval_assist.structures.suffix_tree import (
     CELL_SHAPE,
@@ -238,15 +237,6 @@ def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
 def _root(draft):
     tokens, parents, probs, _ = draft
     return tokens[parents < 0].tolist(), probs[parents < 0].tolist()
-
-
-def test_a_mixture_is_written_and_read(tmp_path):
-    saved = Mixture(*mixture())
-    save(saved, tmp_path / "mixture.npz")
-    loaded = Mixture.load(tmp_path / "mixture.npz")
-    assert (loaded.cells == saved.cells).all()
-    assert (loaded.copy_cells == saved.copy_cells).all()
-    assert (loaded.weights == saved.weights).all()
 
 
 def test_what_is_shipped_is_small_and_knows_which_evidence_is_good():
