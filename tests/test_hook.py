@@ -1,6 +1,5 @@
 """The `assistant=` keyword: put on, taken off, and refusing what it cannot serve."""
 
-import contextlib
 import functools
 import inspect
 import os
@@ -13,7 +12,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import hf_retrieval_assist
-from hf_retrieval_assist import Datastore, SamAssistant, attach
+from hf_retrieval_assist import Datastore, SamAssistant, attach, detach
 from hf_retrieval_assist.papers import Rest
 from hf_retrieval_assist.plugins import paths
 
@@ -94,52 +93,40 @@ def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monk
     assert (len(calls), assistant.stats.total.calls) == (3, 1)
 
 
-def that_warns(function, name):
-    """A function of transformers with an argument that is deprecated."""
-
-    @functools.wraps(function)
-    def method(self, *args, old, **options):
-        warnings.warn(f"old: {old}", FutureWarning, stacklevel=2)
-        return function(self, *args, **options) if name == "generate" else None
-
-    return method
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_what_transformers_warns_of_names_the_callers_line_once(
     model, reinstalled, monkeypatch, installed
 ):
     """Whichever way a call takes."""
     hf_retrieval_assist.uninstall()
-    with monkeypatch.context() as patched:
-        for name in ("generate", "generate_batch"):
-            function = that_warns(getattr(GenerationMixin, name), name)
-            patched.setattr(GenerationMixin, name, function)
-        hf_retrieval_assist.install()
-        check_warned_once(model, installed)
+    generate, assistant = GenerationMixin.generate, SamAssistant(budget=2)
 
+    @functools.wraps(generate)
+    def that_warns(self, *args, old, **options):
+        warnings.warn(f"old: {old}", FutureWarning, stacklevel=2)
+        return generate(self, *args, **options)
 
-def check_warned_once(model, installed):
-    assistant, attached = SamAssistant(budget=2), contextlib.nullcontext()
     ways = [
         lambda: model.generate(PROMPT, old=0, **LENGTH),
         lambda: functools.partial(model.generate, old=1)(PROMPT, **LENGTH),
-        lambda: model.generate_batch([], old=2),
-        lambda: model.generate(PROMPT, old=3, custom_generate=assistant, **LENGTH),
+        lambda: model.generate(PROMPT, old=2, custom_generate=assistant, **LENGTH),
     ]
-    if installed:
-        attached = assistant.attached(model)
-        ways += [
-            lambda: model.generate(PROMPT, old=4, assistant=assistant, **LENGTH),
-            lambda: model.generate(PROMPT, old=5, **LENGTH),
-            lambda: model.generate(PROMPT, old=6, num_beams=2, **LENGTH),
-        ]
-    else:
-        hf_retrieval_assist.uninstall()
-    with attached, warnings.catch_warnings(record=True) as caught:
+    with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", FutureWarning)
+        patched.setattr(GenerationMixin, "generate", that_warns)
+        hf_retrieval_assist.install()
+        if installed:
+            attach(model, assistant)
+            ways += [
+                lambda: model.generate(PROMPT, old=3, assistant=assistant, **LENGTH),
+                lambda: model.generate(PROMPT, old=4, num_beams=2, **LENGTH),
+            ]
+        else:
+            hf_retrieval_assist.uninstall()
         for way in ways * 2:
             way()
+        detach(model)
+        hf_retrieval_assist.uninstall()
     found = [(one.filename, one.lineno) for one in caught if one.category is FutureWarning]
     assert found == [(__file__, way.__code__.co_firstlineno) for way in ways]
 

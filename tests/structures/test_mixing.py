@@ -307,14 +307,6 @@ def test_a_text_that_breaks_its_copies_is_trusted_less():
     assert shaken[2][0] < steady[2][0] - 0.05
 
 
-def test_pairs_before_a_gap_take_bounded_memory():
-    """A hundred thousand pairs of 32 bytes would take as much again as all else."""
-    tree = SuffixTree(max_depth=1)
-    rng = np.random.default_rng(0)
-    tree.extend(tree.add_sequence(), rng.integers(0, 1000, 100_000).astype(np.int32))
-    assert tree.nbytes <= 16384 * 32 + 100_000 * 22 + (300 << 10)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(few, min_size=2, max_size=6), st.integers(0, 5))
 def test_removal_takes_back_what_was_counted(texts, removed):
