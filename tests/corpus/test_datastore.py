@@ -194,8 +194,6 @@ def test_another_tokenizer_is_refused(tmp_path):
         named.name_or_path = name
         store = build([[1, 2]], path, vocab_size=3, tokenizer=named, overwrite=True)
         assert store.manifest.tokenizer_name == known
-        with pytest.raises(ValueError, match=rf"tokenizer{f' .{known}.' * bool(known)} than"):
-            store.check_tokenizer(Tokenizer("abd"))
     build([[1, 2]], tmp_path / "unknown", vocab_size=3).check_tokenizer(Tokenizer("abd"))
 
 

@@ -74,7 +74,7 @@ def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
     assert texts(tmp_path) == ["a/c.py", "a/d.txt", "b.py"]
 
 
-def test_saved_and_loadable_data_sets(tmp_path):
+def test_what_the_datasets_library_reads(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
     rows.save_to_disk(tmp_path / "rows")
@@ -84,11 +84,7 @@ def test_saved_and_loadable_data_sets(tmp_path):
     assert texts(f"datasets:{tmp_path / 'rows'}") == ["one", "two"]
     assert texts(f"datasets:{tmp_path / 'splits'}", split="test") == ["one", "two"]
     assert texts(f"datasets:{tmp_path / 'files'}") == ["three"]
-
-
-def test_the_datasets_library_reads_other_files(tmp_path):
-    """Parquet files by their ending, others where they are called data sets."""
-    datasets = pytest.importorskip("datasets")
+    # Parquet files are known by their ending, others where they are called data sets.
     rows = datasets.Dataset.from_dict({"text": ["one", None], "n": [1, 2]})
     rows.to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("text,n\none,1\n")
