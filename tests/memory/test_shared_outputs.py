@@ -47,6 +47,19 @@ def test_starting_an_output_learns_a_part_of_what_others_have_finished(store):
 
 
 @pytest.mark.slow
+def test_two_processes_write_and_nothing_is_lost(store):
+    """The end of a process waits for its outputs."""
+    writers = [start_writer(store, first, 200, say=False) for first in (0, 1_000)]
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    sync(reader := store.view())
+    assert known(reader) == Counter([*range(200), *range(1_000, 1_200)])
+    numbers = [int(reader.tree("m").tokens(o.sequence)[0]) // 1_000 for o in reader._outputs]
+    assert [n for n in numbers if n < 1_000] == [*range(200)]
+
+
+@pytest.mark.slow
 def test_processes_that_are_killed_lose_nothing_that_others_could_read(store):
     rng = np.random.default_rng(3)
     said, forgotten = [], set()
