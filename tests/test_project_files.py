@@ -58,9 +58,7 @@ def test_a_release_says_what_the_changelog_has_of_its_version(tag, changelog, me
     (tmp_path / "CHANGELOG.md").write_text(changelog)
     with pytest.raises(ValueError, match=message):
         notes(tag, tmp_path)
-    entries = (
-        "## 1.3.0 (unreleased)\n\n## 1.2.0 (May)\n\n### Added\n\n- Text.\n\n## 1.1.0\n"
-    )
+    entries = "## 1.3.0 (unreleased)\n\n## 1.2.0 (May)\n\n### Added\n\n- Text.\n\n## 1.1.0\n"
     (tmp_path / "CHANGELOG.md").write_text(entries)
     assert notes("v1.2.0", tmp_path) == "### Added\n\n- Text.\n"
 
