@@ -150,12 +150,13 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_sessions_are_closed_when_generation_fails(model, plain):
+@pytest.mark.parametrize(("fails", "closed"), [("start", [1, 0]), ("draft", [1, 1])])
+def test_sessions_are_closed_when_a_drafter_fails(model, fails, closed):
     drafters = [Recorder(), Recorder()]
-    drafters[1].draft = lambda *_: 1 / 0
+    setattr(drafters[1], fails, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(model, assistant=Assistant(drafters, budget=4))
-    assert [drafter.closed for drafter in drafters] == [1, 1]
+    assert [drafter.closed for drafter in drafters] == closed
 
 
 @pytest.mark.parametrize("idle", [False, True])
