@@ -1,7 +1,5 @@
 """Assistants: whom they ask, what they tell drafters, what they count."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -10,10 +8,8 @@ from transformers import LlamaForCausalLM
 from benchmarks.simulation import simulate
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.policy.policy import DraftingPolicy
 from hf_retrieval_assist.policy.stats import CallStats
 from tests.support.memories import remembering
 from tests.support.parts import needs
@@ -23,61 +19,47 @@ from tests.support.threads import in_threads
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
 from .support.oracle_drafter import OracleDrafter
-from .support.tiny_models import LAYERS, VOCAB
+from .support.tiny_models import LAYERS
 
 
-class Recorder(Drafter):
+class Recorder(OracleDrafter):
     """Proposes chains of what its text will be, if it knows, and writes down what it is told.
 
     Args:
-        of_session: attributes of its sessions.
+        idle: whether its sessions are.
+        lost: how many drafts of rows it loses in each step.
+        attributes: its own.
     """
 
-    name = "recorder"
-
-    def __init__(self, text=(), needs=None, costly=False, **of_session):
-        self.text, self.of_session = list(text), of_session
-        self.needs = needs or FeedbackNeeds()
-        self.costly = costly
-        self.proposals = self.costs_seen = self.closed = 0
-        self.commits = []
+    def __init__(self, text=(), idle=False, lost=0, **attributes):
+        super().__init__([text])
+        vars(self).update(attributes)
+        self.idle, self.lost = idle, lost
+        self.rows, self.commits = [], []
+        self.costs_seen = self.closed = 0
 
     def start(self, prompt_ids, target):
-        return RecorderSession(self, len(prompt_ids))
+        session = super().start(prompt_ids, target)
+        session.idle, session.close = self.idle, self.close
+        return session
 
     def prepare(self, sessions, curve):
         self.costs_seen += curve is not None
 
     def propose(self, sessions, budgets):
-        return [self.draft(*pair) for pair in zip(sessions, budgets, strict=True)]
+        self.rows.append(len(sessions))
+        return super().propose(sessions, budgets)[self.lost :]
 
-    def draft(self, session, budget):
-        self.proposals += 1
-        tokens = self.text[session.length : session.length + min(budget, 4)]
+    def draft(self, coming, budget):
+        tokens = coming[: min(budget, 4)]
         return TokenTree.chain(tokens, [0.9**i for i in range(1, len(tokens) + 1)])
 
     def commit(self, sessions, tokens, feedbacks):
-        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
-            session.length += len(token_ids)
-            self.commits.append((list(token_ids), feedback))
-
-
-class RecorderSession(DraftSession):
-    def __init__(self, drafter, length):
-        self.drafter, self.length = drafter, length
-        vars(self).update(drafter.of_session)
+        super().commit(sessions, tokens, feedbacks)
+        self.commits += zip(tokens, feedbacks, strict=True)
 
     def close(self):
-        self.drafter.closed += 1
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    return run(model)
-
-
-def chain(length, prob):
-    return TokenTree.chain(list(range(length)), [prob**i for i in range(1, length + 1)])
+        self.closed += 1
 
 
 # Seconds beside which neither drafting nor a machine that stands still for a while counts.
@@ -100,23 +82,17 @@ REQUEST = (list(range(10)), list(range(10, 210)))
 def test_costly_drafters_are_consulted(text, budget, cost, steps):
     drafter = Recorder(text, costly=True)
     simulate(Assistant([drafter], budget=budget), [REQUEST], cost)
-    assert drafter.proposals == steps
+    assert sum(drafter.rows) == steps
     assert drafter.closed == 1
     consulted = budget == "auto" and cost is not None
-    assert drafter.costs_seen == (drafter.proposals if consulted else 0)
+    assert drafter.costs_seen == (steps if consulted else 0)
 
 
-class Batched(Recorder):
-    """Writes down how many rows it is asked for at once, and may lose some of the drafts."""
-
-    def __init__(self, text=(), costly=False, lost=0):
-        super().__init__(text, costly=costly)
-        self.rows, self.lost = [], lost
-
-    def propose(self, sessions, budgets):
-        self.rows.append(len(sessions))
-        drafts = super().propose(sessions, budgets)
-        return drafts[: len(drafts) - self.lost]
+def test_a_drafter_that_sat_steps_out_is_told_what_it_missed():
+    drafter = Recorder()
+    simulate(Assistant([drafter]), [REQUEST], lambda n: 1e-9)
+    assert len(drafter.rows) < 100
+    assert [token for tokens, _ in drafter.commits for token in tokens] == REQUEST[1]
 
 
 @pytest.mark.parametrize("costly", [False, True])
@@ -124,18 +100,18 @@ def test_a_drafter_is_asked_once_in_a_step_for_all_rows(model, costly):
     prompts = PROMPT.repeat(3, 1)
     prompts[1, 0] += 1
     plain = run(model, prompts)
-    drafters = [Batched(), Batched(plain[0].tolist(), costly)]
+    drafters = [Recorder(), Recorder(plain[0].tolist(), costly=costly)]
     assistant = Assistant(drafters, costs=FixedCosts(lambda n: _AGES))
     assert torch.equal(plain, run(model, prompts, assistant=assistant))
     for drafter in drafters[: 2 - costly]:
         assert len(drafter.rows) == assistant.stats.last.forwards
         assert drafter.rows[0] == 3
-        assert sum(drafter.rows) == drafter.proposals == assistant.stats.last.steps
+        assert sum(drafter.rows) == assistant.stats.last.steps
 
 
 def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
-    assistant = Assistant([Batched(lost=1)], budget=4)
-    with pytest.raises(ValueError, match=r"^drafter 'recorder': expected a draft for each of 1 r"):
+    assistant = Assistant([Recorder(lost=1)], budget=4)
+    with pytest.raises(ValueError, match=r"^drafter 'oracle': expected a draft for each of 1 r"):
         run(model, assistant=assistant)
 
 
@@ -150,12 +126,10 @@ def test_the_cost_bounds_the_drafts(model, plain, cost, nodes):
     assert assistant.stats.last.drafted <= nodes * assistant.stats.last.steps
 
 
-@pytest.mark.parametrize(
-    "needs", [FeedbackNeeds(logits=True), FeedbackNeeds(hidden_layers=(1, -1))], ids=str
-)
-def test_drafters_get_what_they_need(model, plain, needs):
+def test_drafters_get_what_they_need(model, plain):
     text = plain[0].tolist()
-    needy, other = Recorder(text, needs), Recorder(text)
+    needs = FeedbackNeeds(logits=True, hidden_layers=(1, -1))
+    needy, other = Recorder(text, needs=needs), Recorder(text)
     run(model, assistant=Assistant([needy, other], budget=4))
     with torch.no_grad():
         expected = model(plain, output_hidden_states=True)
@@ -166,14 +140,12 @@ def test_drafters_get_what_they_need(model, plain, needs):
         first = length - (1 if length > PROMPT.shape[1] else len(fed))
         rows = slice(first, first + len(fed))
         assert fed == text[rows]
-        assert (feedback.logits is not None) == needs.logits
-        assert (feedback.hidden_states is not None) == bool(needs.hidden_layers)
-        if needs.logits:
-            assert feedback.logits.shape == (len(feedback.token_ids), VOCAB)
-            close(feedback.logits[feedback.accepted], expected.logits[0, rows])
-        else:
-            states = [expected.hidden_states[k][0, rows] for k in (1, LAYERS)]
-            close(feedback.hidden_states, torch.cat(states, dim=-1))
+        logits = feedback.logits  # of the prompt maybe its last token's alone
+        if len(logits) == len(feedback.token_ids):
+            logits = logits[feedback.accepted]
+        close(logits, expected.logits[0, rows][-len(logits) :])
+        states = [expected.hidden_states[k][0, rows] for k in (1, LAYERS)]
+        close(feedback.hidden_states, torch.cat(states, dim=-1))
         length += len(tokens)
     assert length == len(text)
     for _, feedback in other.commits[1:]:
@@ -184,12 +156,13 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_sessions_are_closed_when_generation_fails(model, plain):
+@pytest.mark.parametrize(("fails", "closed"), [("start", [1, 0]), ("draft", [1, 1])])
+def test_sessions_are_closed_when_a_drafter_fails(model, fails, closed):
     drafters = [Recorder(), Recorder()]
-    drafters[1].draft = lambda *_: 1 / 0
+    setattr(drafters[1], fails, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(model, assistant=Assistant(drafters, budget=4))
-    assert [drafter.closed for drafter in drafters] == [1, 1]
+    assert [drafter.closed for drafter in drafters] == closed
 
 
 @pytest.mark.parametrize("idle", [False, True])
@@ -217,17 +190,9 @@ def test_statistics_of_calls(model, plain):
     assert assistant.stats.last.tier == last.tier == "tree"
     assert all(seconds > 0 for phase, seconds in last.seconds.items() if phase != "pack")
     assert sum(last.seconds.values()) - last.seconds["total"] <= last.seconds["total"]
-
-
-def test_figures_are_told(model, plain):
-    assistant = SamAssistant(corpus=[plain[0].tolist()], budget=8)
-    assert repr(assistant.stats) == "no call yet"
-    run(model, assistant=assistant)
-    last = assistant.stats.last
-    assert repr(assistant.stats) == f"last call: {last.summary}."
+    told = f"last call: {last.summary}.\nall 2 calls: {total.summary}."
+    assert repr(assistant.stats) == told
     assert f"{last.tokens} tokens in {last.steps + 1} forwards" in last.summary
-    run(model, assistant=assistant)
-    assert f"\nall 2 calls: {assistant.stats.total.summary}." in repr(assistant.stats)
 
 
 def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):
@@ -256,43 +221,20 @@ def test_calls_of_several_threads_are_all_counted():
     assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
 
 
-def test_what_only_the_loop_calls_is_not_among_a_users_names():
-    names, of_class = dir(SamAssistant()), dir(SamAssistant)
-    assert {"record", "private", "expecting", "attached"} <= {*of_class} <= {*names}
-    assert {"stats", "records", "memory", "costs"} <= {*names}
-    loops = {name for name in vars(DraftingPolicy) if not name.startswith("_")}
-    assert loops >= {"draft", "start", "calibrators", "account"}
-    assert not (loops - {"learn"}) & {*names}
-    arguments = inspect.signature(Assistant).parameters
-    assert [*arguments] == [*inspect.signature(DraftingPolicy).parameters, "unknown"]
-    assert "assistant = SamAssistant(" in SamAssistant.__doc__
-    own = " ".join(SamAssistant.__doc__.split())
-    assert "The other arguments are those of :class:`Assistant`" in own
-    told = "\n".join(map(inspect.getdoc, (SamAssistant, Assistant)))
-    named = {*inspect.signature(SamAssistant).parameters, *arguments} - {"options", "unknown"}
-    assert all(f"\n    {name}: " in told for name in named)
-
-
-def test_one_thing_in_the_place_of_several_is_named():
-    assistant = SamAssistant()
-    for make, name in (
-        (lambda: assistant.expecting(rows="texts", tokenizer=object()), "rows"),
-        (lambda: assistant.expecting(rows=["text"], tokenizer=object()), "rows"),
-        (lambda: assistant.expecting(tools=print, tokenizer=object()), "tools"),
-        (lambda: assistant.expecting(tools={"name": "f"}, tokenizer=object()), "tools"),
-        (lambda: Assistant("suffix"), "drafters"),
-        (lambda: Assistant(AutomatonDrafter()), "drafters"),
+def test_what_stands_in_the_place_of_something_else_is_named():
+    expecting = SamAssistant().expecting
+    for make, message in (
+        (lambda: expecting(rows="texts", tokenizer=object()), "rows: expected a list of"),
+        (lambda: expecting(rows=["text"], tokenizer=object()), "rows: expected a list of"),
+        (lambda: expecting(tools=print, tokenizer=object()), "tools: expected a list of"),
+        (lambda: expecting(tools={"name": "f"}, tokenizer=object()), "tools: expected a list of"),
+        (lambda: Assistant("suffix"), "drafters: expected a list of"),
+        (lambda: Assistant(AutomatonDrafter()), "drafters: expected a list of"),
+        (lambda: SamAssistant(memory=OutputMemory), "memory: expected OutputMemory, got the class"),
+        (lambda: SamAssistant(memory="x.log"), r"memory: .*str; write OutputMemory\(path='x.log'"),
     ):
-        with pytest.raises(TypeError, match=f"^{name}: expected a list of"):
+        with pytest.raises(TypeError, match=f"^{message}"):
             make()
-
-
-def test_a_class_in_an_objects_place_is_named(model):
-    said = "the class SamAssistant instead of an object; write SamAssistant"
-    with pytest.raises(TypeError, match=f"^assistant: expected an Assistant, got {said}"):
-        run(model, assistant=SamAssistant)
-    with pytest.raises(TypeError, match=r"^memory: expected OutputMemory, got the class Output"):
-        SamAssistant(memory=OutputMemory)
 
 
 # Private texts are drafted from what was learnt, and leave no trace in it.
@@ -343,22 +285,20 @@ def test_what_is_done_once_for_a_model_is_no_part_of_what_is_compared():
     assert first.summary.endswith("; 6.00 s went to what is done once for a model")
     first.add(call_of(3.0))
     assert first.summary.startswith("about 2.50 times as fast as without drafts")
+    assert (first.saved_seconds, first.undrafted_seconds, first.saved_forwards) == (6.0, 10.0, 64)
 
 
-def test_a_call_is_compared_with_steps_without_drafts_once_some_were_timed(llama):
+def test_a_call_is_compared_with_steps_without_drafts_that_were_timed(llama):
     """The generator of random numbers is left as plain decoding leaves it."""
-    costs, options = CostModels(), {"max_new_tokens": 24, "do_sample": True, "seed": 5}
+    costs = FixedCosts(lambda n: 0.01)
+    options = {"max_new_tokens": 24, "do_sample": True, "seed": 5}
     plain = run(llama, **options)
     state = torch.get_rng_state()
-    drafted = SamAssistant(costs=costs, budget=6)
-    assert torch.equal(plain, run(llama, assistant=drafted, **options))
-    assert drafted.stats.last.drafted
-    for budget, compared in ((0, True), (6, True)):
+    for budget in (0, 6):
         assistant = SamAssistant(costs=costs, budget=budget)
         assert torch.equal(plain, run(llama, assistant=assistant, **options))
         assert torch.equal(state, torch.get_rng_state())
         call = assistant.stats.last
-        assert (call.compared_seconds > 0) == compared
         assert call.compared_seconds == near(call.seconds["total"] - call.once_seconds)
         assert " times as fast as without drafts" in call.summary
 
@@ -369,37 +309,3 @@ def test_requests_and_plain_calls_have_no_verdict():
     assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
     plain = call_of(tier="plain", steps=47, forwards=47)
     assert plain.summary == ("not assisted: 48 tokens in 48 forwards, 24.0 tokens/s")
-
-
-def test_figures_of_calls_add_up():
-    total = CallStats()
-    for call in (call_of(1.0), call_of(-0.5), call_of()):
-        total.add(call)
-    assert (total.saved_seconds, total.undrafted_seconds, total.saved_forwards) == (0.5, 4.5, 96)
-    assert total.tokens_per_forward == 3.0
-
-
-def test_sources_count_what_was_accepted_and_no_token_besides(llama):
-    """A drafter that knows the token behind an accepted one too has drafted no more of the step."""
-    texts = run(llama, max_new_tokens=12).tolist()
-
-    class Knowing(OracleDrafter):
-        """Drafts so many tokens of the text, the first `right` of them rightly."""
-
-        def __init__(self, name, depth, right):
-            super().__init__(texts, depth=depth)
-            self.name, self.right = name, right
-
-        def draft(self, coming, budget):
-            wrong = [(token + 1) % 67 for token in coming[self.right : self.depth]]
-            tokens = [*coming[: self.right], *wrong]
-            return TokenTree.chain(tokens, [0.9] * len(tokens))
-
-    drafters = {"two": (2, 2), "one of two": (2, 1), "nothing": (2, 0), "silent": (0, 0)}
-    assistant = Assistant([Knowing(name, *sizes) for name, sizes in drafters.items()], budget=16)
-    same(llama, assistant=assistant, max_new_tokens=12)
-    # The prefill's token, and three a step, of which the last is the model's own; then two.
-    assert assistant.stats.last.forwards == 4
-    assert assistant.stats.last.accepted == 7
-    counted = {name: assistant.stats.sources[name] for name in drafters}
-    assert counted == {"two": 7, "one of two": 4, "nothing": 0, "silent": 0}

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import typer
@@ -42,28 +41,3 @@ def test_the_unit_and_the_image_start_the_command_by_options_that_it_has():
     asked = [options_in(words) for words in (unit, started, environment, arguments.split())]
     assert all(asked)
     assert set.union(*asked) <= options_of_the_command()
-
-
-def test_nobody_ends_the_server_before_it_has_ended():
-    (container,) = re.findall(r"--stop-timeout (\d+)", PAGE)
-    for seconds in (value_of("TimeoutStopSec"), container):
-        assert serve._FINISHING + 2 < int(seconds) <= serve._FINISHING + 10
-    assert value_of("KillSignal") == "SIGTERM"
-    assert "STOPSIGNAL SIGTERM\n" in DOCKERFILE
-
-
-def test_the_image_is_built_from_what_it_is_given():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for text in (DOCKERFILE, PAGE):
-        (extras,) = re.findall(r"\.\[([a-z,]+)\]", text)
-        assert {*extras.split(",")} <= {*project["optional-dependencies"]}
-    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    given = {line[1:] for line in lines if line.startswith("!")}
-    sources = {"cython_ext", "hf_retrieval_assist", "pyproject.toml", "setup.py"}
-    needed = {project["readme"], *project["license-files"], *sources, "constraints.txt"}
-    assert given == needed
-    assert all((ROOT / name).exists() for name in given)
-
-
-def test_the_page_shows_the_unit_itself():
-    assert '```ini\n--8<-- "deploy/hf-retrieval-assist.service"\n```\n' in PAGE

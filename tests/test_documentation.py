@@ -49,7 +49,3 @@ def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
     names = {"__name__": page.stem}
     for number, block in enumerate(blocks_of(page)):
         exec(compile(block, f"{page.name}, block {number + 1}", "exec"), names)
-
-
-def test_the_pages_of_the_site_have_code():
-    assert len(WITH_CODE) >= 12

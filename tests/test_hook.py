@@ -1,6 +1,5 @@
 """The `assistant=` keyword: put on, taken off, and refusing what it cannot serve."""
 
-import contextlib
 import functools
 import inspect
 import os
@@ -13,7 +12,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import hf_retrieval_assist
-from hf_retrieval_assist import Datastore, SamAssistant, attach
+from hf_retrieval_assist import Datastore, SamAssistant, attach, detach
 from hf_retrieval_assist.papers import Rest
 from hf_retrieval_assist.plugins import paths
 
@@ -72,20 +71,6 @@ def test_what_callers_find_below_a_method_stays(name, decorated, reinstalled, mo
         assert getattr(GenerationMixin, name) is original
 
 
-def gradients(model):
-    """Whether they go through the function below one decorator of `generate`."""
-    embeds = model.get_input_embeddings()(PROMPT).detach().requires_grad_()
-    options = {"output_scores": True, "return_dict_in_generate": True, "do_sample": False}
-    below = model.generate.__wrapped__
-    return below(model, inputs_embeds=embeds, **options, **LENGTH).scores[0].requires_grad
-
-
-def test_gradients_go_through_generate_as_without_the_package(model, reinstalled):
-    with_package = gradients(model)
-    hf_retrieval_assist.uninstall()
-    assert with_package is gradients(model)
-
-
 def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monkeypatch):
     ours, plain = GenerationMixin.generate, model.generate(PROMPT, **LENGTH)
     calls = []
@@ -108,52 +93,40 @@ def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monk
     assert (len(calls), assistant.stats.total.calls) == (3, 1)
 
 
-def that_warns(function, name):
-    """A function of transformers with an argument that is deprecated."""
-
-    @functools.wraps(function)
-    def method(self, *args, old, **options):
-        warnings.warn(f"old: {old}", FutureWarning, stacklevel=2)
-        return function(self, *args, **options) if name == "generate" else None
-
-    return method
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_what_transformers_warns_of_names_the_callers_line_once(
     model, reinstalled, monkeypatch, installed
 ):
     """Whichever way a call takes."""
     hf_retrieval_assist.uninstall()
-    with monkeypatch.context() as patched:
-        for name in ("generate", "generate_batch"):
-            function = that_warns(getattr(GenerationMixin, name), name)
-            patched.setattr(GenerationMixin, name, function)
-        hf_retrieval_assist.install()
-        check_warned_once(model, installed)
+    generate, assistant = GenerationMixin.generate, SamAssistant(budget=2)
 
+    @functools.wraps(generate)
+    def that_warns(self, *args, old, **options):
+        warnings.warn(f"old: {old}", FutureWarning, stacklevel=2)
+        return generate(self, *args, **options)
 
-def check_warned_once(model, installed):
-    assistant, attached = SamAssistant(budget=2), contextlib.nullcontext()
     ways = [
         lambda: model.generate(PROMPT, old=0, **LENGTH),
         lambda: functools.partial(model.generate, old=1)(PROMPT, **LENGTH),
-        lambda: model.generate_batch([], old=2),
-        lambda: model.generate(PROMPT, old=3, custom_generate=assistant, **LENGTH),
+        lambda: model.generate(PROMPT, old=2, custom_generate=assistant, **LENGTH),
     ]
-    if installed:
-        attached = assistant.attached(model)
-        ways += [
-            lambda: model.generate(PROMPT, old=4, assistant=assistant, **LENGTH),
-            lambda: model.generate(PROMPT, old=5, **LENGTH),
-            lambda: model.generate(PROMPT, old=6, num_beams=2, **LENGTH),
-        ]
-    else:
-        hf_retrieval_assist.uninstall()
-    with attached, warnings.catch_warnings(record=True) as caught:
+    with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", FutureWarning)
+        patched.setattr(GenerationMixin, "generate", that_warns)
+        hf_retrieval_assist.install()
+        if installed:
+            attach(model, assistant)
+            ways += [
+                lambda: model.generate(PROMPT, old=3, assistant=assistant, **LENGTH),
+                lambda: model.generate(PROMPT, old=4, num_beams=2, **LENGTH),
+            ]
+        else:
+            hf_retrieval_assist.uninstall()
         for way in ways * 2:
             way()
+        detach(model)
+        hf_retrieval_assist.uninstall()
     found = [(one.filename, one.lineno) for one in caught if one.category is FutureWarning]
     assert found == [(__file__, way.__code__.co_firstlineno) for way in ways]
 
@@ -174,34 +147,28 @@ def test_positional_arguments(model):
     assert torch.equal(plain, model.generate(PROMPT, config, assistant=SamAssistant()))
 
 
-def test_the_callers_configuration_is_left_alone(model):
-    config = GenerationConfig(do_sample=False, pad_token_id=0, stop_strings=["x"], **LENGTH)
-    before = config.to_dict()
-    with pytest.raises(ValueError, match=r"stop_strings.*tokenizer"):
-        model.generate(PROMPT, config, assistant=SamAssistant())
-    assert config.to_dict() == before
-
-
-REFUSED = {
-    "num_beams": {"num_beams": 3},
-    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
-    "dola_layers": {"dola_layers": "high"},
-    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
-}
+REFUSED = [
+    {"num_beams": 3},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": "high"},
+    {"prompt_lookup_num_tokens": 3},
+    {"cache_implementation": "paged"},
+    {"cache_implementation": "quantized"},
+]
 
 
 @pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
 @pytest.mark.parametrize("place", ["call", "configuration", "model"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_other_ways_of_decoding(model, name, place, keyword, monkeypatch):
-    options = REFUSED[name] | LENGTH
+@pytest.mark.parametrize("settings", REFUSED, ids=str)
+def test_refuses_other_ways_of_decoding(model, settings, place, keyword, monkeypatch):
+    options = settings | LENGTH
     if place == "configuration":
         options = {"generation_config": GenerationConfig(pad_token_id=0, **options)}
     elif place == "model":
-        for option, value in REFUSED[name].items():
+        for option, value in settings.items():
             monkeypatch.setattr(model.generation_config, option, value)
         options = LENGTH
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=next(iter(settings))):
         model.generate(PROMPT, **{keyword: SamAssistant()}, **options)
 
 
@@ -212,18 +179,6 @@ def test_refuses_a_second_one_that_drafts(model, name):
         model.generate(PROMPT, assistant=SamAssistant(), **{name: other}, **LENGTH)
 
 
-@pytest.mark.parametrize("kind", ["paged", "quantized"])
-@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
-def test_refuses_caches_that_would_leave_the_assistant_out(model, kind, keyword, monkeypatch):
-    expected = f'^cache_implementation: expected .*"{kind}"'
-    asked = {keyword: SamAssistant(), "cache_implementation": kind}
-    with pytest.raises(ValueError, match=expected):
-        model.generate(PROMPT, **asked, **LENGTH)
-    monkeypatch.setattr(model.generation_config, "cache_implementation", kind)
-    with pytest.raises(ValueError, match=expected):
-        model.generate(PROMPT, **{keyword: SamAssistant()}, **LENGTH)
-
-
 @pytest.mark.parametrize("assistant", ["sam", SamAssistant, 3])
 def test_refuses_what_is_no_assistant(model, assistant):
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
@@ -232,24 +187,26 @@ def test_refuses_what_is_no_assistant(model, assistant):
         attach(model, assistant)
 
 
-@pytest.mark.parametrize("bad_id", [VOCAB, 2**31 - 1])
-def test_refuses_corpora_of_another_vocabulary(model, bad_id):
-    assistant = SamAssistant(corpus=[[1, 2], [3, bad_id]])
-    with pytest.raises(ValueError, match=f"^corpus: .*{VOCAB}.*{bad_id}"):
-        model.generate(PROMPT, assistant=assistant, **LENGTH)
-
-
-def test_refuses_datastores_of_another_vocabulary(model, tmp_path):
+def test_refuses_corpora_of_another_vocabulary(model, tmp_path):
     store = Datastore.build([[1, 2, 3]], tmp_path / "store", vocab_size=VOCAB + 5, progress=False)
-    with pytest.raises(ValueError, match=r"vocab"):
-        model.generate(PROMPT, assistant=Rest(store), **LENGTH)
+    for assistant, message in (
+        (SamAssistant(corpus=[[1, 2], [3, VOCAB]]), f"^corpus: .*{VOCAB}.*{VOCAB}"),
+        (Rest(store), "vocab"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(PROMPT, assistant=assistant, **LENGTH)
 
 
 @pytest.mark.parametrize("option", [{"stop_strings": "x"}, {"token_healing": True}])
-@pytest.mark.parametrize("given", [{}, {"input_ids": PROMPT}])
-def test_misses_the_tokenizer(model, option, given):
-    with pytest.raises(ValueError, match=f"^{next(iter(option))}: expected the model's tokenizer"):
-        model.generate(assistant=SamAssistant(), **given, **option, **LENGTH)
+def test_misses_the_tokenizer(model, option):
+    """The caller's configuration is left as it is."""
+    config = GenerationConfig(do_sample=False, pad_token_id=0, **option, **LENGTH)
+    before = config.to_dict()
+    for options in (option | LENGTH, {"generation_config": config}):
+        expected = f"^{next(iter(option))}: expected the model's tokenizer"
+        with pytest.raises(ValueError, match=expected):
+            model.generate(PROMPT, assistant=SamAssistant(), **options)
+    assert config.to_dict() == before
 
 
 def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, told):
@@ -277,8 +234,6 @@ assert "assistant" in inspect.signature(GenerationMixin.generate, follow_wrapped
 late = {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"}
 assert not late & set(sys.modules) - own
 hf_retrieval_assist.uninstall()
-shown = set(dir(hf_retrieval_assist))
-assert {name for name in shown if not name.startswith("__")} == set(hf_retrieval_assist.__all__)
 assert all(getattr(hf_retrieval_assist, name) for name in hf_retrieval_assist.__all__)
 assert GenerationMixin.generate is original
 """

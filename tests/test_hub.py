@@ -6,7 +6,6 @@ from shutil import copytree
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 import hf_retrieval_assist
@@ -51,15 +50,3 @@ def test_beside_a_models_own_weights(model, generate, tmp_path):
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     assert torch.equal(plain, loaded.generate(**inputs, **options))
-
-
-def test_unknown_drafts_are_refused(model, generate):
-    with pytest.raises(ValueError, match="drafts: expected one of"):
-        generate(model, drafts="best")
-
-
-def test_the_front_matter_names_the_kind_of_repository():
-    _, front, _ = (HUB / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-    assert "custom_generate" in yaml.safe_load(front)["tags"]
-    needed = (HUB / "custom_generate" / "requirements.txt").read_text().split()
-    assert needed == ["hf-retrieval-assist"]

@@ -28,7 +28,6 @@ def steps_of(workflow):
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_have_steps_and_make_targets_that_there_are(workflow):
     steps = [*steps_of(workflow)]
-    assert all(("run" in step) != ("uses" in step) for step in steps)
     targets = [
         target
         for step in steps
@@ -42,15 +41,6 @@ def test_workflows_have_steps_and_make_targets_that_there_are(workflow):
     assert set(targets) <= known
 
 
-def test_hooks_before_a_commit_are_what_make_quality_runs():
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
-    (recipe,) = re.findall(r"^quality: build\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
-    lines = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
-    assert [hook["entry"] for hook in hooks] == lines
-    assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
-
-
 notes = runpy.run_path(str(ROOT / ".github" / "release_notes.py"))["notes"]
 
 
@@ -58,26 +48,19 @@ notes = runpy.run_path(str(ROOT / ".github" / "release_notes.py"))["notes"]
     ("tag", "changelog", "message"),
     [
         ("v1.3.0", "## 1.2.0\n\nText.\n", "tag: expected v1.2.0"),
-        ("1.2.0", "## 1.2.0\n\nText.\n", "tag: expected v1.2.0"),
         ("v1.2.0", "## 1.2.0 (unreleased)\n\nText.\n", "got '1.2.0 \\(unreleased\\)'"),
         ("v1.2.0", "## 1.2.0\n\n## 1.1.0\n\nText.\n", "got '1.2.0'"),
         ("v1.2.0", "## 1.2.01\n\nText.\n", "an entry of 1.2.0, found none"),
-        ("v1.2.0", "## 1.2.0\n\n### Added\n\n- Text.\n\n## 1.1.0\n\nOther.\n", None),
-        (
-            "v1.2.0",
-            "# Changelog\n\n## 1.3.0 (unreleased)\n\nOther.\n\n## 1.2.0 (May)\n\nText.",
-            None,
-        ),
     ],
 )
 def test_a_release_says_what_the_changelog_has_of_its_version(tag, changelog, message, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(changelog)
-    if message:
-        with pytest.raises(ValueError, match=message):
-            notes(tag, tmp_path)
-    else:
-        assert notes(tag, tmp_path) in ("### Added\n\n- Text.\n", "Text.\n")
+    with pytest.raises(ValueError, match=message):
+        notes(tag, tmp_path)
+    entries = "## 1.3.0 (unreleased)\n\n## 1.2.0 (May)\n\n### Added\n\n- Text.\n\n## 1.1.0\n"
+    (tmp_path / "CHANGELOG.md").write_text(entries)
+    assert notes("v1.2.0", tmp_path) == "### Added\n\n- Text.\n"
 
 
 CODE = (".py", ".pyx", ".pxd", ".pxi", ".h", ".c")

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..structures.modules import modules_of
-
 # Settings of a run, what saving a model adds, and where its files lie: the model is the same.
 _PASSING = (
     *("architectures", "dtype", "name_or_path", "return_dict", "transformers_version"),
@@ -77,6 +75,8 @@ def _lasting(settings: Any) -> Any:
 
 def _adapted_layers(model: nn.Module) -> list[Any]:
     """Modules with adapters, which PEFT puts in the places of the model's own."""
+    from ..structures.modules import modules_of  # here, since it imports transformers
+
     layers = modules_of(model)
     kinds = {kind for kind in set(map(type, layers)) if hasattr(kind, "adapter_layer_names")}
     return [layer for layer in layers if type(layer) in kinds] if kinds else []

@@ -74,7 +74,7 @@ def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
     assert texts(tmp_path) == ["a/c.py", "a/d.txt", "b.py"]
 
 
-def test_saved_and_loadable_data_sets(tmp_path):
+def test_what_the_datasets_library_reads(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
     rows.save_to_disk(tmp_path / "rows")
@@ -84,11 +84,7 @@ def test_saved_and_loadable_data_sets(tmp_path):
     assert texts(f"datasets:{tmp_path / 'rows'}") == ["one", "two"]
     assert texts(f"datasets:{tmp_path / 'splits'}", split="test") == ["one", "two"]
     assert texts(f"datasets:{tmp_path / 'files'}") == ["three"]
-
-
-def test_the_datasets_library_reads_other_files(tmp_path):
-    """Parquet files by their ending, others where they are called data sets."""
-    datasets = pytest.importorskip("datasets")
+    # Parquet files are known by their ending, others where they are called data sets.
     rows = datasets.Dataset.from_dict({"text": ["one", None], "n": [1, 2]})
     rows.to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("text,n\none,1\n")
@@ -166,15 +162,10 @@ def test_documents_have_names(tokenizer, ids, tmp_path):
         f"{rows}:1",
         f"{rows}:2",
     ]
-    given = [{"text": TEXTS[0], "name": "one"}, NamedIds("two", ids[1]), TEXTS[0]]
-    assert [name for name, _ in tokenised(given, tokenizer)] == ["one", "two", ""]
-
-
-def test_texts_rows_and_ids_are_documents(tokenizer, ids):
-    rows = [{"text": text, "id": 3} for text in TEXTS]
-    for corpus in (TEXTS, rows, ids, iter(TEXTS)):
-        assert as_lists(tokenised(corpus, tokenizer)) == ids
-    assert as_lists(tokenised(ids)) == ids
+    given = [{"text": TEXTS[0], "name": "one"}, NamedIds("two", ids[1]), TEXTS[0], ids[1]]
+    found = [*tokenised(given, tokenizer)]
+    assert [name for name, _ in found] == ["one", "two", "", ""]
+    assert as_lists(found) == ids * 2
 
 
 def test_paths_of_texts_and_of_datastores(tokenizer, ids, tmp_path):
@@ -200,20 +191,11 @@ def test_paths_of_texts_and_of_datastores(tokenizer, ids, tmp_path):
         next(read_texts("texts"))
 
 
-def test_what_is_no_corpus(tokenizer):
-    with pytest.raises(ValueError, match=r"^tokenizer: expected one, since the corpus is text"):
-        SamAssistant(corpus=TEXTS)
-    with pytest.raises(TypeError, match=r"^corpus: .*the class Datastore instead of an object"):
-        SamAssistant(corpus=Datastore)
-    with pytest.raises(TypeError, match=r"^corpus: expected documents, .*got int"):
-        SamAssistant(corpus=3)
-    with pytest.raises(TypeError, match=r"^corpus: .*got BatchEncoding"):
-        tokenised(tokenizer(TEXTS), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("corpus", "error", "message"),
     [
+        (3, TypeError, "expected documents, .*got int"),
+        (Datastore, TypeError, "the class Datastore instead of an object"),
         ({"text": TEXTS}, TypeError, "got dict; of a table, its column"),
         (b"words", TypeError, "got bytes"),
         ("words " * 2000, ValueError, "a single text stands in a list"),
@@ -229,3 +211,10 @@ def test_what_is_no_corpus(tokenizer):
 def test_what_would_be_taken_for_documents_is_named(tokenizer, corpus, error, message):
     with pytest.raises(error, match=f"^corpus: .*{message}"):
         list(tokenised(corpus, tokenizer))
+
+
+def test_texts_want_a_tokenizer(tokenizer):
+    with pytest.raises(ValueError, match=r"^tokenizer: expected one, since the corpus is text"):
+        SamAssistant(corpus=TEXTS)
+    with pytest.raises(TypeError, match=r"^corpus: .*got BatchEncoding"):
+        tokenised(tokenizer(TEXTS), tokenizer)

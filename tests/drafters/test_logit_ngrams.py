@@ -17,9 +17,7 @@ from hf_retrieval_assist.structures.logit_ngrams import BLIND, CLASS_SHAPE, GREE
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run
-from tests.support.memories import rollouts
 from tests.support.one_text import OneText
-from tests.support.quick import cases, crossed
 from tests.support.trees import paths
 
 CPU = torch.device("cpu")
@@ -222,22 +220,6 @@ def test_draws_that_nobody_knows_leave_what_is_likeliest(monkeypatch):
     tree = session.propose(2)
     assert tree.token_ids[0] == 8
     assert np.unravel_index(tree.classes, CLASS_SHAPE)[0].tolist() == [BLIND] * len(tree)
-
-
-@pytest.mark.parametrize(
-    ("make", "private"), cases(crossed([SamAssistant, rollouts], [False, True]), 2)
-)
-def test_samples_of_a_group_are_those_of_plain_decoding(make, private):
-    model, prompt = build(), torch.arange(3, 15)[None]
-    options = {"do_sample": True, "temperature": 0.7, "num_return_sequences": 4}
-    assistant = make(fallback="logit_ngrams", budget=6)
-    given = assistant.private() if private else assistant
-    for seed in range(3):
-        plain = run(model, prompt, seed, max_new_tokens=24, **options)
-        assert torch.equal(
-            run(model, prompt, seed, max_new_tokens=24, assistant=given, **options), plain
-        )
-    assert assistant.stats.sources["logit_ngrams"] > 0
 
 
 @pytest.mark.parametrize("rows", [1, 3])

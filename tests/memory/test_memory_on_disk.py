@@ -149,21 +149,6 @@ def waits(monkeypatch):
     return found
 
 
-@pytest.mark.filterwarnings("error")
-def test_who_starts_a_text_waits_for_nobody_who_writes(path, waits):
-    """And reads beside one who has not committed yet."""
-    memory, other = OutputMemory(path=path), OutputMemory(path=path)
-    other.add([1, 2])
-    waits.clear()
-    with holding(path):
-        memory.start()
-        assert len(memory) == 0
-    with holding(path, "IMMEDIATE"):
-        memory.start()
-        assert len(memory) == 1
-    assert waits == [0.0, 0.0]
-
-
 def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(
     path, monkeypatch, waits
 ):
@@ -236,22 +221,15 @@ def test_other_kinds_of_files_are_refused(tmp_path):
     execute(tmp_path / "other", f"CREATE VIEW forgotten AS {endless}")
     OutputMemory(path=tmp_path / "newer").add([1])
     execute(tmp_path / "newer", "ALTER TABLE outputs ADD COLUMN more")
-    for name, error, message in (
-        ("text", ValueError, "text: expected a log of outputs, .*, got file is not a database"),
-        (
-            "other",
-            ValueError,
-            "other: expected a log of outputs, .*, got a database with other tables",
-        ),
-        (
-            "newer",
-            ValueError,
-            "newer: expected a log of outputs, .*, got a database with other tables",
-        ),
-        (".", OSError, "unable to open database file"),
+    for name, message in (
+        ("text", "file is not a database"),
+        ("other", "a database with other tables"),
+        ("newer", "a database with other tables"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=f"{name}: expected a log of outputs, .*{message}"):
             OutputMemory(path=tmp_path / name)
+    with pytest.raises(OSError, match="unable to open database file"):
+        OutputMemory(path=tmp_path)
 
 
 @pytest.mark.parametrize(

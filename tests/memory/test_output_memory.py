@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
@@ -13,14 +15,52 @@ from tests.support.memories import check_memory, count, logged, random_output
 from tests.support.threads import in_threads
 
 
-def test_the_oldest_outputs_make_room_and_the_bound_holds():
+class Table:
+    """What a drafter learns besides outputs."""
+
+    def __init__(self, most):
+        self.nbytes = min(most, 1_000)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "start", "extend", "close", "table"]),
+        st.integers(0, 5),
+        st.integers(1, 400),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60)
+@given(STEPS, st.integers(0, 100_000), st.sampled_from([None, 2.0]))
+def test_the_bound_holds_whatever_is_done(steps, room, half_life):
+    """Outputs of several models and tenants, at once and one after another, and tables."""
+    memory = OutputMemory(2 * SuffixTree(64).nbytes + room, half_life=half_life)
+    views = memory, memory.namespace("a"), memory.namespace("b")
+    rng, running = np.random.default_rng(0), []
+    for kind, which, size in steps:
+        view, name = views[which // 2], ("", "m" * 5_000)[which % 2]
+        if kind == "add":
+            view.add(random_output(rng, size), name)
+        elif kind == "start":
+            running.append(view.start(name))
+        elif kind == "table":
+            view.table("learnt", name, Table).nbytes += 50 * size
+            view.make_room()
+        elif running and kind == "extend":
+            running[which % len(running)].extend(random_output(rng, size))
+        elif running:
+            running.pop(which % len(running)).close()
+        check_memory(memory)
+
+
+def test_the_oldest_outputs_make_room():
     rng = np.random.default_rng(0)
     memory = OutputMemory(max_bytes=150_000)
     outputs = [random_output(rng) for _ in range(60)]
     for i, output in enumerate(outputs):
         memory.add(output, "ab"[i // 30])
-        assert memory.nbytes <= 150_000
-        check_memory(memory)
     kept = [count(memory, o[:8], "ab"[i // 30]) for i, o in enumerate(outputs)]
     assert kept == [0] * (60 - len(memory)) + [1] * len(memory)
     assert 4 < len(memory) < 60
@@ -28,12 +68,10 @@ def test_the_oldest_outputs_make_room_and_the_bound_holds():
 
 @pytest.mark.parametrize("kinds", [["a"], ["a", "b"]])
 @pytest.mark.parametrize("max_bytes", [60_000, 1 << 20])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_outputs_that_grow_together_are_as_one_after_another(tmp_path, kinds, max_bytes, on_disk):
+def test_outputs_that_grow_together_are_as_one_after_another(kinds, max_bytes):
     """Those of one model, whose tokens go into its tree in one call, and those of several."""
     rng = np.random.default_rng(0)
-    paths = [tmp_path / name if on_disk else None for name in ("together", "each")]
-    together, each = (OutputMemory(max_bytes, max_depth=16, path=path) for path in paths)
+    together, each = (OutputMemory(max_bytes, max_depth=16) for _ in range(2))
     outputs = [
         [memory.start(kinds[i % len(kinds)]) for i in range(6)] for memory in (together, each)
     ]
@@ -79,25 +117,6 @@ def test_an_output_larger_than_the_memory_is_not_learnt_to_its_end(tmp_path):
     check_memory(memory)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_running_outputs_and_fingerprints_are_within_the_bound(tmp_path, shared):
-    memory = OutputMemory(max_bytes=1 << 20, path=tmp_path / "log" if shared else None)
-    rows = [memory.start("m") for _ in range(64)]
-    for i in range(0, 400, 4):
-        for row, output in enumerate(rows):
-            output.extend((np.arange(4, dtype=np.int32) + i) * 31 + row)
-        assert memory.nbytes <= 1 << 20
-    check_memory(memory)
-    for output in rows:
-        output.close()
-    for i in range(40):
-        memory.add([1, 2, 3], f"{i}" * 100_000)
-        assert memory.nbytes <= 1 << 20
-    check_memory(memory)
-    if shared:
-        assert len(logged(tmp_path / "log")) > 0
-
-
 def test_threads_share_a_memory(tmp_path):
     memory = OutputMemory(max_bytes=1 << 20, path=tmp_path / "log")
 
@@ -117,8 +136,13 @@ def test_threads_share_a_memory(tmp_path):
     assert len(logged(tmp_path / "log")) == 60
 
 
-def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
-    memory = OutputMemory(max_depth=8, path=tmp_path / "log")
+@pytest.mark.parametrize("tenant", [None, "a customer", "\ud800:/\0"])
+def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path, tenant):
+    """A tenant's are its own, whatever it is called."""
+    memory = whole = OutputMemory(max_depth=8, path=tmp_path / "log")
+    if tenant:
+        memory = whole.namespace(tenant)
+        whole.add([1, 2, 4])
     memory.add([1, 2, 3], "a")
     assert "1 outputs of 3 tokens" in str(memory)
     memory.add([1, 2, 4])
@@ -133,36 +157,10 @@ def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     check_memory(memory)
     # What is on disk is still unnamed.
     again = OutputMemory(max_depth=8, path=tmp_path / "log")
-    assert count(again, [1, 2], "b") == 2
+    assert count(again.namespace(tenant) if tenant else again, [1, 2], "b") == 2
     check_memory(again)
-
-
-@pytest.mark.parametrize(("others", "outputs"), [(0, 15), (0, 40), (600, 40)])
-def test_a_full_memory_of_no_named_model_goes_to_the_first(others, outputs):
-    """Whole, but for what had to make room while it changed hands."""
-    rng = np.random.default_rng(3)
-    memory = OutputMemory(max_bytes=100_000)
-    if others:
-        memory.add(random_output(rng, others), "model")
-    for _ in range(outputs):
-        memory.add(random_output(rng, 20) if others else random_output(rng))
-    kept, tokens = len(memory), memory.token_count
-    assert memory.tree("model") is not None
-    assert others or (len(memory), memory.token_count) == (kept, tokens)
-    assert memory.tree("") is None
-    assert len(memory) == len(memory.tree("model")) > 0
-    check_memory(memory)
-
-
-def test_the_bound_holds_near_the_smallest_memory():
-    rng = np.random.default_rng(4)
-    smallest = 2 * SuffixTree(64).nbytes
-    for _ in range(150):
-        memory = OutputMemory(max_bytes=int(rng.integers(smallest, smallest + 48_000)))
-        for _ in range(int(rng.integers(2, 20))):
-            name = ("", "", "a", "b")[rng.integers(4)]
-            memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)
-            check_memory(memory)
+    # A log does not name tenants.
+    assert not any(b"customer" in file.read_bytes() for file in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("half_life", [2.0, 10.0])
@@ -184,6 +182,13 @@ def test_a_file_or_server_in_the_bounds_place_is_named(place):
     match = rf"^max_bytes: expected bytes such as 750M or 4G, got '{place}'; path= keeps .* url="
     with pytest.raises(TypeError, match=match):
         OutputMemory(place)
+
+
+def test_too_few_bytes_and_negative_ids_are_refused():
+    with pytest.raises(ValueError, match="max_bytes: expected at least"):
+        OutputMemory(max_bytes=100)
+    with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
+        OutputMemory().add([1, -1])
 
 
 def test_fading_leaves_other_prompts_and_running_outputs_alone():

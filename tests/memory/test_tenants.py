@@ -4,17 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.simulation import simulate
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.drafters.base import Feedback, Target
-from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
 from hf_retrieval_assist.papers import SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.memories import check_memory, count, remembering
-from tests.support.one_text import OneText
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync
 
@@ -22,30 +17,6 @@ RANDOM = np.random.default_rng(0)
 TEXT = RANDOM.integers(1, 60, 60).tolist()
 # A text whose parts the first one has as well.
 CHANGED = [*TEXT[:30], *range(60, 70), *TEXT[40:]]
-
-
-def test_outputs_of_no_named_model_are_adopted_within_a_tenant():
-    memory = OutputMemory()
-    a, b = memory.namespace("a"), memory.namespace("b")
-    a.add(TEXT)
-    running = a.start()
-    running.extend(TEXT)
-    b.add(CHANGED)
-    assert a.tree("model").token_count == len(TEXT)
-    assert memory.tree("model") is None
-    assert b.tree("model").token_count == len(CHANGED)
-    check_memory(memory)
-
-
-def test_a_log_keeps_tenants_apart_and_does_not_name_them(tmp_path):
-    path = tmp_path / "log"
-    OutputMemory(path=path).namespace("a customer").add(TEXT, "model")
-    again = OutputMemory(path=path)
-    assert again.namespace("a customer").tree("model").token_count == len(TEXT)
-    assert again.namespace("another").tree("model") is None
-    assert again.tree("model") is None
-    written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    assert b"customer" not in written
 
 
 @pytest.mark.parametrize("half_life", [None, 2.0])
@@ -75,68 +46,6 @@ def test_no_step_tells_of_another_tenant(make, half_life):
     alone = steps_of_b()
     assert steps_of_b("a") == steps_of_b("a", "a") == alone
     assert steps_of_b("b") != alone
-
-
-def show(session, tokens):
-    """The text goes on with these tokens, each of which was likely where it came."""
-    logits = torch.nn.functional.one_hot(torch.tensor(tokens), 3000).float()
-    chain = np.arange(len(tokens), dtype=np.int32)
-    fed = np.array([TEXT[0], *tokens[:-1]], np.int32)
-    session.commit(tokens, Feedback(fed, chain, chain - 1, top=TopLogits(logits)))
-
-
-@pytest.mark.parametrize("make", [SamAssistant, SuffixDecoding])
-def test_what_a_fallback_learns_counts_and_is_forgotten_with_its_tenants_outputs(make):
-    memory, target = OutputMemory(), Target(70, fingerprint="m")
-    tables = {}
-    for name in "ab":
-        drafters = make(memory=memory.namespace(name), fallback="logit_ngrams").drafters
-        tables[name] = [one for one in drafters if isinstance(one, LogitNgramDrafter)]
-
-    def known(name):
-        """Nodes that each table drafts behind the text's first tokens."""
-        nodes = []
-        for drafter in tables[name]:
-            session = OneText(drafter, TEXT[:1], target)
-            session.commit(TEXT[1:2], None)
-            nodes.append(len(session.propose(8)))
-        return nodes
-
-    empty = memory.nbytes
-    assert known("a") == known("b") == [0] * len(tables["a"])
-    for name in "ab":
-        for drafter in tables[name]:
-            show(OneText(drafter, TEXT[:1], target), TEXT[1:])
-        assert all(known(name))
-    assert memory.nbytes > empty
-    memory.namespace("a").forget()
-    assert known("a") == [0] * len(tables["a"])
-    assert all(known("b"))
-    memory.forget()
-    assert memory.nbytes == empty
-    check_memory(memory)
-
-
-@pytest.mark.parametrize("max_bytes", [60_000, 1 << 20, 8 << 20])
-def test_tables_and_outputs_are_together_within_the_bound(max_bytes):
-    """Tables that grow, of more tenants than there is room for."""
-    memory, target = OutputMemory(max_bytes), Target(3000, fingerprint="m")
-    rng, kept = np.random.default_rng(0), set()
-    for number in range(6):
-        tenant = memory.namespace(f"{number}")
-        output = tenant.start("m")
-        drafters = [LogitNgramDrafter(memory=tenant)]
-        for _ in range(25):  # calls
-            sessions = [OneText(one, [1], target) for one in drafters]
-            tokens = rng.integers(0, 3000, 100).astype(np.int32)
-            output.extend(tokens)
-            for session in sessions:
-                show(session, tokens.tolist())
-                assert memory.nbytes <= max_bytes
-        check_memory(memory)
-        kept |= {*memory._tables}
-    assert 0 < len(memory._tables) < len(kept)
-    assert len(memory) > 0
 
 
 SECRET, OTHER, OPEN = [777777] * 8, [5, 6, 7], [8, 9]
@@ -228,25 +137,10 @@ def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_
     memory.add([1, 2])
 
 
-@pytest.mark.parametrize("name", [None, 7, b"a", ["a"], ""])
+@pytest.mark.parametrize("name", [None, b"a", ["a"], ""])
 def test_what_is_no_name(name):
-    """It is checked as the bounds and ids of a memory are."""
-    with pytest.raises(ValueError, match="max_bytes: expected at least"):
-        OutputMemory(max_bytes=100)
-    with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
-        OutputMemory().add([1, -1])
     with pytest.raises((TypeError, ValueError), match="tenant: expected a name"):
         OutputMemory().namespace(name)
-
-
-@pytest.mark.parametrize("name", ["\ud800", "a:b", "/", "\0", "x" * 100_000, "ä\n"])
-def test_any_name_is_a_tenant_of_its_own(name):
-    memory = OutputMemory()
-    memory.namespace(name).add(SECRET, "m")
-    assert found(memory) == [0, 0, 0]
-    assert len(memory.namespace(name[:1] + "other")) == 0
-    memory.namespace(name).forget()
-    assert len(memory) == 0
 
 
 @pytest.mark.parametrize("half_life", [None, 4.0])

@@ -5,9 +5,11 @@ import pytest
 
 from hf_retrieval_assist import Datastore
 from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.papers import Rest
 from hf_retrieval_assist.policy.policy import Ask
-from tests.support.trees import paths
+from tests.support.one_text import OneText
+from tests.support.trees import check_draft, paths
 
 TARGET = Target(50)
 
@@ -40,3 +42,13 @@ def test_a_datastore_is_opened_by_its_path(store):
     assert Rest(str(store.path)).datastore.token_count == store.token_count
     with pytest.raises(TypeError, match=r"^datastore: expected Datastore, got list"):
         Rest([[1, 2]])
+
+
+def test_our_drafter_goes_on_with_shorter_matches(store):
+    session = OneText(RestDrafter(store), [8, 1], TARGET)
+    session.commit([2], None)
+    assert session.matcher.match_length == 2
+    tree = session.propose(64)
+    assert paths(tree) == [(3,), (3, 4), (3, 5), (3, 4, 6), (7,)]
+    check_draft(tree, session.drafter, 64)
+    assert paths(session.propose(3)) == [(3,), (3, 4), (3, 5)]

@@ -1,4 +1,5 @@
-"""SAM-Decoding's rule: the longer match drafts, and below the threshold the fallback."""
+"""SAM-Decoding's rule: the longer match drafts, and below the threshold the fallback; and the two
+automata that match."""
 
 import numpy as np
 import pytest
@@ -7,10 +8,12 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation import simulate
 from hf_retrieval_assist import Datastore
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.papers import SamDecoding
 from hf_retrieval_assist.policy.policy import Ask
 from hf_retrieval_assist.types.token_tree import TokenTree
+from tests.support.one_text import OneText
 from tests.support.scripted import Scripted
 
 TARGET = Target(vocab_size=1000)
@@ -155,3 +158,22 @@ def test_a_datastore_has_no_automaton(tmp_path):
     for corpus in (store, str(store.path)):
         with pytest.raises(TypeError, match=r"^corpus: expected documents"):
             SamDecoding(corpus)
+
+
+def test_longer_matches_are_trusted_more():
+    session = OneText(AutomatonDrafter(), [*range(100, 150), 0, 100], TARGET)
+    probs = []
+    for token in range(101, 130):
+        probs.append(float(session.propose(1).probs[0]))
+        session.commit([token], None)
+    assert probs == sorted(probs)
+    assert probs[0] < 0.5 < 0.9 < probs[-1]
+
+
+def test_ids_outside_the_output_layer_are_never_proposed():
+    session = OneText(AutomatonDrafter(), [1, 2, 9, 3, 1, 2], Target(vocab_size=9))
+    assert not len(session.propose(4))
+    session = OneText(AutomatonDrafter(), [1, 2, 8, 9, 1, 2], Target(vocab_size=9))
+    assert session.propose(4).token_ids.tolist() == [8]
+    with pytest.raises(ValueError, match="corpus: expected ids below the vocabulary size 9, got 9"):
+        OneText(StaticAutomatonDrafter([[3, 9]]), [1], Target(vocab_size=9))

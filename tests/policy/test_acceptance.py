@@ -148,15 +148,6 @@ def test_nodes_without_a_class_keep_their_rate():
     assert calibrator._counts[0].tolist() == [5, 3]
 
 
-def test_drafters_without_classes_judge_for_themselves():
-    session = Session(Calibrator(EvidenceClasses()))
-    session.commit([1, 2, 3])  # nothing was proposed for these
-    tree = TokenTree.chain([7, 8], [0.9, 0.8])
-    assert session.calibrate(tree).probs == near([0.9, 0.8])
-    session.commit([7, 8])
-    assert len(session.calibrate(TokenTree.empty())) == 0
-
-
 @pytest.mark.parametrize("priors", [[1.5], [-0.1], [float("nan")], [[0.5]]])
 def test_rejects_priors_that_are_no_rates(priors):
     with pytest.raises(ValueError, match=r"priors: expected \[1\] rates in \[0, 1\]"):

@@ -7,53 +7,9 @@ import pytest
 
 from hf_retrieval_assist.policy.cost_model import CostModel, CostView
 from hf_retrieval_assist.policy.cost_store import CallCosts, CostKey, CostModels
-from hf_retrieval_assist.policy.planner import Planner
-from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.fixed_costs import CURVES
 from tests.support.rounding import near
 from tests.support.threads import in_threads
-
-PROBES = (1, 2, 4, 8, 16, 32, 64, 96)
-
-
-def feed(model, curve, count, *, seed=0, slow_calls=0, factor=1.0, others=0.5):
-    """Timings with 8% noise and 3% of outliers; `others`: share that is not of the probed sizes."""
-    rng = np.random.default_rng(seed)
-    for step in range(count):
-        tokens = int(rng.choice(PROBES) if rng.random() >= others else rng.integers(1, 97))
-        noise = np.exp(rng.normal(0, 0.08)) * (5 if rng.random() < 0.03 else 1)
-        model.observe(tokens, factor * curve(tokens) * noise * (10 if step < slow_calls else 1))
-
-
-def worst_error(model, curve, factor=1.0):
-    """The largest factor by which the learnt curve is off at the probed sizes."""
-    learnt = model.curve(96)
-    return max(np.exp(abs(np.log(learnt[n - 1] / (factor * curve(n))))) for n in PROBES)
-
-
-def check_invariants(model):
-    curve = model.curve(300)
-    assert np.isfinite(curve).all()
-    assert (curve > 0).all()
-    assert (np.diff(curve) >= -1e-15).all()
-
-
-@pytest.mark.parametrize("name", CURVES)
-def test_learns_the_curve(name):
-    model = CostModel()
-    feed(model, CURVES[name], 150, slow_calls=2)
-    check_invariants(model)
-    assert worst_error(model, CURVES[name]) < 1.3
-
-
-@pytest.mark.parametrize("factor", [0.4, 2.5])
-@pytest.mark.parametrize("name", CURVES)
-def test_follows_another_machine(name, factor):
-    model = CostModel()
-    feed(model, CURVES[name], 300, others=0)
-    feed(model, CURVES[name], 150, seed=1, factor=factor, others=0)
-    check_invariants(model)
-    assert worst_error(model, CURVES[name], factor) < 1.4
 
 
 def fed(*timings):
@@ -105,11 +61,6 @@ def test_widths_that_are_not_fed_any_more_are_hoped_to_be_faster():
     assert 0.03 < found[-1] < 0.05
 
 
-def test_rejects_empty_forwards():
-    with pytest.raises(ValueError, match="tokens: expected at least 1"):
-        CostModel().observe(0, 0.1)
-
-
 KEY = CostKey("model", "cpu", "float32", "sdpa", 1, 1024)
 LIKE = {"cache_length": 2048}, {"batch_size": 4}
 
@@ -136,10 +87,15 @@ def test_a_model_that_nobody_timed_knows_what_the_nearest_knows():
 
 def test_threads_may_share_a_model():
     model = CostModel()
-    in_threads(lambda seed: feed(model, CURVES["linear"], 200, seed=seed), range(4))
+
+    def feed(thread):
+        for tokens in [1, 8, 64, 8] * 50:
+            model.observe(tokens, CURVES["linear"](tokens))
+            assert (np.diff(model.curve(96)) >= 0).all()
+
+    in_threads(feed, range(4))
     assert model.observations == 800
-    check_invariants(model)
-    assert worst_error(model, CURVES["linear"]) < 1.3
+    assert model.seconds(8) == near(CURVES["linear"](8))
 
 
 STEPS = (1, 2, 4, 8)
@@ -159,16 +115,6 @@ def test_a_view_is_what_was_measured_at_the_tokens_that_are_fed(view, fed, share
     assert cost.shared_width == shared_width
     assert cost.curve(most) == near(measured.curve(fed[-1])[places])
     assert cost.seconds(3) == near(measured.seconds(fed[2]))
-
-
-def test_a_width_that_is_paid_for_is_filled():
-    """Where the second node pays for four tokens, the third one costs nothing."""
-    probs = [0.9, 0.5, 0.05, 0.02, 0.01]
-    tree = TokenTree.build([1, 2, 3, 4, 5], [-1] * 5, probs)
-    steep = CostModel.fixed(lambda n: 1.0 + 0.2 * n)
-    planner = Planner()
-    assert len(planner.plan([tree], steep)[0]) == 2
-    assert len(planner.plan([tree], CostView(steep, STEPS))[0]) == 3
 
 
 def test_a_rows_share_of_what_was_fed():

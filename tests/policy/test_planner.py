@@ -25,15 +25,22 @@ def subtrees(tree):
     return sets
 
 
-@given(trees(8), st.sampled_from(sorted(CURVES)), st.integers(0, 3))
-def test_no_subtree_brings_more_tokens_per_second(tree, name, extra):
-    curve = CURVES[name]
+@given(
+    trees(8),
+    st.sampled_from(sorted(CURVES)),
+    st.integers(0, 3),
+    st.sampled_from([(), (1, 2, 4, 8)]),
+)
+def test_no_subtree_brings_more_tokens_per_second(tree, name, extra, widths):
+    """Whether a forward feeds what is planned, or is filled up to one of some widths."""
+    cost = CostView(CostModel.fixed(CURVES[name]), widths)
+    curve = cost.seconds
 
     def rate(nodes):
         gain = 1 + sum(float(tree.probs[node]) for node in nodes)
         return gain / curve(1 + extra + len(nodes))
 
-    kept = Planner().plan([tree], CostModel.fixed(curve), Limits(backlog=extra))[0]
+    kept = Planner().plan([tree], cost, Limits(backlog=extra))[0]
     assert kept.fault(1 << 30, 1 << 30) is None
     best = max(map(rate, subtrees(tree)))
     assert rate(kept.follow([]).tolist()) <= best

@@ -94,18 +94,6 @@ def test_contexts_keep_the_likeliest_and_a_new_occurrence_counts_half(data):
     assert (np.diff([expected[token] for token in roots]) <= 1e-6).all()
 
 
-def test_longer_contexts_count_more_and_their_evidence_is_their_own():
-    table = Ngrams(1024)
-    flat = [0.0] * TOP
-    show(text_of(table, [1, 2, 3]), [3], [(range(10, 20), flat)])
-    show(text_of(table, [7, 7, 3]), [3], [([30, *range(10, 19)], [5.0, *flat[1:]])])
-    known, unknown = text_of(table, [0, 7, 7, 3]), text_of(table, [9, 9, 9, 3])
-    orders = [drafted(text, 1).classes[0] // STEPS for text in (known, unknown)]
-    assert [drafted(text, 1).token_ids[0] for text in (known, unknown)] == [30, 30]
-    assert orders == [3, 1]
-    assert len(drafted(text_of(table, [3, 2]), 9)) == 0
-
-
 def test_what_was_nearly_the_last_token_may_come_next():
     table = Ngrams(1024)
     text = text_of(table, [5])
@@ -121,35 +109,6 @@ def test_what_was_nearly_the_last_token_may_come_next():
     found = paths(drafted(text_of(table, [5]), 60))
     assert {(8, 20), (8, 9), (8, 20, 21)} <= {*found}
     assert (8, 20, 8) not in found
-
-
-def test_nodes_are_learnt_on_the_paths_that_lead_to_them():
-    """A tree: 1 2 | 3 -> 4 and 3 -> 5 -> 6."""
-    table = Ngrams(1024)
-    text = text_of(table, [1, 2, 3])
-    likely = [([10 + node, 30], [3.0, 0.0]) for node in range(4)]
-    show(text, [3, 4, 5, 6], likely, parents=[-1, 0, 0, 2], end=2)
-    for context, token, order in (
-        ([1, 2, 3], 10, 3),
-        ([1, 2, 3, 4], 11, 4),
-        ([1, 2, 3, 5], 12, 4),
-        ([2, 3, 5, 6], 13, 4),
-        ([4, 6], 13, 1),
-        ([5, 4], 11, 1),
-    ):
-        tree = drafted(text_of(table, context), 1)
-        assert (tree.token_ids[0], tree.classes[0] // STEPS) == (token, order)
-
-
-def test_a_text_of_its_own_reads_both_and_teaches_the_other_nothing():
-    shared, own = Ngrams(64), Ngrams(64)
-    show(text_of(shared, [1]), [1], [([8, 9], [9.0, 0.0])])
-    private = text_of(shared, [1], own)
-    assert drafted(private, 1).token_ids.tolist() == [8]
-    show(private, [1], [([5, 6], [9.0, 0.0])])
-    assert drafted(private, 1).token_ids.tolist() == [5]
-    assert drafted(text_of(shared, [1]), 1).token_ids.tolist() == [8]
-    assert (len(shared), len(own)) == (1, 1)
 
 
 def test_tables_grow_to_their_bound_and_the_oldest_give_way():

@@ -179,33 +179,19 @@ def test_ranks_of_all_widths_are_sorted(ids):
 EMPTY, SOME = np.zeros(0, np.int32), np.zeros(1, np.int32)
 
 
-@pytest.mark.parametrize(
-    ("shards", "vocab_size", "message"),
-    [
-        ([], VOCAB, "at least one"),
-        *(([(SOME, SOME)], size, "vocab_size") for size in (0, 1 << 31)),
-        *(([arrays], VOCAB, "one token and one") for arrays in ((EMPTY, SOME), (SOME, EMPTY))),
-    ],
-)
-def test_index_rejects(shards, vocab_size, message):
-    with pytest.raises(ValueError, match=message):
-        SuffixArray(shards, vocab_size)
-
-
-def test_an_empty_string_is_nowhere():
-    for look in (make_index([[1]]).count, make_index([[1]]).find):
-        with pytest.raises(ValueError, match="token_ids: expected at least one"):
-            look([])
-
-
-@pytest.mark.parametrize(
-    ("max_match", "max_nodes", "message"),
-    [
-        *((n, 1, "expected 1 to") for n in (0, 1 << 17)),
-        *((1, n, "expected 1 to") for n in (0, 1 << 17)),
-        (2, 3, "at most 3"),
-    ],
-)
-def test_matcher_rejects_sizes_out_of_range(max_match, max_nodes, message):
-    with pytest.raises(ValueError, match=message):
-        SuffixMatcher(make_index([[1]]), max_match, max_nodes).select(max_nodes + 1, 1)
+def test_what_does_not_fit_is_refused():
+    index = make_index([[1]])
+    for wrong, message in (
+        (lambda: SuffixArray([], VOCAB), "at least one"),
+        (lambda: SuffixArray([(SOME, SOME)], 0), "vocab_size"),
+        (lambda: SuffixArray([(SOME, SOME)], 1 << 31), "vocab_size"),
+        (lambda: SuffixArray([(EMPTY, SOME)], VOCAB), "one token and one"),
+        (lambda: SuffixArray([(SOME, EMPTY)], VOCAB), "one token and one"),
+        (lambda: index.count([]), "token_ids: expected at least one"),
+        (lambda: index.find([]), "token_ids: expected at least one"),
+        *((lambda n=n: SuffixMatcher(index, n, 1), "expected 1 to") for n in (0, 1 << 17)),
+        *((lambda n=n: SuffixMatcher(index, 1, n), "expected 1 to") for n in (0, 1 << 17)),
+        (lambda: SuffixMatcher(index, 2, 3).select(4, 1), "at most 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()

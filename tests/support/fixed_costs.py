@@ -20,6 +20,7 @@ class FixedCosts(CostModels):
     def __init__(self, seconds):
         super().__init__()
         self.known = CostModel.fixed(seconds)
+        self.known.timed = seconds
 
     def get(self, key):
         return self.known

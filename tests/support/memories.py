@@ -36,8 +36,10 @@ def check_memory(memory):
     """The memory is within its bound, and counts what it holds."""
     with memory.lock:
         kinds = memory._kinds
+        tables = sum(table.nbytes for table in memory._tables.values())
+        assert tables <= memory.max_bytes // 4
+        assert memory.nbytes == memory._tree_bytes + memory._output_bytes + tables
         assert memory.nbytes <= memory.max_bytes
-        assert sum(table.nbytes for table in memory._tables.values()) <= memory.max_bytes // 4
         assert memory._tree_bytes == sum(kind.tree.nbytes for kind in kinds.values())
         assert memory._output_bytes == sum(output.cost for output in memory._outputs)
         assert set(memory._outputs) == {o for kind in kinds.values() for o in kind.outputs}

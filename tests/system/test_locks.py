@@ -1,6 +1,5 @@
 """Forks while other threads hold locks."""
 
-import faulthandler
 import os
 import re
 import threading
@@ -16,33 +15,12 @@ import hf_retrieval_assist
 from hf_retrieval_assist.system import locks as locks_module
 from hf_retrieval_assist.system.lazy import cached_property
 from hf_retrieval_assist.system.locks import Lock
+from tests.support.forks import in_child
 from tests.support.lossless import INPUTS, build
 from tests.support.memories import check_memory, remembering
 from tests.support.threads import elsewhere
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
-
-
-def in_child(work, seconds=60):
-    """The exit code of a forked child that runs `work`, or None where it hangs."""
-    child = os.fork()
-    if not child:
-        # Where it hangs, the report shows at what.
-        faulthandler.dump_traceback_later(seconds * 0.8, file=2)
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return None
 
 
 def take(lock):
@@ -113,19 +91,6 @@ def test_who_forks_inside_a_lock_still_holds_it_in_both_processes():
             assert not thread.is_alive()
 
         assert in_child(leave, seconds=20) == 0
-
-
-def test_locks_taken_in_any_order_do_not_stop_a_fork():
-    first, second = Lock(), Lock()
-
-    def work():
-        with first, second:
-            pass
-
-    # One order at a time, or the threads would stop each other.
-    with repeated(work):
-        for _ in range(20):
-            assert in_child(lambda: (take(second), take(first)), seconds=10) == 0
 
 
 def test_a_property_that_another_thread_computes_is_computed_in_the_child():
