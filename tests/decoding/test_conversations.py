@@ -292,8 +292,10 @@ class Conversation(RuleBasedStateMachine):
             assistant = assistant.private()
         before = torch.get_rng_state()
         options = {"max_new_tokens": new, "eos_token_id": eos, "assistant": assistant}
-        # Static memory of inference mode cannot be written outside.
-        with scope() if self.given != "static" else nullcontext():
+        # What inference mode has made cannot be written in place outside.
+        if scope is torch.inference_mode and (self.given == "static" or self.name in BY_PIECES):
+            scope = nullcontext
+        with scope():
             ours = self.generate("ours", kind=kind, **options)
         assert torch.equal(before, torch.get_rng_state())
         self.keep(plain, ours, masks_padding, eos)
