@@ -293,7 +293,8 @@ class Conversation(RuleBasedStateMachine):
         before = torch.get_rng_state()
         options = {"max_new_tokens": new, "eos_token_id": eos, "assistant": assistant}
         # What inference mode has made cannot be written in place outside.
-        if scope is torch.inference_mode and (self.given == "static" or self.name in BY_PIECES):
+        stays = self.given == "static" or self.name in (*BY_PIECES, *STATES)
+        if scope is torch.inference_mode and stays:
             scope = nullcontext
         with scope():
             ours = self.generate("ours", kind=kind, **options)
