@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -42,6 +43,8 @@ LEFT_BY = [
     ("FalconH1ForCausalLM", "dynamic", 1),
     ("LlamaForCausalLM", "asked to be static", 2),
 ]
+if hasattr(transformers, "DoryForCausalLM"):  # it appends layers
+    LEFT_BY.insert(0, ("DoryForCausalLM", "asked to be static", 1))
 
 
 def given_cache(kind, config):
@@ -51,7 +54,7 @@ def given_cache(kind, config):
     return {} if kind == "returned" else {CACHE: CACHES[kind](config)}
 
 
-@pytest.mark.parametrize(("model_class", "kind", "rows"), cases(LEFT_BY, 3))
+@pytest.mark.parametrize(("model_class", "kind", "rows"), cases(LEFT_BY, 4))
 def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
     """Its classes, its attributes, as many entries, in memory that can be saved, and nothing that
     names this package; where the prompt's forward is the only one, too."""
