@@ -110,6 +110,13 @@ RESETS = Version(transformers.__version__) >= Version("5.23")
 # Where turns are interrupted, beside any forward.
 INTERRUPTED = [place for place in INTERRUPTIONS if "forward" not in place]
 
+# What is drawn of.
+WARPERS = [
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 9},
+    {"top_k": 0, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"top_k": 0, "no_repeat_ngram_size": 3, "min_p": 0.05},
+]
 # What a caller does before a turn; nothing as often as anything else together.
 BEFORE = ["start over", "reset", "forget", "another model", "save", "choose rows"]
 BEFORE += [""] * (len(BEFORE) - 1)
@@ -301,11 +308,16 @@ class Conversation(RuleBasedStateMachine):
         assert torch.equal(before, torch.get_rng_state())
         self.keep(plain, ours, masks_padding, eos)
 
-    @rule(new=st.integers(1, 8), seed=st.integers(0, 99), kind=st.sampled_from(KINDS))
+    @rule(
+        warpers=st.sampled_from(WARPERS),
+        new=st.integers(1, 8),
+        seed=st.integers(0, 99),
+        kind=st.sampled_from(KINDS),
+    )
     @precondition(lambda self: self.ids.shape[1] < LONGEST)
-    def sampled_turn(self, new, seed, kind):
+    def sampled_turn(self, warpers, new, seed, kind):
         self.extend(self.new_tokens(self.rows, 1))
-        options = {"max_new_tokens": new, "do_sample": True, "temperature": 0.7}
+        options = {"max_new_tokens": new, "do_sample": True, **warpers}
         if self.name == "not finite":
             options["suppress_tokens"] = [66]
         torch.manual_seed(seed)
