@@ -26,12 +26,13 @@ from hypothesis.stateful import (
 )
 from packaging.version import Version
 
-from hf_retrieval_assist import Assistant, OutputMemory, QuantizedSelf, SamAssistant
+from hf_retrieval_assist import Assistant, OutputMemory, QuantizedSelf, SamAssistant, reroute
 from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
 from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
+from hf_retrieval_assist.host.scopes import attending
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.caches import CACHES, assert_alike, saved
-from tests.support.interruptions import INTERRUPTIONS, code_that_interrupts
+from tests.support.interruptions import INTERRUPTIONS, code_that_interrupts, raising
 from tests.support.lossless import build, rope_model
 from tests.support.memories import remembering
 from tests.support.oracle_drafter import oracle_assistant
@@ -107,8 +108,10 @@ KINDS = ("oracle", 0, "self", 1, "by time", "plain", "none")
 
 # Earlier ones leave the lengths of layers.
 RESETS = Version(transformers.__version__) >= Version("5.23")
-# Where turns are interrupted, beside any forward.
-INTERRUPTED = [place for place in INTERRUPTIONS if "forward" not in place]
+# Where turns are interrupted, beside any forward. Python may raise before `__exit__` has begun.
+INTERRUPTED = {name: scope for name, scope in INTERRUPTIONS.items() if "forward" not in name}
+for kind in (attending, reroute):
+    INTERRUPTED[f"the end of {kind.__name__}"] = lambda *_, kind=kind: raising(kind, "__exit__", 2)
 
 # What is drawn of.
 WARPERS = [
@@ -408,7 +411,7 @@ class Conversation(RuleBasedStateMachine):
         if place == "a forward":
             scope = interrupted_forward(self.model, forwards)
         else:
-            scope = INTERRUPTIONS[place](self.model, assistant)
+            scope = INTERRUPTED[place](self.model, assistant)
         with suppress(Interrupt), scope:
             self.generate("ours", kind=kind, max_new_tokens=new, assistant=assistant, **options)
         everything = plain.sequences
