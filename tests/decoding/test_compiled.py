@@ -81,14 +81,6 @@ class Scaled(nn.Module):
         return self.scale(self.part(x))
 
 
-class Decorated(nn.Linear):
-    """A part whose class has compiled its forward."""
-
-    @whole
-    def forward(self, x):
-        return super().forward(x) * 0.5
-
-
 def compile_attention(model, _):
     AttentionInterface.register("compiled", whole(sdpa_attention_forward))
     model.set_attn_implementation("compiled")
@@ -96,10 +88,6 @@ def compile_attention(model, _):
 
 def compile_part(model, _):
     model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
-
-
-def compile_output_layer(model, _):
-    model.lm_head = Decorated(model.lm_head.in_features, model.lm_head.out_features, bias=False)
 
 
 def script_norm(script):
@@ -115,7 +103,6 @@ COMPILED = {
     "body": lambda model, _: setattr(model, "model", torch.compile(model.model, backend="eager")),
     "a function of the modeling module": compile_in_module,
     "in a part": compile_part,
-    "the output layer": compile_output_layer,
     "attention": compile_attention,
     "a hook": lambda model, _: model.model.norm.register_forward_hook(whole(lambda *x: x[2] * 2)),
 }

@@ -35,9 +35,10 @@ from tests.support.caches import CACHES, assert_alike, saved
 from tests.support.interruptions import INTERRUPTIONS, code_that_interrupts, raising
 from tests.support.lossless import build, rope_model
 from tests.support.memories import remembering
+from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.quick import cases
-from tests.support.watching import Interrupt, interrupted_forward
+from tests.support.watching import Interrupt, Spectator, interrupted_forward
 
 LONGEST = 70  # tokens, from which on no turn begins
 
@@ -347,25 +348,33 @@ class Conversation(RuleBasedStateMachine):
             result.sequences = torch.cat([self.ids, result.sequences], dim=1)
         self.keep(plain, ours)
 
-    @rule(new=st.integers(2, 14), kind=st.sampled_from(KINDS), ends=st.booleans())
+    @rule(
+        new=st.integers(2, 14),
+        kind=st.sampled_from(KINDS),
+        ends=st.booleans(),
+        streams=st.booleans(),
+    )
     @precondition(lambda self: self.ids.shape[1] < LONGEST)
-    def turn_of_callables(self, new, kind, ends):
-        """Callables that know rows by their numbers and remember what they were asked."""
+    def turn_of_callables(self, new, kind, ends, streams):
+        """Callables that know rows by their numbers and remember what they were asked, and a
+        streamer that is sent the tokens of all rows."""
         self.extend(self.new_tokens(self.rows, 1))
 
-        first = self.ids.shape[1] + 2
+        first, spectators = self.ids.shape[1] + 2, {"plain": Spectator(), "ours": Spectator()}
 
         def rows_end(ids, scores, **kwargs):
             return ids.shape[1] >= first + torch.arange(len(ids))
 
         def called(who, **options):
             options["stopping_criteria"] = [rows_end] if ends else []
+            options["streamer"] = spectators[who] if streams else None
             allowed = AllowedOfRows(self.ids)
             options |= {"max_new_tokens": new, "prefix_allowed_tokens_fn": allowed}
             return self.generate(who, **options)
 
         plain = called("plain")
         self.keep(plain, called("ours", kind=kind, assistant=self.assistant(kind, plain)))
+        assert spectators["plain"].sent == spectators["ours"].sent
 
     @rule(state=st.sampled_from(["nothing", "note", "steer", "steer last", "first", "second"]))
     def set_up(self, state):
@@ -464,10 +473,18 @@ MANY = int(os.environ.get("HFRA_CONVERSATIONS", "250"))
 
 
 @pytest.mark.parametrize(
-    ("conversations", "turns", "number"),
-    cases([*((2, 6, number) for number in range(10)), (MANY, 10, None)], 10),
+    ("conversations", "turns", "number", "in_place"),
+    cases(
+        [
+            *((2, 6, number, number > 9) for number in range(13)),
+            *((MANY, 10, None, in_place) for in_place in (False, True)),
+        ],
+        13,
+    ),
 )
-def test_conversations_are_plain_decoding(conversations, turns, number):
+def test_conversations_are_plain_decoding(conversations, turns, number, in_place, monkeypatch):
+    if in_place:
+        serve_in_place(monkeypatch)
     number = number if SEED is None else int(SEED) + (number or 0)
     run_state_machine_as_test(
         Conversation if number is None else seed(number)(Conversation),

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_retrieval_assist.host.model_key import key_of, structure_of
+from hf_retrieval_assist.host.model_key import key_of, recording_key, structure_of
+from tests.support.changes import COMPUTED, exchanged
+from tests.support.int8_weight import rounded
 from tests.support.lossless import build, knowing, run, same
 from tests.support.quick import cases, crossed
 
@@ -107,19 +109,12 @@ def test_objects_that_nobody_can_describe(kind, place):
 
 TENSORS = {
     "sparse": lambda: torch.eye(4).to_sparse(),
-    "sparse by rows": lambda: torch.eye(4).to_sparse_csr(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor(
-        [torch.ones(2), torch.ones(3)], layout=torch.jagged
-    ),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
-    "a library's": lambda: torch.ones(4).to_mkldnn(),
     "four bits": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-    "eight bits": lambda: torch.zeros(4).to(torch.float8_e4m3fn),
     "complex": lambda: torch.zeros(4, dtype=torch.cfloat).conj(),
     "elsewhere": lambda: torch.zeros(4, device="meta"),
     "not there yet": nn.UninitializedParameter,
-    "a buffer that is not": nn.UninitializedBuffer,
     "odd": lambda: OddTensor((4,)),
     "empty": lambda: torch.empty(0),
 }
@@ -156,7 +151,7 @@ def steered(*_):
 
 
 # Whether it is the structure that changes; otherwise it is the memory alone.
-CHANGES = {
+NUMBERED = {
     "a number": (lambda held, n: held.update(a=n), True),
     "in a list": (lambda held, n: held.setdefault("a", []).append(n), True),
     "in a table of lists": (lambda held, n: held.update(a={"b": [[n]]}), True),
@@ -172,9 +167,9 @@ CHANGES = {
 HOLDERS = [Holder(), Holder()]
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", NUMBERED)
 def test_what_changes_is_told(kind):
-    change, of_structure = CHANGES[kind]
+    change, of_structure = NUMBERED[kind]
     model, keys = build(num_hidden_layers=1), []
     for number in range(2):
         change(vars(model.model.norm), number)
@@ -182,6 +177,82 @@ def test_what_changes_is_told(kind):
         assert keys[-1] == key_of(model)
     assert keys[0] != keys[1]
     assert (keys[0].structure != keys[1].structure) == of_structure
+
+
+MATMUL = torch.backends.cuda.matmul
+SCOPES = COMPUTED | {
+    "inference mode": lambda model: torch.inference_mode(),
+    "other attention": lambda model: exchanged(
+        model.config, "_attn_implementation", lambda _: "eager"
+    ),
+    "half precision": lambda model: exchanged(
+        MATMUL, "allow_bf16_reduced_precision_reduction", lambda allowed: not allowed
+    ),
+    "sums in half precision": lambda model: exchanged(
+        MATMUL, "allow_fp16_accumulation", lambda allowed: not allowed
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_what_callers_change_is_told_while_it_is_so(name):
+    """Under autocast nothing is recorded."""
+    model = build()
+    before = key_of(model)
+    with SCOPES[name](model):
+        assert (recording_key(model, {}, torch.device("cpu")) is None) == (name == "autocast")
+        assert key_of(model) != before
+    assert key_of(model) == before
+
+
+def test_what_libraries_hook_in_counts_by_what_it_is():
+    model = build()
+    keys = []
+    for factor in (2, 2, 3):
+        # What is called is written in torch.
+        hook = partial(torch.utils.hooks.unserializable_hook, [factor])
+        handle = model.lm_head.register_forward_hook(hook)
+        keys.append(key_of(model))
+        handle.remove()
+    assert keys[0] == keys[1] != keys[2]
+    # A verdict holds for all of them: adapters are mixed by hooks of each call.
+    assert keys[0].structure == keys[2].structure
+
+
+def test_keywords_are_part_of_the_state():
+    model = build()
+
+    def state(**arguments):
+        return recording_key(model, arguments, torch.device("cpu"))
+
+    assert state(names=["a"]) == state(names=["a"])
+    assert state(names=["a"]) != state(names=["b"])
+    assert state(ids=torch.ones(1)) == state(ids=torch.zeros(1))
+
+
+def test_nothing_is_kept_alive():
+    model = build()
+    model.held = held = np.zeros(3)
+    ends = [weakref.ref(held), weakref.ref(model.lm_head.weight)]
+    gc.disable()
+    try:
+        state = key_of(model)
+        model.lm_head.weight = nn.Parameter(torch.ones(1))
+        del model.held, held
+        assert state
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_quantised_weights_are_where_their_numbers_are():
+    """Not where the tensor is that holds others, which has no address of its own."""
+    model = build()
+    model.lm_head.weight = weight = rounded(model.lm_head.weight)
+    before = key_of(model)
+    assert key_of(model) == before
+    weight.values = weight.values.clone()
+    assert key_of(model) != before
 
 
 def test_what_is_equal_is_told_alike():
@@ -229,3 +300,12 @@ def test_parameters_can_be_exchanged_after_assisted_calls():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 1.5))
     assert torch.equal(run(model, assistant=assistant), run(model))
     assert assistant.stats.last.tier == "tree"
+
+
+@pytest.mark.parametrize("kind", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_how_a_checkpoint_was_read_is_no_change(kind, tmp_path):
+    """Models whose weights were renamed or joined keep the rules by which they were."""
+    build(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model._weight_conversions
+    assert key_of(model) == key_of(model)

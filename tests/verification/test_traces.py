@@ -338,20 +338,6 @@ def another_drawing(draw):
         thread.join()
 
 
-def test_numbers_that_another_thread_draws_once_are_not_the_models():
-    others = []
-    random.seed(3)
-    with another_drawing(lambda: None):
-        watched = traces.Traces(build())
-        with watched.restored():
-            for draws in (1, 0):
-                others += [random.random() for _ in range(draws)]
-                watched.look()
-    assert watched.why_plain is None
-    seeded = random.Random(3)
-    assert [*others, random.random()] == [seeded.random(), seeded.random()]
-
-
 @pytest.mark.parametrize(
     "draw",
     [random.random, np.random.rand, partial(torch.rand, 1)],
