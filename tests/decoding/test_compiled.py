@@ -16,8 +16,6 @@ from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, s
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases
 
-ROOM = 96
-
 
 @pytest.fixture(autouse=True)
 def _compiled_anew():
@@ -134,23 +132,6 @@ def test_what_callers_compiled_is_decoded_plainly_and_left_as_it_is(kind, monkey
 def test_a_compiled_wrapper_generates_as_its_model():
     model = torch.compile(build(), backend="eager")
     equal(model, tier="tree")
-
-
-def test_conversations_on_a_callers_static_cache():
-    model, options = build(num_hidden_layers=1), static(max_new_tokens=14)
-    del options["cache_implementation"]
-    before, cache = compilations(), StaticCache(config=model.config, max_cache_len=ROOM)
-    kinds, text = [type(layer) for layer in cache.layers], PROMPT
-    for turn, assisted in enumerate((True, False, True)):
-        plain = run(model, text, **options)
-        assistant = knowing(plain) if assisted else None
-        found = run(model, text, **{CACHE: cache}, **options, assistant=assistant)
-        assert torch.equal(plain, found)
-        assert int(cache.get_seq_length()) == found.shape[1] - 1
-        # The caller adds tokens in each turn.
-        text = torch.cat([found, PROMPT[:, : 3 + turn]], dim=1)
-    assert compilations() > before
-    assert [type(layer) for layer in cache.layers] == kinds
 
 
 @pytest.mark.parametrize("beyond", cases([0, 1, -1, 7], 2))

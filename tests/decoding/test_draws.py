@@ -214,11 +214,8 @@ def test_what_is_no_distribution_has_no_token(fault):
     assert numbers.token(law) < 0
     for wrong, message in (
         (lambda: numbers.begin(np.zeros(9, np.uint8)), "expected 5056 bytes, got 9"),
-        (lambda: numbers.begin(np.full(5056, 255, np.uint8)), "expected one of a Mersenne"),
         (lambda: numbers.token(law[1:]), "expected 1000 numbers, got 999"),
         (lambda: numbers.reaching(law, law[1:], 1), "expected 1000 numbers, got 999"),
-        (lambda: numbers.reaching(law, law, 0), "count: expected at least 1, got 0"),
-        (lambda: Numbers(-1), "count: expected at least 0, got -1"),
         (
             lambda: exponentials.state_after(torch.full((5056,), 255, dtype=torch.uint8), 1),
             "expected one of a Mersenne",

@@ -201,22 +201,20 @@ def test_the_bound_holds():
     model = build()
     assistant = SamAssistant(prefixes=Prefixes())
     turns(model, assistant, 1)
-    one = assistant.policy.prefixes.nbytes
-    small = Prefixes(3 * one)
-    assistant = SamAssistant(prefixes=small)
-    for seed in range(6):
-        generate(model, ids_of(30, seed=20 + seed), assistant)
+    small = Prefixes(3 * assistant.policy.prefixes.nbytes)
+    assistant, texts = SamAssistant(prefixes=small), [ids_of(30, seed) for seed in range(6)]
+    for text in texts:
+        generate(model, text, assistant)
         assert small.nbytes <= small.max_bytes
     assert len(small) == 3
-    generate(model, ids_of(30, seed=25), assistant)
-    assert assistant.stats.last.read_before == 29
-    generate(model, ids_of(30, seed=20), assistant)
-    assert assistant.stats.last.read_before == 0
+    for text, read in ((texts[5], 29), (texts[0], 0)):
+        generate(model, text, assistant)
+        assert assistant.stats.last.read_before == read
+    release_memory(model)
+    assert len(small) == 0
     tiny = SamAssistant(prefixes=Prefixes(1))
     turns(model, tiny, 2)
     assert len(tiny.policy.prefixes) == 0
-    release_memory(model)
-    assert len(small) == 0
 
 
 def test_states_are_not_kept():
