@@ -97,6 +97,7 @@ MODELS = {
 }
 # Their caches are made from a configuration.
 LAYERED = ("convolutions", "recurrences", "both at once", "few keys", "layers gone over twice")
+WINDOWED = ("windows", "one window", "shared layers", "layers gone over twice")
 # States that have gone on with a text.
 STATES = ("convolutions", "recurrences", "both at once")
 if hasattr(transformers, "DoryForCausalLM"):
@@ -193,8 +194,8 @@ class Conversation(RuleBasedStateMachine):
         ]
         self.by_time = SamAssistant(memory=self.memory)
         self.drafts_itself = Assistant([QuantizedSelf()], budget=8)
-        self.start_over()
         self.given = "dynamic" if given == "of unknown layers" and name in LAYERED else given
+        self.start_over()
         for who in self.caches if given else ():
             self.caches[who] = CACHES[self.given](self.model.config)
 
@@ -207,8 +208,9 @@ class Conversation(RuleBasedStateMachine):
         self.caches = {"plain": None, "ours": None}
         # Whether a cache can be filled again as it was filled at first.
         self.refillable = self.name not in BY_PIECES and self.hook is None
-        # Whether both were filled in the same pieces: those differ in what padding leaves there.
-        self.alike = True
+        # Whether both were filled in the same pieces, which differ in what padding leaves there. A
+        # static window keeps a token more than its layer looks at.
+        self.alike = self.given != "static" or self.name not in WINDOWED
 
     def new_tokens(self, rows, length):
         """A phrase of few words, so that drafts are found."""
