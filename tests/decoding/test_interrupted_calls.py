@@ -24,6 +24,7 @@ CASES = [
     (QWEN, "dynamic", True, "a prompt's forward", False),
     (BART, "both", False, "a prompt's forward", True),
     (MAMBA, "dynamic", False, "a step's forward", False),
+    (GEMMA, "dynamic", False, "a prompt's forward", False),
     (BART, "both", True, "a step's forward", True),
     (BART, "both", False, "a step's forward", True),
     (MAMBA, "dynamic", False, "a prompt's forward", False),
@@ -34,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "given", "drafts", "place", "stays"), cases(CASES, 4))
+@pytest.mark.parametrize(("kind", "given", "drafts", "place", "stays"), cases(CASES, 5))
 def test_another_call_goes_on_from_what_is_left(kind, given, drafts, place, stays, monkeypatch):
     if not drafts:
         monkeypatch.setattr(Call, "service", lambda call, *_: call._plain("a test says so"))
