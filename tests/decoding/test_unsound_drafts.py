@@ -43,9 +43,11 @@ def poison_of(texts, vocab_size):
     return next(token for token in range(vocab_size) if token not in {*np.ravel(texts)})
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), cases(crossed(MODELS, [1, 3]), [("tree", 1), ("convolution", 1)])
-)
+# Recurrent states of a batch would only go back together, so that none is drafted for.
+DRAFTED = [case for case in crossed(MODELS, [1, 3]) if case != ("replay", 3)]
+
+
+@pytest.mark.parametrize(("name", "rows"), cases(DRAFTED, [("tree", 1), ("convolution", 1)]))
 def test_tokens_and_later_calls_are_plain(name, rows):
     model = MODELS[name]()
     ids = ROWS[:rows]
