@@ -7,6 +7,7 @@ front of them, which costs O(accepted). See :mod:`.slot_layers`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import zip_longest
 from operator import attrgetter
@@ -193,6 +194,9 @@ class SlotCache(DynamicCache):
         for each round over some of the model's layers."""
         if (lazy := self.lender.layer_class_to_replicate) is not None:
             return lazy()
+        if isinstance(self.lender, StaticCache):
+            like = (x for x in self.lender.layers if x.is_sliding == own.is_sliding)
+            return copy.deepcopy(next(like))
         return _plain_layer(own)
 
     def begin(self, batch_size: int) -> None:

@@ -11,9 +11,9 @@ from hf_retrieval_assist.decoding import selection
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant, sequences_of
-from tests.support.quick import cases, crossed
+from tests.support.quick import cases
 from tests.support.rounding import OF_MODEL, within
-from tests.support.watching import Spectator, a_librarys
+from tests.support.watching import a_librarys
 
 # Full attention, windows, no trees, and convolutions.
 TIERS = {
@@ -146,17 +146,3 @@ def test_guidance_follows_the_batch(model):
     negative = torch.tensor([[4, 9], [7, 7], [5, 3]])
     options = {"guidance_scale": 1.7, "negative_prompt_ids": negative, "max_new_tokens": 16}
     equal(model, padded(3), followed=True, do_sample=False, **options)
-
-
-@pytest.mark.parametrize(("rows", "sample"), cases(crossed([1, 3], [False, True]), 2))
-def test_streamers_are_sent_the_next_tokens_of_all_rows(model, rows, sample):
-    inputs = padded(rows)
-    free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]
-    options = {"do_sample": sample, "max_new_tokens": 20}
-    if rows > 1:
-        options |= {"eos_token_id": late_token(free[1], 4), "pad_token_id": 61}
-    spectator = Spectator()
-    plain, _, _ = equal(model, inputs, True, seed=3, streamer=spectator, **options)
-    half = len(spectator.sent) // 2
-    assert spectator.sent[half:] == spectator.sent[:half]
-    assert spectator.sent[1 : half - 1] == plain[:, 18:].T.tolist()

@@ -10,11 +10,9 @@ from transformers import (
     EosTokenCriteria,
     GenerationMixin,
     LlamaForCausalLM,
-    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -32,8 +30,6 @@ CALLED = {
     StoppingCriteriaList: lambda self, ids, scores, **_: torch.full(
         (len(ids),), ids.shape[1] >= START + 11
     ),
-    TopKLogitsWarper: lambda self, ids, scores: scores.roll(int(ids[0, -1]), -1),
-    LogitsProcessorList: lambda self, ids, scores, **_: scores.roll(ids.shape[1] % 5, -1),
     MaxLengthCriteria: lambda self, ids, scores, **_: torch.full(
         (len(ids),), ids.shape[1] >= START + 9
     ),

@@ -72,28 +72,71 @@ def test_ids_that_a_callers_code_writes_into_are_the_text_from_there_on(llama):
             agree(llama, options, inputs=inputs, do_sample=sampled, top_k=0)
 
 
-MOVED = {
-    "temperature": (lambda: TemperatureLogitsWarper(1.0), (0.2, 1.2, 2.2)),
-    "top_k": (lambda: TopKLogitsWarper(5), (2, 20, 1)),
-    "top_p": (lambda: TopPLogitsWarper(0.9), (0.2, 0.9, 0.6)),
-    "min_p": (lambda: MinPLogitsWarper(0.1), (0.9, 0.01, 0.3)),
-    "filter_value": (lambda: TopKLogitsWarper(5), (-1.0, -2.0, -float("inf"))),
+def point_elsewhere(tokens, value):
+    tokens.data = torch.full_like(tokens, value)
+
+
+def going_through(name, *values):
+    return lambda own, length, _: setattr(own, name, values[length % len(values)])
+
+
+def at_20(change):
+    return lambda own, length, text: length == 20 and change(own, int(text[25]))
+
+
+def suppressing():
+    return logits_process.SuppressTokensLogitsProcessor([5, 9])
+
+
+def an_end():
+    return EosTokenCriteria(eos_token_id=66)
+
+
+# What a call is given, and what changes that: given it, the length, and how the text goes on.
+CHANGED = {
+    "temperature": (TemperatureLogitsWarper, going_through("temperature", 0.2, 1.2, 2.2)),
+    "a limit, later": (MaxLengthCriteria, at_20(lambda own, _: setattr(own, "max_length", 34))),
+    "an end token": (an_end, at_20(lambda own, token: own.eos_token_id.fill_(token))),
+    "tokens": (suppressing, lambda own, n, _: own.suppress_tokens.fill_(3 + n % 40)),
+    "top_k": (TopKLogitsWarper, going_through("top_k", 2, 20, 1)),
+    "top_p": (TopPLogitsWarper, going_through("top_p", 0.2, 0.9, 0.6)),
+    "min_p": (MinPLogitsWarper, going_through("min_p", 0.9, 0.01, 0.3)),
+    "filter_value": (TopKLogitsWarper, going_through("filter_value", -1.0, -2.0, -torch.inf)),
+    "a limit, sooner": (MaxLengthCriteria, at_20(lambda own, _: setattr(own, "max_length", 22))),
+    "a limit, at once": (MaxLengthCriteria, at_20(lambda own, _: setattr(own, "max_length", 17))),
+    "another end": (
+        an_end,
+        at_20(lambda own, token: setattr(own, "eos_token_id", torch.tensor([token]))),
+    ),
+    "an end's memory": (an_end, at_20(lambda own, n: point_elsewhere(own.eos_token_id, n))),
+    "tokens' memory": (
+        suppressing,
+        lambda own, n, _: point_elsewhere(own.suppress_tokens, 3 + n % 40),
+    ),
+}
+AT_FIRST = {
+    **{TemperatureLogitsWarper: 1.0, TopKLogitsWarper: 5, TopPLogitsWarper: 0.9},
+    **{MinPLogitsWarper: 0.1, MaxLengthCriteria: 30},
 }
 
 
-@pytest.mark.parametrize(("name", "inputs", "way"), cases(crossed(MOVED, INPUTS, ASKED), 3))
-def test_settings_of_warpers_are_read_at_each_token(llama, name, inputs, way):
-    make, values = MOVED[name]
+@pytest.mark.parametrize(
+    ("kind", "inputs", "way", "before"), cases(crossed(CHANGED, INPUTS, ASKED, [True, False]), 6)
+)
+def test_what_is_changed_within_a_call_counts_from_there_on(llama, kind, inputs, way, before):
+    text, (make, change) = sequences_of(run(llama, **TEXT))[0], CHANGED[kind]
 
     def options():
-        warper = make()
-        moved = ASKED[way](lambda length: setattr(warper, name, values[length % 3]))
-        return {**moved, "logits_processor": [*moved.get("logits_processor", []), warper]}
+        own = make(AT_FIRST[make]) if make in AT_FIRST else make()
+        name = "stopping_criteria" if isinstance(own, StoppingCriteria) else "logits_processor"
+        given = ASKED[way](lambda length: change(own, length, text))
+        others = given.get(name, [])
+        return given | {name: [*others, own] if before else [own, *others]}
 
-    last = agree(llama, options, inputs=inputs, do_sample=True, top_k=0)
-    # What moves them may follow all rows of a batch.
-    assert last.tier == ("tree" if len(INPUTS[inputs]["input_ids"]) == 1 else "plain")
-    assert (last.accepted > 0) == (last.tier == "tree")
+    for sampled in (True, False):
+        last = agree(llama, options, inputs=inputs, do_sample=sampled, top_k=0, max_new_tokens=26)
+        # What changes it may follow all rows of a batch.
+        assert last.tier == ("tree" if len(INPUTS[inputs]["input_ids"]) == 1 else "plain")
 
 
 def test_settings_of_warpers_are_read_where_the_device_chooses(monkeypatch):
@@ -110,57 +153,3 @@ def test_settings_of_warpers_are_read_where_the_device_chooses(monkeypatch):
     assert last.accepted > 0
     made = fixed_verifier.FixedVerifier  # what chose ahead was there to be wrong
     assert made.summarises
-
-
-def point_elsewhere(tokens, value):
-    tokens.data = torch.full_like(tokens, value)
-
-
-@pytest.mark.parametrize("write", [torch.Tensor.fill_, point_elsewhere])
-def test_suppressed_tokens_that_are_written_in_place_count_at_once(llama, write):
-    def options():
-        suppress = logits_process.SuppressTokensLogitsProcessor([5, 9])
-        tokens = suppress.suppress_tokens
-        return {
-            "logits_processor": [suppress],
-            "stopping_criteria": [Each(lambda length: write(tokens, 3 + length % 40))],
-        }
-
-    for sampled in (False, True):
-        agree(llama, options, do_sample=sampled, top_k=0)
-
-
-@pytest.mark.parametrize(
-    ("to", "first", "way"), cases(crossed([22, 25, 34, 17], [False, True], ASKED), 3)
-)
-def test_a_limit_that_is_moved(llama, to, first, way):
-    def options():
-        limit = MaxLengthCriteria(max_length=30)
-        moved = ASKED[way](lambda length: length == 20 and setattr(limit, "max_length", to))
-        own = moved.pop("stopping_criteria", [])
-        return {**moved, "stopping_criteria": [limit, *own] if first else [*own, limit]}
-
-    agree(llama, options, max_new_tokens=40)
-
-
-PLACES = ["another tensor", "written in place", "other memory"]
-
-
-@pytest.mark.parametrize(("place", "inputs"), cases(crossed(PLACES, INPUTS), 3))
-def test_an_end_token_that_is_moved(llama, place, inputs):
-    text = sequences_of(run(llama, **TEXT))[0]
-
-    def options():
-        end = EosTokenCriteria(eos_token_id=66)
-
-        def move(length):
-            if length == 20 and place == "another tensor":
-                end.eos_token_id = text[25:26].clone()
-            elif length == 20 and place == "other memory":
-                point_elsewhere(end.eos_token_id, int(text[25]))
-            elif length == 20:
-                end.eos_token_id.fill_(int(text[25]))
-
-        return {"stopping_criteria": [Each(move), end]}
-
-    agree(llama, options, inputs=inputs)

@@ -1,6 +1,5 @@
 """Calls that plain decoding compiles, callers' static caches, and models compiled in place."""
 
-import io
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,13 +10,11 @@ from transformers import AttentionInterface, CompileConfig, MixtralForCausalLM, 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
-from hf_retrieval_assist import SamAssistant, attach
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, same, static
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases
-
-ROOM = 96
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +48,6 @@ def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, optio
     assert {key.cost_variant for key in assistant.costs.timed()} == {""}
 
 
-@pytest.mark.slow
-def test_settings_of_the_model_ask_for_it_too():
-    model = build(num_hidden_layers=1)
-    for name, value in static().items():
-        setattr(model.generation_config, name, value)
-    before = compilations()
-    same(model)
-    assert compilations() == before + 1
-
-
 WAYS = {
     "CPU": {"cache_implementation": "static", "compile_config": CompileConfig()},
     "dynamic": static(cache_implementation=None),
@@ -71,37 +58,6 @@ WAYS = {
 @pytest.mark.parametrize("way", cases(WAYS, 2))
 def test_every_way_to_ask_for_it_or_not(way):
     same(build(), tier="tree", **WAYS[way])
-
-
-@pytest.mark.slow
-def test_inference_mode_in_one_call_and_not_in_the_next():
-    model = build(num_hidden_layers=1)
-    options = static(max_new_tokens=8)
-    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
-        with mode():
-            same(model, **options)
-
-
-COMPILED = {
-    "model": lambda model: model.compile(backend="eager", fullgraph=True),
-    "forward": lambda model: setattr(
-        model, "forward", torch.compile(model.forward, backend="eager", fullgraph=True)
-    ),
-    "body": lambda model: setattr(model, "model", torch.compile(model.model, backend="eager")),
-    "layers": lambda model: [layer.compile(backend="eager") for layer in model.model.layers],
-}
-
-
-@pytest.mark.parametrize("part", cases(COMPILED, ["layers"]))
-def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
-    model = build(num_hidden_layers=1)
-    same(model, tier="tree")
-    COMPILED[part](model)
-    run(model)
-    before = compilations()
-    same(model, tier="plain")
-    assert compilations() == before
-    assert any("its caller has compiled" in text for text in told.messages)
 
 
 whole = partial(torch.compile, backend="eager", fullgraph=True)
@@ -123,14 +79,6 @@ class Scaled(nn.Module):
         return self.scale(self.part(x))
 
 
-class Decorated(nn.Linear):
-    """A part whose class has compiled its forward."""
-
-    @whole
-    def forward(self, x):
-        return super().forward(x) * 0.5
-
-
 def compile_attention(model, _):
     AttentionInterface.register("compiled", whole(sdpa_attention_forward))
     model.set_attn_implementation("compiled")
@@ -140,92 +88,50 @@ def compile_part(model, _):
     model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
 
 
-def compile_output_layer(model, _):
-    model.lm_head = Decorated(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+def script_norm(script):
+    """A change of a model, whose last norm becomes what `script` makes of one."""
+    return lambda model, _: setattr(model.model, "norm", script(nn.RMSNorm(32, 1e-6)))
 
 
-COMPILED_FUNCTIONS = {
+# What its caller compiled, and what is said of it.
+COMPILED = {
+    "layers": lambda model, _: [layer.compile(backend="eager") for layer in model.model.layers],
+    "model": lambda model, _: model.compile(backend="eager", fullgraph=True),
+    "forward": lambda model, _: setattr(model, "forward", whole(model.forward)),
+    "body": lambda model, _: setattr(model, "model", torch.compile(model.model, backend="eager")),
     "a function of the modeling module": compile_in_module,
     "in a part": compile_part,
-    "the output layer": compile_output_layer,
     "attention": compile_attention,
     "a hook": lambda model, _: model.model.norm.register_forward_hook(whole(lambda *x: x[2] * 2)),
 }
-
-
-@pytest.mark.parametrize("kind", COMPILED_FUNCTIONS)
-def test_functions_that_their_callers_compiled_whole_are_left_as_they_are(kind, monkeypatch):
-    """PyTorch never compiles a function that was met under a mode, and plain decoding would raise
-    from then on."""
-    model = build(num_hidden_layers=1)
-    COMPILED_FUNCTIONS[kind](model, monkeypatch)
-    plain = run(model)
-    for _ in range(2):
-        same(model, plain=plain, tier="plain")
-    torch._dynamo.reset()
-    assert torch.equal(run(model), plain)
-
-
-def scripted(norm):
-    return torch.jit.script(nn.RMSNorm(norm.weight.shape, 1e-6))
-
-
-def saved_and_loaded(norm):
-    stored = io.BytesIO()
-    torch.jit.save(scripted(norm), stored)
-    stored.seek(0)
-    return torch.jit.load(stored)
-
-
 SCRIPTED = {
-    "scripted": scripted,
-    "frozen": lambda norm: torch.jit.freeze(scripted(norm).eval()),
-    "loaded": saved_and_loaded,
-    "traced": lambda norm: torch.jit.trace(norm, torch.randn(1, 3, 32), check_trace=False),
-    "within": lambda norm: nn.Sequential(scripted(norm)),
+    "scripted": script_norm(torch.jit.script),
+    "within": script_norm(lambda norm: nn.Sequential(torch.jit.script(norm))),
+    "traced": script_norm(lambda norm: torch.jit.trace(norm, torch.randn(1, 3, 32))),
 }
 
 
-@pytest.mark.parametrize("kind", SCRIPTED)
-@pytest.mark.parametrize("attached", [False, True])
-def test_models_with_parts_in_torchscript_are_decoded_plainly(kind, attached):
+@pytest.mark.parametrize("kind", cases(COMPILED | SCRIPTED, ["layers", "in a part", "scripted"]))
+def test_what_callers_compiled_is_decoded_plainly_and_left_as_it_is(kind, monkeypatch):
+    """PyTorch never compiles a function that was met under a mode, and plain decoding would raise
+    from then on."""
     model = build(num_hidden_layers=1)
-    model.model.norm = SCRIPTED[kind](model.model.norm)
-    plain, assistant = run(model), SamAssistant()
-    if attached:
-        attach(model, assistant)
-        assert torch.equal(run(model), plain)
-    else:
-        assert torch.equal(run(model, assistant=assistant), plain)
-    assert "TorchScript" in assistant.stats.last.reason
-
-
-def test_an_encoder_decoder_with_a_part_in_torchscript():
-    model = build("T5ForConditionalGeneration")
-    model.decoder.final_layer_norm = SCRIPTED["traced"](model.decoder.final_layer_norm)
-    same(model, tier="plain")
+    same(model, tier="tree")
+    (COMPILED | SCRIPTED)[kind](model, monkeypatch)
+    plain, before = run(model), compilations()
+    _, _, assistant = same(model, plain=plain, tier="plain")
+    assert compilations() == before
+    said = "TorchScript" if kind in SCRIPTED else "compiled"
+    assert said in assistant.stats.last.reason
+    if kind not in ("layers", "model", "forward", "body"):  # whole modules take seconds each time
+        torch._dynamo.reset()
+        with SamAssistant().attached(model):
+            assert torch.equal(run(model), plain)
 
 
 def test_a_compiled_wrapper_generates_as_its_model():
     model = torch.compile(build(), backend="eager")
     equal(model, tier="tree")
-
-
-def test_conversations_on_a_callers_static_cache():
-    model, options = build(num_hidden_layers=1), static(max_new_tokens=14)
-    del options["cache_implementation"]
-    before, cache = compilations(), StaticCache(config=model.config, max_cache_len=ROOM)
-    kinds, text = [type(layer) for layer in cache.layers], PROMPT
-    for turn, assisted in enumerate((True, False, True)):
-        plain = run(model, text, **options)
-        assistant = knowing(plain) if assisted else None
-        found = run(model, text, **{CACHE: cache}, **options, assistant=assistant)
-        assert torch.equal(plain, found)
-        assert int(cache.get_seq_length()) == found.shape[1] - 1
-        # The caller adds tokens in each turn.
-        text = torch.cat([found, PROMPT[:, : 3 + turn]], dim=1)
-    assert compilations() > before
-    assert [type(layer) for layer in cache.layers] == kinds
 
 
 @pytest.mark.parametrize("beyond", cases([0, 1, -1, 7], 2))

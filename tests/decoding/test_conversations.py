@@ -7,9 +7,10 @@ interrupted in the middle of a forward, sampling, hooks and adapters that come a
 in between, private turns, and memories that forget.
 """
 
+import copy
 import functools
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -23,15 +24,21 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from packaging.version import Version
 
-from hf_retrieval_assist import Assistant, OutputMemory, QuantizedSelf, SamAssistant
+from hf_retrieval_assist import Assistant, OutputMemory, QuantizedSelf, SamAssistant, reroute
+from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
 from hf_retrieval_assist.engines.cpu import few_bits, weight_copies
+from hf_retrieval_assist.host.scopes import attending
 from hf_retrieval_assist.host.transformers_private import CACHE
+from tests.support.caches import CACHES, assert_alike, saved
+from tests.support.interruptions import INTERRUPTIONS, code_that_interrupts, raising
 from tests.support.lossless import build, rope_model
 from tests.support.memories import remembering
+from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.quick import cases
-from tests.support.watching import Interrupt, interrupted_forward
+from tests.support.watching import Interrupt, Spectator, interrupted_forward
 
 LONGEST = 70  # tokens, from which on no turn begins
 
@@ -75,6 +82,8 @@ MODELS = {
     "chains": lambda: build("BartForCausalLM"),
     "convolutions": lambda: build("Lfm2ForCausalLM"),
     "recurrences": lambda: build("Qwen3NextForCausalLM"),
+    "both at once": lambda: build("FalconH1ForCausalLM"),
+    "shared layers": lambda: build("Gemma3nForCausalLM"),
     "one window": lambda: build("MistralForCausalLM", sliding_window=12),
     # No longer than the longest text.
     "position table": lambda: build("GPT2LMHeadModel", n_positions=88),
@@ -86,12 +95,38 @@ MODELS = {
     "longrope": lambda: rope_model("longrope", 24),
     "cache dropped": lambda: rope_model("longrope", 24, "Phi3ForCausalLM"),
 }
+# Their caches are made from a configuration.
+LAYERED = ("convolutions", "recurrences", "both at once", "few keys", "layers gone over twice")
+WINDOWED = ("windows", "one window", "shared layers", "layers gone over twice")
+# States that have gone on with a text.
+STATES = ("convolutions", "recurrences", "both at once")
+if hasattr(transformers, "DoryForCausalLM"):
+    MODELS["layers gone over twice"] = lambda: build("DoryForCausalLM")
 # What they compute of a text depends on the pieces that it was fed in.
 BY_PIECES = ("dynamic rope", "longrope", "cache dropped")
 
 # Who drafts, if anybody.
 KINDS = ("oracle", 0, "self", 1, "by time", "plain", "none")
 
+# Earlier ones leave the lengths of layers.
+RESETS = Version(transformers.__version__) >= Version("5.23")
+# Where turns are interrupted, beside any forward. Python may raise before `__exit__` has begun.
+INTERRUPTED = {name: scope for name, scope in INTERRUPTIONS.items() if "forward" not in name}
+for kind in (attending, reroute):
+    INTERRUPTED[f"the end of {kind.__name__}"] = lambda *_, kind=kind: raising(kind, "__exit__", 2)
+
+# What is drawn of.
+WARPERS = [
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 9},
+    {"top_k": 0, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"top_k": 0, "no_repeat_ngram_size": 3, "min_p": 0.05},
+]
+# What a caller does before a turn; nothing as often as anything else together.
+BEFORE = ["start over", "reset", "forget", "another model", "save", "choose rows"]
+BEFORE += [""] * (len(BEFORE) - 1)
+
+in_parts = functools.partial(prompts_in_parts, 5, lambda: None)
 model_of = functools.cache(lambda name: MODELS[name]())
 
 
@@ -142,7 +177,7 @@ class Conversation(RuleBasedStateMachine):
         name=st.sampled_from(list(MODELS)),
         rows=st.sampled_from([2, 3, 1]),
         seed=st.integers(0, 2**16),
-        given=st.booleans(),
+        given=st.sampled_from(["", "dynamic", "of unknown layers", "static"]),
     )
     def begin(self, name, rows, seed, given):
         self.name, self.model, self.hook = name, model_of(name), None
@@ -159,9 +194,10 @@ class Conversation(RuleBasedStateMachine):
         ]
         self.by_time = SamAssistant(memory=self.memory)
         self.drafts_itself = Assistant([QuantizedSelf()], budget=8)
+        self.given = "dynamic" if given == "of unknown layers" and name in LAYERED else given
         self.start_over()
-        for name in self.caches if given else ():
-            self.caches[name] = transformers.DynamicCache(config=self.model.config)
+        for who in self.caches if given else ():
+            self.caches[who] = CACHES[self.given](self.model.config)
 
     def teardown(self):
         # Other conversations have the same model.
@@ -172,6 +208,9 @@ class Conversation(RuleBasedStateMachine):
         self.caches = {"plain": None, "ours": None}
         # Whether a cache can be filled again as it was filled at first.
         self.refillable = self.name not in BY_PIECES and self.hook is None
+        # Whether both were filled in the same pieces, which differ in what padding leaves there. A
+        # static window keeps a token more than its layer looks at.
+        self.alike = self.given != "static" or self.name not in WINDOWED
 
     def new_tokens(self, rows, length):
         """A phrase of few words, so that drafts are found."""
@@ -211,8 +250,10 @@ class Conversation(RuleBasedStateMachine):
             ended = (new == eos).int().cumsum(dim=1) - (new == eos).int() > 0
             self.mask[:, -new.shape[1] :][ended] = 0
             # A state has seen the padding, and would not if the text were fed once more.
-            self.refillable &= self.name not in ("convolutions", "recurrences")
+            self.refillable &= self.name not in STATES
         self.caches = {"plain": plain[CACHE], "ours": ours[CACHE]}
+        if self.alike:
+            assert_alike(plain[CACHE], ours[CACHE], tolerance=2e-3, owned=False)
 
     def assistant(self, kind, plain):
         if kind == "oracle":
@@ -224,7 +265,8 @@ class Conversation(RuleBasedStateMachine):
         return None if kind == "none" else self.assistants[kind == 1]
 
     @rule(
-        before=st.sampled_from(["", "", "", "", "start over", "forget", "another model"]),
+        before=st.sampled_from(["", *BEFORE]),
+        scope=st.sampled_from([nullcontext, nullcontext, torch.inference_mode, in_parts]),
         asked=st.integers(1, 4),
         new=st.sampled_from([6, 9, 14, 2, 1]),
         kind=st.sampled_from(KINDS),
@@ -234,8 +276,15 @@ class Conversation(RuleBasedStateMachine):
     )
     # A conversation that starts over where it is longest must be able to go on.
     @precondition(lambda self: self.ids.shape[1] < LONGEST or self.caches["plain"] is None)
-    def turn(self, before, asked, new, kind, private, ends, masks_padding):
-        if before == "start over":
+    def turn(self, before, scope, asked, new, kind, private, ends, masks_padding):
+        if before == "choose rows":
+            self.choose_rows()
+        elif before == "reset" and RESETS and self.caches["plain"] is not None:
+            for cache in self.caches.values():
+                cache.reset()
+        elif before == "save" and self.caches["ours"] is not None:
+            self.caches["ours"] = copy.deepcopy(saved(self.caches["ours"]))
+        elif before == "start over":
             self.start_over()
         elif before == "forget":
             self.memory.forget()
@@ -256,15 +305,25 @@ class Conversation(RuleBasedStateMachine):
             assistant = assistant.private()
         before = torch.get_rng_state()
         options = {"max_new_tokens": new, "eos_token_id": eos, "assistant": assistant}
-        ours = self.generate("ours", kind=kind, **options)
+        # What inference mode has made cannot be written in place outside.
+        stays = self.given == "static" or self.name in (*BY_PIECES, *STATES)
+        if scope is torch.inference_mode and stays:
+            scope = nullcontext
+        with scope():
+            ours = self.generate("ours", kind=kind, **options)
         assert torch.equal(before, torch.get_rng_state())
         self.keep(plain, ours, masks_padding, eos)
 
-    @rule(new=st.integers(1, 8), seed=st.integers(0, 99), kind=st.sampled_from(KINDS))
+    @rule(
+        warpers=st.sampled_from(WARPERS),
+        new=st.integers(1, 8),
+        seed=st.integers(0, 99),
+        kind=st.sampled_from(KINDS),
+    )
     @precondition(lambda self: self.ids.shape[1] < LONGEST)
-    def sampled_turn(self, new, seed, kind):
+    def sampled_turn(self, warpers, new, seed, kind):
         self.extend(self.new_tokens(self.rows, 1))
-        options = {"max_new_tokens": new, "do_sample": True, "temperature": 0.7}
+        options = {"max_new_tokens": new, "do_sample": True, **warpers}
         if self.name == "not finite":
             options["suppress_tokens"] = [66]
         torch.manual_seed(seed)
@@ -276,7 +335,7 @@ class Conversation(RuleBasedStateMachine):
         self.keep(plain, ours)
 
     @rule(new=st.integers(2, 14), alone=st.booleans(), kind=st.sampled_from(KINDS))
-    @precondition(lambda self: self.ids.shape[1] < LONGEST)
+    @precondition(lambda self: self.ids.shape[1] < LONGEST and self.name != "both at once")
     def turn_of_embeddings(self, new, alone, kind):
         """The text so far as the caller embeds it, with its ids or without."""
         self.extend(self.new_tokens(self.rows, 2))
@@ -291,25 +350,33 @@ class Conversation(RuleBasedStateMachine):
             result.sequences = torch.cat([self.ids, result.sequences], dim=1)
         self.keep(plain, ours)
 
-    @rule(new=st.integers(2, 14), kind=st.sampled_from(KINDS), ends=st.booleans())
+    @rule(
+        new=st.integers(2, 14),
+        kind=st.sampled_from(KINDS),
+        ends=st.booleans(),
+        streams=st.booleans(),
+    )
     @precondition(lambda self: self.ids.shape[1] < LONGEST)
-    def turn_of_callables(self, new, kind, ends):
-        """Callables that know rows by their numbers and remember what they were asked."""
+    def turn_of_callables(self, new, kind, ends, streams):
+        """Callables that know rows by their numbers and remember what they were asked, and a
+        streamer that is sent the tokens of all rows."""
         self.extend(self.new_tokens(self.rows, 1))
 
-        first = self.ids.shape[1] + 2
+        first, spectators = self.ids.shape[1] + 2, {"plain": Spectator(), "ours": Spectator()}
 
         def rows_end(ids, scores, **kwargs):
             return ids.shape[1] >= first + torch.arange(len(ids))
 
         def called(who, **options):
             options["stopping_criteria"] = [rows_end] if ends else []
+            options["streamer"] = spectators[who] if streams else None
             allowed = AllowedOfRows(self.ids)
             options |= {"max_new_tokens": new, "prefix_allowed_tokens_fn": allowed}
             return self.generate(who, **options)
 
         plain = called("plain")
         self.keep(plain, called("ours", kind=kind, assistant=self.assistant(kind, plain)))
+        assert spectators["plain"].sent == spectators["ours"].sent
 
     @rule(state=st.sampled_from(["nothing", "note", "steer", "steer last", "first", "second"]))
     def set_up(self, state):
@@ -324,20 +391,40 @@ class Conversation(RuleBasedStateMachine):
             choose_adapter(self.model, state if state in ("first", "second") else None)
         self.refillable = False
 
-    @rule(forwards=st.integers(0, 6), new=st.integers(2, 12), kind=st.sampled_from(KINDS))
+    def choose_rows(self):
+        """Leave rows out and repeat others, in the caches as well."""
+        fixed = self.given == "static" or self.name in STATES
+        count = self.rows if fixed else int(torch.randint(1, 4, (1,), generator=self.random))
+        rows = torch.randint(self.rows, (count,), generator=self.random)
+        for cache in self.caches.values():
+            if cache is not None:
+                cache.reorder_cache(rows) if fixed else cache.batch_select_indices(rows)
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+
+    @rule(
+        place=st.sampled_from(["a forward", *INTERRUPTED]),
+        forwards=st.integers(0, 6),
+        new=st.integers(2, 12),
+        kind=st.sampled_from(KINDS),
+    )
     @precondition(
         lambda self: (
             self.refillable and self.caches["ours"] is not None and self.ids.shape[1] < LONGEST
         )
     )
-    def interrupted_turn(self, forwards, new, kind):
-        """Ctrl-C in the middle of a forward; the caller goes on from what the cache holds."""
+    def interrupted_turn(self, place, forwards, new, kind):
+        """Ctrl-C anywhere; the caller goes on from what the cache holds."""
         self.extend(self.new_tokens(self.rows, 2))
         plain = self.generate("plain", max_new_tokens=new)
         cache, length = self.caches["ours"], self.ids.shape[1]
-        with suppress(Interrupt), interrupted_forward(self.model, forwards):
-            assistant = self.assistant(kind, plain) or self.by_time
-            self.generate("ours", kind=kind, max_new_tokens=new, assistant=assistant)
+        assistant = self.assistant(kind, plain) or self.by_time
+        options = code_that_interrupts(place, length + 1 + forwards)
+        if place == "a forward":
+            scope = interrupted_forward(self.model, forwards)
+        else:
+            scope = INTERRUPTED[place](self.model, assistant)
+        with suppress(Interrupt), scope:
+            self.generate("ours", kind=kind, max_new_tokens=new, assistant=assistant, **options)
         everything = plain.sequences
         # A cache of all but the last token has nothing left to say.
         if (stop := max(length, cache.get_seq_length() + 1)) < everything.shape[1]:
@@ -348,6 +435,7 @@ class Conversation(RuleBasedStateMachine):
             assert torch.equal(everything, ours.sequences)
         self.extend(everything[:, length:])
         self.caches = {"plain": plain[CACHE], "ours": cache}
+        self.alike = False
 
     @rule(tokens=st.integers(1, 6))
     @precondition(lambda self: self.caches["plain"] is not None and self.ids.shape[1] > 20)
@@ -363,6 +451,8 @@ class Conversation(RuleBasedStateMachine):
             self.start_over()
             return
         self.caches["ours"].crop(-tokens)
+        # Static memory still holds what was cut.
+        self.alike &= self.given != "static"
         self.ids, self.mask = self.ids[:, :-tokens], self.mask[:, :-tokens]
 
     def ask_another_model(self):
@@ -385,10 +475,18 @@ MANY = int(os.environ.get("HFRA_CONVERSATIONS", "250"))
 
 
 @pytest.mark.parametrize(
-    ("conversations", "turns", "number"),
-    cases([*((2, 6, number) for number in range(9)), (MANY, 10, None)], 9),
+    ("conversations", "turns", "number", "in_place"),
+    cases(
+        [
+            *((2, 6, number, number > 9) for number in range(13)),
+            *((MANY, 10, None, in_place) for in_place in (False, True)),
+        ],
+        13,
+    ),
 )
-def test_conversations_are_plain_decoding(conversations, turns, number):
+def test_conversations_are_plain_decoding(conversations, turns, number, in_place, monkeypatch):
+    if in_place:
+        serve_in_place(monkeypatch)
     number = number if SEED is None else int(SEED) + (number or 0)
     run_state_machine_as_test(
         Conversation if number is None else seed(number)(Conversation),

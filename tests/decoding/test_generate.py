@@ -13,7 +13,6 @@ from tests.support.lossless import NEW_TOKENS, PROMPT, build, equal, knowing, ru
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
 from tests.support.threads import in_threads
-from tests.support.tiny_models import VOCAB
 
 # It compiles a kernel for every length.
 ATTENTION = ["eager", "sdpa", "flex_attention"]
@@ -40,17 +39,6 @@ def test_greedy_and_sampled(model_class, attention):
     compiled_plainly(model)
     for do_sample in (False, True):
         equal(model, seed=3, do_sample=do_sample)
-
-
-def allowed(row, ids):
-    return [(int(ids[-1]) * 5 + step) % (VOCAB - 1) + 1 for step in range(20)]
-
-
-def test_processing(model):
-    options = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "bad_words_ids": [[7]]}
-    options |= {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 6}
-    options |= {"sequence_bias": [[[11], 4.0], [[5, 9], 6.0]]}
-    equal(model, seed=5, do_sample=True, prefix_allowed_tokens_fn=allowed, **options)
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.0, 1), (1e6, NEW_TOKENS)])

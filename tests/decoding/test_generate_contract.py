@@ -1,7 +1,5 @@
 """What `generate` takes and returns beyond ids is the same with and without an assistant."""
 
-import functools
-
 import pytest
 import torch
 import transformers
@@ -20,9 +18,9 @@ from hf_retrieval_assist.verification.service import ServiceDemand, choose_servi
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_verifier import TreeVerifier
 from tests.support.dense_attention import flash_like
-from tests.support.lossless import build, late_token, outcome, padded
+from tests.support.lossless import build, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant
-from tests.support.quick import cases, crossed
+from tests.support.quick import cases
 from tests.support.watching import a_librarys
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
@@ -38,53 +36,6 @@ def equal(model, inputs=INPUTS, tier="tree", **kwargs):
     """Both results of a call, which agree, and its assistant, whose drafts were accepted."""
     kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
     return agreeing(model, inputs, tier=tier, **kwargs)
-
-
-assert_same_states = functools.partial(torch.testing.assert_close, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_scores_and_logits(model, ends):
-    wanted = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
-    if ends:  # a draft contains the end
-        free = model.generate(**INPUTS, do_sample=False, max_new_tokens=16)[0, PROMPT.shape[1] :]
-        wanted["eos_token_id"] = late_token(free, 9)
-    plain, assisted, _ = equal(model, **wanted)
-    assert_same_states([plain.scores, plain.logits], [assisted.scores, assisted.logits])
-
-
-@pytest.mark.parametrize("name", ["attentions", "hidden_states"])
-def test_states_of_each_token_are_plain_decodings(model, name):
-    wanted = {"return_dict_in_generate": True, f"output_{name}": True}
-    plain, assisted, assistant = equal(model, tier="plain", **wanted)
-    assert len(assisted[name]) == len(plain[name])
-    assert "it returns attentions or hidden states" in assistant.stats.last.reason
-
-
-@pytest.mark.parametrize(
-    ("options", "tier"),
-    [
-        ({"max_new_tokens": 1}, ""),
-        ({"prefill_chunk_size": 5}, "tree"),
-        ({"use_cache": False}, "plain"),
-    ],
-    ids=["one token", "chunks", "no cache"],
-)
-def test_options(model, options, tier):
-    equal(model, tier=tier, **options)
-
-
-@pytest.fixture
-def process_group():
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_synced_processes(model):
-    equal(model, synced_gpus=True)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +77,6 @@ def test_flash_attention_is_served_by_chains():
     # Set past the check for its library.
     model.config._attn_implementation_internal = "flash_toy"
     equal(model, tier="chain")
-
-
-def test_flash_attention_that_is_not_there_fails_as_without_assistant():
-    model = build()
-    model.config._attn_implementation_internal = "flash_attention_2"
-    # Some versions of transformers fail in another way once they have tried to import it.
-    *plain, ours = (
-        outcome(lambda given=given: model.generate(**INPUTS, max_new_tokens=4, **given))
-        for given in ({}, {}, {"assistant": oracle_assistant(PROMPT)})
-    )
-    assert isinstance(ours, tuple)
-    assert ours in plain
 
 
 ENCODERS = [
@@ -183,12 +122,6 @@ def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
 def test_ids_of_another_dtype_give_the_dtype_of_plain_decoding(llama):
     plain, found, _ = equal(llama, {"input_ids": PROMPT.to(torch.int32)})
     assert found.dtype == plain.dtype
-
-
-def test_weights_on_disk(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    places = {"offload_dir": str(tmp_path), "execution_device": torch.device("cpu")}
-    equal(accelerate.disk_offload(build(), **places))
 
 
 def test_ids_that_were_left_elsewhere_do_not_bound_what_the_models_device_verifies(monkeypatch):
@@ -255,38 +188,3 @@ def test_quantised_cache_of_the_caller_is_refused(llama):
         llama.generate(
             **INPUTS, max_new_tokens=4, **{CACHE: cache}, assistant=oracle_assistant(PROMPT)
         )
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
-    """Dropout draws in every forward, so nothing may be drawn besides, and no forward left out."""
-    model = build(transformers.LlamaForCausalLM, attention_dropout=0.3).train()
-    states = []
-    for assistant in (None, SamAssistant(budget=8), SamAssistant(budget=8)):
-        torch.manual_seed(0)
-        ids = model.generate(PROMPT, do_sample=do_sample, max_new_tokens=8, assistant=assistant)
-        states.append((ids.tolist(), torch.get_rng_state().tolist()))
-    assert states[0] == states[1] == states[2]
-    assert model.training
-
-
-SYNTHID = transformers.SynthIDTextWatermarkingConfig(
-    keys=[654, 400, 836, 123], ngram_len=3, context_history_size=32, sampling_table_size=256
-)
-
-
-MARKS = {
-    "lefthash": transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
-    "SynthID": SYNTHID,
-    "selfhash": transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
-}
-
-
-@pytest.mark.parametrize(("name", "rows"), cases(crossed(MARKS, [1, 3]), 2))
-def test_watermarks(llama, name, rows):
-    config = MARKS[name]
-    inputs, options = padded(rows), {"do_sample": config is SYNTHID, "seed": 1}
-    # SynthID keeps what it has seen of all rows.
-    tier = "plain" if config is SYNTHID and rows > 1 else "tree"
-    marked, _, _ = equal(llama, inputs, tier, watermarking_config=config, **options)
-    assert not torch.equal(marked, equal(llama, inputs, **options)[0])

@@ -1,5 +1,7 @@
 """Prompts with images: turns, batches and samples are those of plain decoding."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -126,6 +128,7 @@ def inputs_of(images, ids, seeds=(), mask=None):
 
 
 def generate(images, ids, seeds=(), **options):
+    torch.manual_seed(0)
     return images.model.generate(
         **inputs_of(images, ids, seeds),
         return_dict_in_generate=True,
@@ -146,35 +149,25 @@ def prompt(images):
     return torch.tensor([[5, 9, *images.image(), 33, 21, 60]])
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_one_prompt(images, do_sample):
-    plain, _, _ = equal(images, prompt(images), [0], do_sample=do_sample)
-    torch.manual_seed(0)
-    other = generate(images, prompt(images), [1], do_sample=do_sample)
-    assert not torch.equal(plain.sequences, other.sequences)
-
-
 def test_a_batch_of_unequal_prompts(images):
     ids = torch.tensor([[5, 9, *images.image(), 33, 21, 60], [0, 0, 7, *images.image(), 12, 18]])
-    mask = (ids != 0).long()
-    equal(images, ids, [0, 1], mask)
+    equal(images, ids, [0, 1], (ids != 0).long())
 
 
-def test_a_second_image_in_the_next_turn(images):
-    first, _, _ = equal(images, prompt(images), [0])
+def test_a_conversation(images):
+    """A question that goes on from the cache of either kind of call, and another image."""
+    plain, ours, _ = equal(images, prompt(images), [0], do_sample=True)
+    other = generate(images, prompt(images), [1], do_sample=True)
+    assert not torch.equal(plain.sequences, other.sequences)
+    ids = torch.cat([plain.sequences, torch.tensor([[7, 44, 12]])], dim=1)
+    second = generate(images, ids, **{CACHE: plain[CACHE]})
+    kept = copy.deepcopy(ours[CACHE])
+    for assistant in (None, oracle_assistant(second.sequences)):
+        again = generate(images, ids, **{CACHE: kept}, assistant=assistant)
+        assert torch.equal(second.sequences, again.sequences)
+        kept = ours[CACHE]
     question = torch.tensor([[7, *images.image(), 44, 12]])
-    equal(images, torch.cat([first.sequences, question], dim=1), [0, 1])
-
-
-@pytest.mark.parametrize("assisted_again", [False, True])
-def test_the_next_turn_continues_from_the_cache(images, assisted_again):
-    question = torch.tensor([[7, 44, 12]])
-    results = equal(images, prompt(images), [0])
-    ids = torch.cat([results[0].sequences, question], dim=1)
-    plain = generate(images, ids, **{CACHE: results[0][CACHE]})
-    assistant = oracle_assistant(plain.sequences) if assisted_again else None
-    again = generate(images, ids, **{CACHE: results[1][CACHE]}, assistant=assistant)
-    assert torch.equal(plain.sequences, again.sequences)
+    equal(images, torch.cat([second.sequences, question], dim=1), [0, 1])
 
 
 def test_many_calls_are_assisted_alike(images, tests):

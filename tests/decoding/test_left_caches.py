@@ -1,54 +1,22 @@
 """What calls leave in caches, find there and show of them is what plain decoding does."""
 
 import copy
-import io
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache, StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.lossless import (
-    NEW_TOKENS,
-    PROMPT,
-    build,
-    knowing,
-    late_token,
-    outcome,
-    run,
-    same,
-)
+from tests.support.caches import CACHES, assert_alike, dynamic, of_both, saved, static
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, knowing, outcome, run
 from tests.support.oracle_drafter import oracle_assistant
-from tests.support.quick import cases, crossed
-from tests.support.rounding import OF_MODEL, within
+from tests.support.quick import cases
 
 PROMPTS = torch.cat([PROMPT, PROMPT.flip(1)])
-
-
-def assert_alike(one, other):
-    """Two caches, layers or parts of them are of one class and hold the same; tensors of the second
-    own all of their memory, as those of libraries that save them must."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
-        assert other.is_contiguous()
-        assert other.untyped_storage().nbytes() == other.nbytes
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_alike(*pair)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_alike(one[name], other[name])
-    elif hasattr(one, "__dict__") and not isinstance(one, type):
-        assert_alike(vars(one), vars(other))
-    else:
-        assert one == other
 
 
 def tensors_in(part, name="cache"):
@@ -63,76 +31,43 @@ def tensors_in(part, name="cache"):
     return {place: tensor for tensors in found for place, tensor in tensors.items()}
 
 
-def saved(cache):
-    """A cache that was saved and loaded, without a name of this package in the file."""
-    file = io.BytesIO()
-    torch.save(cache, file)
-    assert b"hf_retrieval_assist" not in file.getvalue()
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
-def of_both(config):
-    return EncoderDecoderCache(dynamic(config), dynamic(config))
-
-
-def dynamic(config):
-    return DynamicCache(config=config)
-
-
-def static(config):
-    return StaticCache(config=config, max_cache_len=64)
-
-
-LEFT = {
-    "returned": lambda config: {},
-    "static": lambda config: {"cache_implementation": "static"},
-    "dynamic": lambda config: {CACHE: dynamic(config)},
-    "of unknown layers": lambda config: {CACHE: DynamicCache()},
-    "both": lambda config: {CACHE: of_both(config)},
-}
-
-
-# The model's class, and the kinds of caches that its calls leave.
-MADE = ("returned", "static", "dynamic")
-LEAVING = {
-    "LlamaForCausalLM": (*MADE, "of unknown layers"),
-    "Gemma3ForCausalLM": (*MADE, "of unknown layers"),
-    "Gemma3nForCausalLM": (*MADE, "of unknown layers"),
-    "Qwen3NextForCausalLM": MADE,
-    "Lfm2ForCausalLM": MADE,
-    "FalconH1ForCausalLM": MADE,
-    "GlmMoeDsaForCausalLM": MADE,
-    "MistralForCausalLM": ("returned",),
-    "BartForCausalLM": ("returned", "dynamic"),
-    "T5ForConditionalGeneration": ("returned", "static", "both"),
-}
-
-
-LEFT_BY = [(one, kind, n) for one, kinds in LEAVING.items() for kind in kinds for n in (1, 2)]
-# Windows, states that are replayed, and an encoder's.
-QUICK = [
+# The model's class, the cache that the caller gives or asks for, and rows: windows, states that are
+# replayed, and an encoder's. Whole conversations leave those of most other models.
+LEFT_BY = [
     ("Gemma3ForCausalLM", "of unknown layers", 2),
     ("Qwen3NextForCausalLM", "returned", 2),
-    ("T5ForConditionalGeneration", "static", 1),
+    ("T5ForConditionalGeneration", "asked to be static", 1),
+    ("T5ForConditionalGeneration", "both", 2),
+    ("BartForCausalLM", "returned", 1),
+    ("Lfm2ForCausalLM", "asked to be static", 1),
+    ("FalconH1ForCausalLM", "dynamic", 1),
+    ("LlamaForCausalLM", "asked to be static", 2),
 ]
+if hasattr(transformers, "DoryForCausalLM"):  # it appends layers
+    LEFT_BY.insert(0, ("DoryForCausalLM", "asked to be static", 1))
 
 
-@pytest.mark.parametrize(("model_class", "kind", "rows"), cases(LEFT_BY, QUICK))
+def given_cache(kind, config):
+    """Options of a call."""
+    if kind == "asked to be static":
+        return {"cache_implementation": "static"}
+    return {} if kind == "returned" else {CACHE: CACHES[kind](config)}
+
+
+@pytest.mark.parametrize(("model_class", "kind", "rows"), cases(LEFT_BY, 4))
 def test_what_turns_leave_is_what_plain_decoding_leaves(model_class, kind, rows):
     """Its classes, its attributes, as many entries, in memory that can be saved, and nothing that
     names this package; where the prompt's forward is the only one, too."""
-    # Few heads and places make scores of the indexer equal by chance.
-    indexed = model_class == "GlmMoeDsaForCausalLM"
-    model = build(model_class, **({"index_topk": 24, "index_n_heads": 16} if indexed else {}))
+    model = build(model_class)
     options = {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
     encodes = model.config.is_encoder_decoder
     if encodes:
         options |= {"num_beams": 1, "forced_eos_token_id": None}
-    caches = [LEFT[kind](model.config) for _ in range(2)]
+    caches = [given_cache(kind, model.config) for _ in range(2)]
     ids, accepted = PROMPTS[:rows], 0
-    for new in (NEW_TOKENS,) if kind == "static" else (1, NEW_TOKENS, 1):
+    for new in (NEW_TOKENS,) if "static" in kind else (1, NEW_TOKENS, 1):
         if encodes:
-            ids, caches = PROMPTS[:rows], [LEFT[kind](model.config) for _ in range(2)]
+            ids, caches = PROMPTS[:rows], [given_cache(kind, model.config) for _ in range(2)]
         options["max_new_tokens"] = new
         plain = run(model, ids, **options, **caches[0])
         assistant = oracle_assistant(plain)
@@ -200,15 +135,6 @@ def of_type(dtype, names=("keys", "values"), layers=slice(None)):
     return change
 
 
-PRECISIONS = {
-    "half": of_type(torch.float16),
-    "bfloat16": of_type(torch.bfloat16),
-    "double": of_type(torch.float64),
-    "keys": of_type(torch.float16, ["keys"]),
-    "some layers": of_type(torch.float16, layers=slice(1, None)),
-}
-
-
 def precise_turn(model, ids, change, assistant, make=dynamic):
     """What a turn gives that finds a cache of another precision, and the types that it leaves."""
     cache = make(model.config)
@@ -218,43 +144,35 @@ def precise_turn(model, ids, change, assistant, make=dynamic):
     return found, [(layer.keys.dtype, layer.values.dtype) for layer in cache.layers]
 
 
-CLASSES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM"]
+# What is held, of which class of model and its dtype, in which cache, and whether plain decoding
+# raises; otherwise its layers promote what they hold to what is written behind it.
+HALF, SINGLE = torch.float16, torch.float32
+PRECISIONS = [
+    (of_type(HALF), "LlamaForCausalLM", SINGLE, dynamic, False),
+    (of_type(torch.bfloat16), "Gemma3ForCausalLM", SINGLE, dynamic, False),
+    (of_type(HALF, ["keys"]), "BartForCausalLM", SINGLE, dynamic, False),
+    (of_type(torch.float64), "LlamaForCausalLM", SINGLE, dynamic, True),
+    (of_type(HALF), "LlamaForCausalLM", SINGLE, static, True),
+    (of_type(SINGLE), "LlamaForCausalLM", SINGLE, static, False),
+    (of_type(HALF, layers=slice(1, None)), "Gemma3ForCausalLM", SINGLE, dynamic, False),
+    (of_type(SINGLE), "LlamaForCausalLM", torch.bfloat16, dynamic, True),
+    (of_type(HALF), "LlamaForCausalLM", torch.bfloat16, dynamic, True),
+]
 
 
-@pytest.mark.parametrize(("kind", "name", "rows"), cases(crossed(PRECISIONS, CLASSES, [1, 2]), 3))
-def test_caches_of_another_precision(name, kind, rows):
-    """Plain decoding's layers promote what they hold to what is written behind it, or raise."""
-    model, ids = build(name), PROMPTS[:rows]
-    plain, left = precise_turn(model, ids, PRECISIONS[kind], None)
-    raises = isinstance(plain, tuple)
-    assert raises == (kind == "double")
+@pytest.mark.parametrize(("change", "name", "dtype", "make", "raises"), cases(PRECISIONS, 6))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_caches_of_another_precision(change, name, dtype, make, raises, rows):
+    model, ids = build(name).to(dtype), PROMPTS[:rows]
+    plain, left = precise_turn(model, ids, change, None, make)
+    assert isinstance(plain, tuple) == raises
     assistant = SamAssistant(budget=8) if raises else knowing(torch.tensor(plain), reroute=False)
-    ours, ours_left = precise_turn(model, ids, PRECISIONS[kind], assistant)
-    if raises:
-        assert ours[0] is plain[0]
-    else:
+    ours, ours_left = precise_turn(model, ids, change, assistant, make)
+    assert ours[0] == plain[0]
+    if not raises:
         assert ours == plain
         assert ours_left == left
         assert assistant.stats.last.accepted > 0
-
-
-@pytest.mark.parametrize(
-    ("own", "held", "make", "tier"),
-    [
-        (torch.bfloat16, torch.float32, dynamic, ""),
-        (torch.bfloat16, torch.float16, dynamic, ""),
-        (torch.float32, torch.float16, static, ""),
-        (torch.float32, torch.float32, static, "tree"),
-    ],
-)
-def test_precisions_that_are_not_promoted(own, held, make, tier):
-    model, assistant = build().to(own), SamAssistant(budget=8)
-    plain = precise_turn(model, PROMPTS[:1], of_type(held), None, make)
-    assert isinstance(plain[0], tuple) == (tier == "")
-    ours = precise_turn(model, PROMPTS[:1], of_type(held), assistant, make)
-    assert ours[0][0] == plain[0][0]
-    assert ours[1] == plain[1] or make is dynamic  # layers before the one that raises are promoted
-    assert assistant.stats.last.tier == tier
 
 
 CHANGED = {
@@ -350,39 +268,3 @@ def test_code_of_the_callers_sees_its_cache_as_in_plain_decoding(model_class, ma
     assistant = knowing(run(model, PROMPTS[:1], num_beams=1))
     assert looked_at(model, make, crops, place, assistant) == (plain, seen)
     assert len(seen) > 6
-
-
-def test_rows_that_end_in_one_step_leave_what_plain_decoding_leaves():
-    model = build("Lfm2ForCausalLM")
-    free = run(model, PROMPTS)
-    ends = [late_token(row[PROMPT.shape[1] :], at) for row, at in zip(free, (3, 8), strict=True)]
-    options = {"eos_token_id": ends, "pad_token_id": 0, "return_dict_in_generate": True}
-    knows = SamAssistant(free.tolist(), budget=16)
-    plain, ours, _ = same(model, PROMPTS, knows, **options)
-    assert knows.stats.last.accepted > 0
-    assert_alike(plain[CACHE], ours[CACHE])
-
-
-def test_layers_that_a_model_appends():
-    """One that goes over some of its layers several times keeps a copy of them for each round."""
-    name = "DoryForCausalLM"
-    if not hasattr(transformers, name):
-        pytest.skip(f"this release of transformers has no {name}")
-    model = build(name)
-
-    def conversation(**options):
-        ids, caches = PROMPT, [None]
-        for _ in range(3):
-            options[CACHE] = caches[-1]
-            told = run(model, ids, return_dict_in_generate=True, **options)
-            ids = torch.cat([told.sequences, PROMPT[:, :3]], dim=1)
-            caches.append(copy.deepcopy(told[CACHE]))
-        return ids, caches
-
-    plain, assisted = conversation(), conversation(assistant=SamAssistant(budget=8))
-    assert torch.equal(plain[0], assisted[0])
-    for left, found in zip(plain[1][1:], assisted[1][1:], strict=True):
-        for layer, own in zip(left.layers, found.layers, strict=True):
-            assert type(own) is type(layer)
-            states = [layer.keys, layer.values]
-            torch.testing.assert_close([own.keys, own.values], states, **within(states, OF_MODEL))

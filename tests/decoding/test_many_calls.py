@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,46 +38,32 @@ def generate(model, number, assistant):
     model.generate(ids, attention_mask=torch.ones_like(ids), assistant=assistant, **options)
 
 
-def piece(model, assistant, numbers):
-    """The figures of some calls, per call."""
-    figures = SimpleNamespace(steps=0, drafted=0)
-    for number in numbers:
-        generate(model, number, assistant)
-        figures.steps += assistant.stats.last.steps / len(numbers)
-        figures.drafted += assistant.stats.last.drafted / len(numbers)
-    # What learns is not counted, so that the same texts may be probed again and again.
-    private = assistant.private()
-    probes = [calls_made(lambda n=n: generate(model, n, private)) for n in PROBES]
-    figures.functions = sum(probes) / len(probes)
-    gc.collect()
-    figures.objects, figures.outputs = len(gc.get_objects()), len(assistant.memory)
-    figures.nbytes = assistant.memory.nbytes
-    return figures
-
-
-def later(pieces, name):
-    """A figure of the later half over that of the earlier one; pieces differ by what they drew."""
-    figures = [getattr(found, name) for found in pieces]
-    half = len(figures) // 2
-    return sum(figures[-half:]) / sum(figures[:half])
-
-
 @pytest.mark.parametrize("count", [200, 5000])
 def test_work_and_memory_stay_level(count):
     model = build(num_hidden_layers=1)
     assistant = SamAssistant(memory=OutputMemory(SMALL), budget=8)
-    per_piece = count // PIECES
-    numbers = [range(i * per_piece, (i + 1) * per_piece) for i in range(PIECES)]
-    pieces = [piece(model, assistant, some) for some in numbers]
-    early, late = pieces[PIECES // 2 - 1], pieces[-1]
-    assert late.drafted > 0
-    assert later(pieces, "steps") <= 1.1
-    assert later(pieces, "functions") <= 1.05
+    # What learns is not counted, so that the same texts may be probed again and again.
+    private, pieces = assistant.private(), []
+    for first in range(0, count, count // PIECES):
+        steps = []
+        for number in range(first, first + count // PIECES):
+            generate(model, number, assistant)
+            steps.append(assistant.stats.last.steps)
+        probes = [calls_made(lambda n=n: generate(model, n, private)) for n in PROBES]
+        gc.collect()
+        objects, outputs = len(gc.get_objects()), len(assistant.memory)
+        pieces.append((sum(steps), sum(probes), objects, outputs))
+    steps, functions, objects, outputs = zip(*pieces, strict=True)
+    half = PIECES // 2
+    assert assistant.stats.last.drafted > 0
+    # Pieces differ by what they drew.
+    assert sum(steps[half:]) <= 1.1 * sum(steps[:half])
+    assert sum(functions[half:]) <= 1.05 * sum(functions[:half])
     # Two objects for each output that is remembered, until the memory is full.
-    assert late.objects - early.objects <= 2 * (late.outputs - early.outputs) + 50
+    assert objects[-1] - objects[half - 1] <= 2 * (outputs[-1] - outputs[half - 1]) + 50
     if count > 1000:
-        assert late.outputs < 500
-        assert late.nbytes > 0.9 * SMALL
+        assert outputs[-1] < 500
+        assert assistant.memory.nbytes > 0.9 * SMALL
 
 
 def test_the_memory_of_a_call_is_free_when_it_ends(monkeypatch):

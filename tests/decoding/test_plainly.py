@@ -6,7 +6,6 @@ import transformers
 
 from hf_retrieval_assist import SamAssistant, attach
 from tests.support.lossless import build
-from tests.support.parts import needs
 from tests.support.quick import cases, crossed
 from tests.support.wrapped_models import RUNTIMES
 
@@ -40,17 +39,6 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, texts):
     assert last.tokens == other.tokens == sum(lengths)
     assert last.steps == other.steps == sum(lengths) - len(lengths)
     assert last.forwards == other.forwards == max(lengths) - 1
-
-
-@needs("extensions/record")
-def test_plain_calls_are_recorded_up_to_their_rows_ends(model, texts):
-    _, end, ended = texts
-    assistant = SamAssistant()
-    with assistant.record() as record:
-        run(model, eos_token_id=end, use_cache=False, assistant=assistant)
-    call = record.calls[0]
-    assert call.stats.tier == "plain"
-    assert [call.generated(row).tolist() for row in range(len(ended))] == ended
 
 
 @pytest.mark.parametrize(
@@ -107,16 +95,3 @@ def test_a_runtime_that_is_no_module_is_decoded_plainly(llama, told, kind, sampl
     assert f"{kind.__name__}: the assistant cannot draft here: it is no torch module" in told.text
     with pytest.raises(TypeError, match="model: expected a transformers model"):
         attach(runtime, assistant)
-
-
-def test_a_plain_model_is_not_asked_where_it_wants_its_inputs(monkeypatch):
-    """One with parts in train mode that drop out, whose embeddings nobody can name."""
-    model = build(attention_dropout=0.5).train()
-    monkeypatch.setattr(model, "get_input_embeddings", lambda: 1 / 0)
-    assistant = SamAssistant()
-    outputs = []
-    for named in ({}, {"assistant": assistant}):
-        torch.manual_seed(0)
-        outputs.append(run(model, **named))
-    assert torch.equal(*outputs)
-    assert assistant.stats.last.tier == "plain"

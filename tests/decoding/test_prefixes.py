@@ -1,6 +1,6 @@
 """Texts that calls leave, and with which later ones begin: the same tokens, read once."""
 
-import threading
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -10,9 +10,11 @@ from peft import LoraConfig, get_peft_model
 from hf_retrieval_assist import OutputMemory, Prefixes, SamAssistant, release_memory
 from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
 from hf_retrieval_assist.host.transformers_private import CACHE
+from tests.support.callers import Shows
 from tests.support.lossless import build, rope_model
 from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases
+from tests.support.threads import in_threads
 from tests.support.watching import fed_shapes
 
 # No window, windows that texts pass, and layers that share another's keys and values.
@@ -51,14 +53,18 @@ def model(request):
     return build(request.param, eos_token_id=None)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("budget", [0, 6])
-def test_a_conversation_is_read_once(model, budget, do_sample):
+@pytest.mark.parametrize(
+    ("served", "budget", "do_sample"),
+    [("whole", 0, True), ("whole", 6, False), ("in parts", 4, False), ("in place", 6, True)],
+)
+def test_a_conversation_is_read_once(model, served, budget, do_sample, monkeypatch):
+    if served == "in place":
+        serve_in_place(monkeypatch)
     assistant = SamAssistant(prefixes=Prefixes(), budget=budget)
-    _, read = turns(model, assistant, do_sample=do_sample)
+    with prompts_in_parts(16, lambda: None) if served == "in parts" else nullcontext():
+        _, read = turns(model, assistant, do_sample=do_sample)
     # All but the last token of each answer, which no forward was fed.
     assert read == [0, 41, 60, 79]
-    assert len(assistant.policy.prefixes) >= 1
     assert "79 tokens of the prompt were read before" in str(assistant.stats.last)
 
 
@@ -86,31 +92,9 @@ def test_histories_that_are_edited(model):
         assert assistant.stats.last.read_before == expected or has_windows(model)
 
 
-def test_two_conversations_in_turns(model):
-    assistant = SamAssistant(prefixes=Prefixes(), budget=4)
-    one, other = ids_of(24, seed=8), ids_of(24, seed=9)
-    for _ in range(3):
-        one, read = turns(model, assistant, 1, one)
-        other, other_read = turns(model, assistant, 1, other)
-    assert read[0] > 24
-    assert other_read[0] > 24
-
-
 def test_threads(model):
-    assistant, wrong = SamAssistant(prefixes=Prefixes()), []
-
-    def talk(seed):
-        try:
-            turns(model, assistant, 3, ids_of(20, seed))
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=talk, args=(seed,)) for seed in (1, 1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assistant = SamAssistant(prefixes=Prefixes())
+    in_threads(lambda seed: turns(model, assistant, 3, ids_of(20, seed)), (1, 1, 2))
 
 
 def test_a_model_that_has_changed_is_read_anew():
@@ -133,28 +117,41 @@ def test_a_model_that_has_changed_is_read_anew():
     assert assistant.stats.last.read_before == 0
 
 
-@pytest.mark.parametrize("change", ["weights", "setting", "said"])
-def test_a_model_that_changes_while_it_generates_leaves_nothing(change):
-    """Its keys and values are of two models."""
-    model, prefixes = build(), Prefixes()
+def interrupt(model, assistant):
+    raise KeyboardInterrupt
 
-    class Changes:
-        def put(self, value):
-            self.tokens = getattr(self, "tokens", 0) + 1
-            if self.tokens == 5 and change == "weights":
-                with torch.no_grad():
-                    model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-            elif self.tokens == 5 and change == "setting":
-                model.model.layers[0].self_attn.scaling *= 2
-            elif self.tokens == 5:
-                model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
-                SamAssistant.model_changed()
 
-        def end(self):
-            pass
+def change_weights(model, assistant):
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
 
-    assistant = SamAssistant(prefixes=prefixes, budget=2)
-    text = generate(model, ids_of(30), assistant, streamer=Changes())
+
+def say_so(model, assistant):
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+    assistant.model_changed()
+
+
+MEANWHILE = {
+    "weights": change_weights,
+    "a change that is said": say_so,
+    "a setting": lambda model, _: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "its tenant is erased": lambda _, assistant: setattr(assistant.policy, "teaches", False),
+    "an interruption": interrupt,
+}
+
+
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_a_call_in_which_something_changes_leaves_nothing(what):
+    """Its keys and values are of two models, nobody's, or not of a whole text."""
+    model, prefixes, text = build(), Prefixes(), ids_of(30)
+    assistant = SamAssistant(prefixes=prefixes.namespace("acme"), budget=2)
+
+    def act(length):
+        if length == text.shape[1] + 4:
+            MEANWHILE[what](model, assistant)
+
+    with suppress(KeyboardInterrupt):
+        generate(model, text, assistant, streamer=Shows(act))
     assert len(prefixes) == 0
     assert torch.equal(generate(model, text), generate(model, text, assistant))
     assert assistant.stats.last.read_before == 0
@@ -200,77 +197,24 @@ def test_other_tenants_find_nothing():
     assert prefixes.nbytes == 0
 
 
-def test_a_call_of_a_tenant_that_is_erased_meanwhile_leaves_nothing():
-    class Erases:
-        def put(self, value):
-            assistant.policy.teaches = False
-
-        def end(self):
-            pass
-
-    prefixes = Prefixes()
-    assistant = SamAssistant(prefixes=prefixes.namespace("acme"))
-    generate(build(), ids_of(30), assistant, streamer=Erases())
-    assert len(prefixes) == 0
-
-
 def test_the_bound_holds():
     model = build()
     assistant = SamAssistant(prefixes=Prefixes())
     turns(model, assistant, 1)
-    one = assistant.policy.prefixes.nbytes
-    small = Prefixes(3 * one)
-    assistant = SamAssistant(prefixes=small)
-    for seed in range(6):
-        generate(model, ids_of(30, seed=20 + seed), assistant)
+    small = Prefixes(3 * assistant.policy.prefixes.nbytes)
+    assistant, texts = SamAssistant(prefixes=small), [ids_of(30, seed) for seed in range(6)]
+    for text in texts:
+        generate(model, text, assistant)
         assert small.nbytes <= small.max_bytes
     assert len(small) == 3
-    generate(model, ids_of(30, seed=25), assistant)
-    assert assistant.stats.last.read_before == 29
-    generate(model, ids_of(30, seed=20), assistant)
-    assert assistant.stats.last.read_before == 0
+    for text, read in ((texts[5], 29), (texts[0], 0)):
+        generate(model, text, assistant)
+        assert assistant.stats.last.read_before == read
+    release_memory(model)
+    assert len(small) == 0
     tiny = SamAssistant(prefixes=Prefixes(1))
     turns(model, tiny, 2)
     assert len(tiny.policy.prefixes) == 0
-    release_memory(model)
-    assert len(small) == 0
-
-
-def test_prompts_in_parts(model):
-    """A server's: parts begin behind what was read."""
-    assistant, seen = SamAssistant(prefixes=Prefixes(), budget=4), []
-    with prompts_in_parts(16, lambda: seen.append(1)):
-        text, read = turns(model, assistant, 2)
-        assert read[1] == 41
-        long = torch.cat([text, ids_of(60, seed=3)], dim=1)
-        assert torch.equal(generate(model, long), generate(model, long, assistant))
-        assert assistant.stats.last.read_before == 60
-
-
-def test_static_buffers(monkeypatch):
-    serve_in_place(monkeypatch)
-    assistant = SamAssistant(prefixes=Prefixes(), budget=6)
-    _, read = turns(build(), assistant, 3)
-    assert read == [0, 41, 60]
-
-
-def test_interrupted_calls_keep_nothing(model):
-    class Interrupts:
-        def put(self, value):
-            self.left = getattr(self, "left", 4) - 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-        def end(self):
-            pass
-
-    prefixes = Prefixes()
-    assistant = SamAssistant(prefixes=prefixes, budget=2)
-    text = ids_of(30)
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, text, assistant, streamer=Interrupts())
-    assert len(prefixes) == 0
-    turns(model, assistant, 3)
 
 
 UNKEPT = {

@@ -43,9 +43,11 @@ def poison_of(texts, vocab_size):
     return next(token for token in range(vocab_size) if token not in {*np.ravel(texts)})
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), cases(crossed(MODELS, [1, 3]), [("tree", 1), ("convolution", 1)])
-)
+# Recurrent states of a batch would only go back together, so that none is drafted for.
+DRAFTED = [case for case in crossed(MODELS, [1, 3]) if case != ("replay", 3)]
+
+
+@pytest.mark.parametrize(("name", "rows"), cases(DRAFTED, [("tree", 1), ("convolution", 1)]))
 def test_tokens_and_later_calls_are_plain(name, rows):
     model = MODELS[name]()
     ids = ROWS[:rows]
@@ -66,17 +68,6 @@ def test_tokens_and_later_calls_are_plain(name, rows):
     assert all(states.isfinite().all() for states in held)
     again = run(model, plain, **{CACHE: cache}) if name != "replay" else run(model, plain)
     assert again.tolist() == longer.tolist()
-
-
-def test_an_overflow_in_half_precision():
-    model = build("Gemma3ForCausalLM").half()
-    plain = run(model)
-    poison = poison_of(plain.tolist(), model.config.vocab_size)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[poison] = 6e4
-    text = plain[0].tolist()
-    assistant = SamAssistant([[*text[:16], poison, *text[16:]]], budget=8)
-    assert run(model, assistant=assistant).tolist() == plain.tolist()
 
 
 def test_a_text_that_is_not_finite_itself_is_drafted_for_no_more(told):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, config_fingerprint, fingerprint
+from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, fingerprint
 from tests.support.lossless import build, same
 
 
@@ -29,24 +29,12 @@ def adapted():
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"transformers_version": "6.0.0"},
-        {"dtype": "bfloat16"},
-        {"output_hidden_states": True},
-        {"_name_or_path": "/data/a/model"},
-    ],
+    [{"transformers_version": "6.0.0"}, {"dtype": "bfloat16"}, {"output_hidden_states": True}],
 )
 def test_passing_settings_leave_a_model_itself(model, settings):
     other = changed(model, **settings)
-    assert fingerprint(other) == fingerprint(model)
-    assert config_fingerprint(other.config) == config_fingerprint(model.config)
-
-
-def test_attention_implementations_and_dtypes_share_what_was_learnt(model):
-    other = copy.deepcopy(model)
     other.set_attn_implementation("eager")
-    assert fingerprint(other) == fingerprint(model)
-    assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == fingerprint(model)
+    assert fingerprint(other.to(torch.bfloat16)) == fingerprint(model)
 
 
 def test_a_copy_in_another_folder_is_the_same_model(model, tmp_path):
@@ -62,15 +50,12 @@ def test_other_sizes_and_other_weights_are_told_apart(model):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[-1].mlp.up_proj.weight.mul_(1.1)
-    assert fingerprint(other) != fingerprint(model)
-
-
-def test_a_model_in_training_keeps_what_it_learnt(model):
-    trained = copy.deepcopy(model)
-    before = fingerprint(trained)
+    found = fingerprint(other)
+    assert found != fingerprint(model)
+    # In training it keeps what it has learnt.
     with torch.no_grad():
-        trained.lm_head.weight.add_(1)
-    assert fingerprint(trained) == before
+        other.lm_head.weight.add_(1)
+    assert fingerprint(other) == found
 
 
 def test_adapters_are_told_apart_and_others_beside_them_do_not_matter(adapted):
@@ -90,10 +75,6 @@ def test_adapters_are_told_apart_and_others_beside_them_do_not_matter(adapted):
     assert fingerprint(copy.deepcopy(alone)) != found["a"]
 
 
-def test_a_model_whose_weights_are_elsewhere_has_one(model):
-    assert fingerprint(copy.deepcopy(model).to("meta")) != fingerprint(model)
-
-
 def test_a_parameter_of_more_elements_than_single_precision_counts():
     """The embedding matrix of a vocabulary of 262,144 ids has so many."""
     assert _sample(torch.zeros(1).expand(262_144 * 640)) == bytes(4 * _SAMPLED)
@@ -101,13 +82,8 @@ def test_a_parameter_of_more_elements_than_single_precision_counts():
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"trainable_token_indices": [5, 9]},
-        {"trainable_token_indices": {"embed_tokens": [5], "lm_head": [9]}},
-        {"modules_to_save": ["lm_head"]},
-        {"use_dora": True},
-    ],
-    ids=["tokens", "tokens of two layers", "saved modules", "magnitudes"],
+    [{"trainable_token_indices": [5]}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}],
+    ids=["tokens", "saved modules", "magnitudes"],
 )
 def test_adapters_of_every_part(settings):
     lora = peft.LoraConfig(

@@ -10,14 +10,17 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from functools import partial, reduce
 from types import MethodType, SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_retrieval_assist.host.model_key import key_of, structure_of
+from hf_retrieval_assist.host.model_key import key_of, recording_key, structure_of
+from tests.support.changes import COMPUTED, exchanged
+from tests.support.int8_weight import rounded
 from tests.support.lossless import build, knowing, run, same
 from tests.support.quick import cases, crossed
 
@@ -107,19 +110,12 @@ def test_objects_that_nobody_can_describe(kind, place):
 
 TENSORS = {
     "sparse": lambda: torch.eye(4).to_sparse(),
-    "sparse by rows": lambda: torch.eye(4).to_sparse_csr(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor(
-        [torch.ones(2), torch.ones(3)], layout=torch.jagged
-    ),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
-    "a library's": lambda: torch.ones(4).to_mkldnn(),
     "four bits": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-    "eight bits": lambda: torch.zeros(4).to(torch.float8_e4m3fn),
     "complex": lambda: torch.zeros(4, dtype=torch.cfloat).conj(),
     "elsewhere": lambda: torch.zeros(4, device="meta"),
     "not there yet": nn.UninitializedParameter,
-    "a buffer that is not": nn.UninitializedBuffer,
     "odd": lambda: OddTensor((4,)),
     "empty": lambda: torch.empty(0),
 }
@@ -156,7 +152,7 @@ def steered(*_):
 
 
 # Whether it is the structure that changes; otherwise it is the memory alone.
-CHANGES = {
+NUMBERED = {
     "a number": (lambda held, n: held.update(a=n), True),
     "in a list": (lambda held, n: held.setdefault("a", []).append(n), True),
     "in a table of lists": (lambda held, n: held.update(a={"b": [[n]]}), True),
@@ -172,9 +168,9 @@ CHANGES = {
 HOLDERS = [Holder(), Holder()]
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", NUMBERED)
 def test_what_changes_is_told(kind):
-    change, of_structure = CHANGES[kind]
+    change, of_structure = NUMBERED[kind]
     model, keys = build(num_hidden_layers=1), []
     for number in range(2):
         change(vars(model.model.norm), number)
@@ -182,6 +178,85 @@ def test_what_changes_is_told(kind):
         assert keys[-1] == key_of(model)
     assert keys[0] != keys[1]
     assert (keys[0].structure != keys[1].structure) == of_structure
+
+
+MATMUL = torch.backends.cuda.matmul
+SCOPES = COMPUTED | {
+    "inference mode": lambda model: torch.inference_mode(),
+    "other attention": lambda model: exchanged(
+        model.config, "_attn_implementation", lambda _: "eager"
+    ),
+    "a table in the configuration": lambda model: mock.patch.dict(
+        model.config.rope_parameters, rope_theta=2.0
+    ),
+    "half precision": lambda model: exchanged(
+        MATMUL, "allow_bf16_reduced_precision_reduction", lambda allowed: not allowed
+    ),
+    "sums in half precision": lambda model: exchanged(
+        MATMUL, "allow_fp16_accumulation", lambda allowed: not allowed
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_what_callers_change_is_told_while_it_is_so(name):
+    """Under autocast nothing is recorded."""
+    model = build()
+    before = key_of(model)
+    with SCOPES[name](model):
+        assert (recording_key(model, {}, torch.device("cpu")) is None) == (name == "autocast")
+        assert key_of(model) != before
+    assert key_of(model) == before
+
+
+def test_what_libraries_hook_in_counts_by_what_it_is():
+    model = build()
+    keys = []
+    for factor in (2, 2, 3):
+        # What is called is written in torch.
+        hook = partial(torch.utils.hooks.unserializable_hook, [factor])
+        handle = model.lm_head.register_forward_hook(hook)
+        keys.append(key_of(model))
+        handle.remove()
+    assert keys[0] == keys[1] != keys[2]
+    # A verdict holds for all of them: adapters are mixed by hooks of each call.
+    assert keys[0].structure == keys[2].structure
+
+
+def test_keywords_are_part_of_the_state():
+    model = build()
+
+    def state(**arguments):
+        return recording_key(model, arguments, torch.device("cpu"))
+
+    assert state(names=["a"]) == state(names=["a"])
+    assert state(names=["a"]) != state(names=["b"])
+    assert state(ids=torch.ones(1)) == state(ids=torch.zeros(1))
+
+
+def test_nothing_is_kept_alive():
+    model = build()
+    model.held = held = np.zeros(3)
+    ends = [weakref.ref(held), weakref.ref(model.lm_head.weight)]
+    gc.disable()
+    try:
+        state = key_of(model)
+        model.lm_head.weight = nn.Parameter(torch.ones(1))
+        del model.held, held
+        assert state
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_quantised_weights_are_where_their_numbers_are():
+    """Not where the tensor is that holds others, which has no address of its own."""
+    model = build()
+    model.lm_head.weight = weight = rounded(model.lm_head.weight)
+    before = key_of(model)
+    assert key_of(model) == before
+    weight.values = weight.values.clone()
+    assert key_of(model) != before
 
 
 def test_what_is_equal_is_told_alike():
@@ -195,29 +270,6 @@ def test_what_is_equal_is_told_alike():
     assert settings[0] == settings[1] == settings[2]
 
 
-def settings_of(text):
-    """Changes of a decoder's configuration."""
-    return {
-        "a setting": lambda n: setattr(text, "sliding_window", n),
-        "a list in place": lambda n: text.layer_types.__setitem__(0, str(n)),
-        "a table in place": lambda n: text.rope_parameters.update(rope_theta=float(n)),
-        "another attribute": lambda n: setattr(text, f"new_{n}", None),
-    }
-
-
-@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlavaForConditionalGeneration"])
-@pytest.mark.parametrize("change", settings_of(None))
-def test_configurations_are_told_by_value(kind, change):
-    model = build(kind)
-    text = model.config.get_text_config(decoder=True)
-    text.layer_types = ["full_attention"] * 3
-    found = []
-    for number in (2, 3):
-        settings_of(text)[change](number)
-        found.append(structure_of(model))
-    assert found[0] != found[1]
-
-
 def test_parameters_can_be_exchanged_after_assisted_calls():
     """`module.to` exchanges quantised ones; PyTorch refuses it where anything refers to them
     weakly."""
@@ -229,3 +281,12 @@ def test_parameters_can_be_exchanged_after_assisted_calls():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 1.5))
     assert torch.equal(run(model, assistant=assistant), run(model))
     assert assistant.stats.last.tier == "tree"
+
+
+@pytest.mark.parametrize("kind", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_how_a_checkpoint_was_read_is_no_change(kind, tmp_path):
+    """Models whose weights were renamed or joined keep the rules by which they were."""
+    build(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model._weight_conversions
+    assert key_of(model) == key_of(model)

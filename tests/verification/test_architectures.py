@@ -90,14 +90,6 @@ def test_class_generates_as_without_assistant(name, served):
         assert_near(plain, assisted)
 
 
-@with_table
-@pytest.mark.parametrize(
-    "name", quick(classes.architectures(), {"LlamaForCausalLM", "BambaForCausalLM"})
-)
-def test_class_is_served_as_the_table_says(name, served):
-    assert classes.row_of(classes.build(name)) == served[name]
-
-
 def padded_batch():
     prompts = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(prompts)

@@ -1,30 +1,20 @@
 """What was recorded in one call is repeated in another only where that one computes the same."""
 
-import gc
-import weakref
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.utils.import_utils import enable_tf32
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
-from hf_retrieval_assist.host.model_key import key_of, recording_key
-from tests.support.changes import CHANGES, COMPUTED, RECORDABLE, exchanged
-from tests.support.int8_weight import rounded
+from hf_retrieval_assist.host.model_key import key_of
+from tests.support.changes import CHANGES, RECORDABLE, exchanged
 from tests.support.lossless import build, knowing, run, same
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.parts import needs
 from tests.support.quick import cases, crossed
-
-CPU = torch.device("cpu")
-
 
 IN_PLACE = (
     *("a setting", "weights' memory", "another order", "a hook", "autocast"),
@@ -139,49 +129,6 @@ def test_a_model_that_had_fewer_layers_meanwhile_repeats_nothing_of_before(monke
     assert assistant.stats.last.recordings > 0
 
 
-@pytest.mark.parametrize("name", ["inference mode", "other attention", *COMPUTED])
-def test_every_change_is_seen(name):
-    """Under autocast nothing is recorded."""
-    scopes = {
-        "inference mode": lambda model: torch.inference_mode(),
-        "other attention": lambda model: exchanged(
-            model.config, "_attn_implementation", lambda _: "eager"
-        ),
-    }
-    model = build()
-    before = key_of(model)
-    assert before == key_of(model)
-    with (scopes | COMPUTED)[name](model):
-        assert (recording_key(model, {}, CPU) is None) == (name == "autocast")
-        assert key_of(model) != before
-    assert key_of(model) == before
-
-
-def test_what_libraries_hook_in_counts_by_what_it_is():
-    model = build()
-    keys = []
-    for factor in (2, 2, 3):
-        # What is called is written in torch.
-        hook = partial(torch.utils.hooks.unserializable_hook, [factor])
-        handle = model.lm_head.register_forward_hook(hook)
-        keys.append(key_of(model))
-        handle.remove()
-    assert keys[0] == keys[1] != keys[2]
-    # A verdict holds for all of them: adapters are mixed by hooks of each call.
-    assert keys[0].structure == keys[2].structure
-
-
-def test_keywords_are_part_of_the_state():
-    model = build()
-
-    def state(**arguments):
-        return recording_key(model, arguments, CPU)
-
-    assert state(names=["a"]) == state(names=["a"])
-    assert state(names=["a"]) != state(names=["b"])
-    assert state(ids=torch.ones(1)) == state(ids=torch.zeros(1))
-
-
 def held(kind, model):
     """What holds one of a model's tensors, and the tensor's name there."""
     owner = {"parameter": model.model.embed_tokens, "buffer": model.model.rotary_emb}
@@ -207,77 +154,17 @@ def test_another_object_in_the_same_memory_is_another(kind):
     same(model, assistant=assistant, calls=2)
 
 
-def test_nothing_is_kept_alive():
-    model = build()
-    model.held = held = np.zeros(3)
-    ends = [weakref.ref(held), weakref.ref(model.lm_head.weight)]
-    gc.disable()
-    try:
-        state = key_of(model)
-        model.lm_head.weight = nn.Parameter(torch.ones(1))
-        del model.held, held
-        assert state
-        assert [end() for end in ends] == [None, None]
-    finally:
-        gc.enable()
-
-
-def test_quantised_weights_are_where_their_numbers_are():
-    """Not where the tensor is that holds others, which has no address of its own."""
-    model = build()
-    model.lm_head.weight = weight = rounded(model.lm_head.weight)
-    before = key_of(model)
-    assert key_of(model) == before
-    weight.values = weight.values.clone()
-    assert key_of(model) != before
-
-
-@contextmanager
-def put_back(owner, name):
-    """Scope after which a setting of PyTorch's is as before; pytest would take it off instead."""
-    before = getattr(owner, name)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-FLAGS = [
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-]
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_how_sums_are_rounded_is_part_of_the_state(name):
-    model, matmul = build(), torch.backends.cuda.matmul
-    before = key_of(model)
-    with put_back(matmul, name):
-        setattr(matmul, name, not getattr(matmul, name))
-        assert key_of(model) != before
-    assert key_of(model) == before
-
-
 def test_pytorchs_own_switch_for_tf32(monkeypatch):
     """Its older getters raise afterwards."""
     serve_in_place(monkeypatch)
     model = build()
     plain, before = run(model), key_of(model)
     owners = torch.backends.cuda.matmul, torch.backends.cudnn
-    with put_back(owners[0], "fp32_precision"), put_back(owners[1], "fp32_precision"):
+    unchanged = [exchanged(owner, "fp32_precision", lambda x: x) for owner in owners]
+    with unchanged[0], unchanged[1]:
         enable_tf32(True)
         with pytest.raises(RuntimeError):
             torch.get_float32_matmul_precision()
         assert torch.equal(plain, run(model, assistant=oracle_assistant(plain)))
         assert WORKSPACES.report(model).idle
         assert key_of(model) != before
-
-
-@pytest.mark.parametrize("kind", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
-def test_how_a_checkpoint_was_read_is_no_change(kind, tmp_path):
-    """Models whose weights were renamed or joined keep the rules by which they were."""
-    build(kind).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model._weight_conversions
-    assert key_of(model) == key_of(model)

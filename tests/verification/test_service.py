@@ -10,18 +10,13 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.host.model_key import key_of
 from hf_retrieval_assist.verification import service
-from hf_retrieval_assist.verification.engine import Engine
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, knowing, outcome, run, same
 from tests.support.quick import cases, crossed
 from tests.support.threads import in_threads
-from tests.support.watching import results_of
 from tests.support.wrapped_models import ROUNDINGS, rounding_activations
-
-WINDOWS = ["sliding_attention", "full_attention", "full_attention"]
-
 
 CAPACITIES = [(8, 16, 40), (64, 16, 40), (64, 128, 110)]
 
@@ -131,12 +126,6 @@ def test_wider_forwards_are_tested_when_they_are_wanted():
     assert choose_service(model, {}, demand=ServiceDemand(width=129)).width == 129
 
 
-def test_the_verifier_that_serves_is_the_one_that_was_tested(monkeypatch):
-    made, model = results_of(monkeypatch, Engine, "verifier"), build()
-    run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4))
-    assert len(set(map(type, made))) == 1
-
-
 def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
     """Accelerate prepares a model so: the wrapper returns logits in float32."""
     model = build()
@@ -202,10 +191,8 @@ def test_mixtures_that_return_what_their_routers_compute(model_class, by):
 
 MASKS = {
     "a window": ("LlamaForCausalLM", "sliding_window", None, 4),
-    "another window": ("MistralForCausalLM", "sliding_window", 6, 12),
     "no window": ("MistralForCausalLM", "sliding_window", 6, None),
     "chunks": ("Llama4ForCausalLM", "attention_chunk_size", 6, 12),
-    "types of layers": ("Qwen3ForCausalLM", "layer_types", WINDOWS[:], WINDOWS[::-1]),
     "both ways": ("BloomForCausalLM", "is_causal", True, False),
     "a part's window": ("LlavaForConditionalGeneration", "sliding_window", None, 4),
     "eager": ("LlamaForCausalLM", "_attn_implementation", "sdpa", "eager"),
@@ -221,12 +208,3 @@ def test_masks_follow_the_configuration_from_call_to_call(kind):
         setattr(config, name, value)
         same(model, assistant=SamAssistant(), calls=2)
         same(model)
-
-
-def test_modules_that_drop_out_in_another_call():
-    model = build()
-    for layer in model.model.layers:
-        layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.1).eval())
-    for mode, tier in ((False, "tree"), (True, "plain"), (False, "tree")):
-        model.model.layers[1].mlp.train(mode)
-        same(model, tier=tier)

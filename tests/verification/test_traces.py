@@ -61,11 +61,6 @@ def mean_as_number(own, x):
     return x - own.number
 
 
-def scaled_by_calls(own, x):
-    own.calls += 1
-    return x * (1 + 0.05 * own.calls)
-
-
 def mean_replaced(own, x):
     own.mean = torch.lerp(own.mean, x.mean((0, 1)), 0.3)
     return x - own.mean
@@ -86,18 +81,9 @@ def every_third(own, x):
     return x * 2 if int(own.calls) % 3 == 0 else x
 
 
-def codebook(own, x):
-    nearest = torch.cdist(x.flatten(0, 1), own.codes).argmin(-1)
-    own.codes[nearest] = own.codes[nearest].lerp(x.flatten(0, 1), 0.2)
-    return own.codes[nearest].view_as(x) + x
-
-
 ZEROS = torch.zeros(WIDTH)
 REMEMBERING = {
     "a mean in place": partial(with_part, lambda own, x: x - mix(own.mean, x), mean=ZEROS),
-    "a mean that is read first": partial(
-        with_part, lambda own, x: (x - own.mean, mix(own.mean, x))[0], mean=ZEROS
-    ),
     "a mean written past autograd": partial(
         with_part, lambda own, x: x - mix(own.mean.data, x), mean=ZEROS
     ),
@@ -107,10 +93,7 @@ REMEMBERING = {
         with_part, mean_through_numpy, mean=ZEROS, array=np.zeros(WIDTH, np.float32)
     ),
     "a mean as a number": partial(with_part, mean_as_number, number=0.0),
-    "a number": partial(with_part, scaled_by_calls, calls=0),
-    "a tensor without dimensions": partial(with_part, scaled_by_calls, calls=torch.zeros(())),
     "every third call": partial(with_part, every_third, calls=torch.zeros((), dtype=torch.long)),
-    "a codebook": partial(with_part, codebook, codes=torch.randn(6, WIDTH)),
 }
 
 
@@ -129,7 +112,7 @@ def with_observer():
     return model
 
 
-def with_spectral_norm(wrap):
+def with_norm_of_weights(wrap):
     model = build()
     for layer in model.model.layers:
         wrap(layer.mlp.down_proj)
@@ -157,8 +140,7 @@ def with_batch_norm(part_in_train_mode):
 REMEMBERING |= {
     "max_norm": partial(with_max_norm, True),
     "an observer": with_observer,
-    "spectral norm": partial(with_spectral_norm, nn.utils.spectral_norm),
-    "parametrised": partial(with_spectral_norm, nn.utils.parametrizations.spectral_norm),
+    "spectral norm": partial(with_norm_of_weights, nn.utils.parametrizations.spectral_norm),
     "batch norm": partial(with_batch_norm, True),
 }
 
@@ -185,12 +167,6 @@ def usage(own, x):
     return x
 
 
-def usage_and_constants(own, x):
-    usage(own, x)
-    constants = [torch.tensor([0.5]) for _ in range(8)]
-    return sum(constants, x)
-
-
 def grown(own, x):
     own.log.append(x.shape)
     own.table.setdefault("shapes", []).append(x.shape[1])
@@ -204,18 +180,12 @@ def cached(own, x):
 
 BENIGN = {
     "a counter": partial(with_part, counter, calls=0),
-    "a counting tensor": partial(with_part, counter, calls=torch.zeros((), dtype=torch.long)),
     "usage of experts": partial(with_part, usage, usage=torch.zeros(WIDTH)),
-    "usage and constants": partial(with_part, usage_and_constants, usage=torch.zeros(WIDTH)),
-    "what came last": partial(
-        with_part, lambda own, x: (x, own.seen.copy_(x.mean((0, 1))))[0], seen=ZEROS
-    ),
     "lists that grow": partial(with_part, grown, log=[], table={}),
     "what is made anew": partial(with_part, cached, frequencies=ZEROS),
-    "weight norm": lambda: with_spectral_norm(nn.utils.weight_norm).eval(),
-    "spectral norm": lambda: with_spectral_norm(nn.utils.spectral_norm).eval(),
+    "spectral norm in use": lambda: with_norm_of_weights(nn.utils.spectral_norm).eval(),
     "train mode": lambda: build().train(),
-    "batch norm": partial(with_batch_norm, False),
+    "batch norm in use": partial(with_batch_norm, False),
 }
 
 
@@ -223,10 +193,6 @@ BENIGN = {
 def test_models_that_count_or_make_the_same_anew_are_assisted(kind, tests):
     same(BENIGN[kind](), calls=12, tier="tree")
     assert len(tests) <= 2
-
-
-KINDS = {kind: (make, Tier.PLAIN) for kind, make in REMEMBERING.items()}
-KINDS |= {f"benign: {kind}": (make, Tier.TREE) for kind, make in BENIGN.items()}
 
 
 def kept(model):
@@ -241,9 +207,9 @@ def kept(model):
     return tensors, plain
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REMEMBERING | BENIGN)
 def test_the_test_leaves_nothing_behind(kind):
-    model = KINDS[kind][0]()
+    model = (REMEMBERING | BENIGN)[kind]()
     logs = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
     names = [set(vars(module)) for module in model.modules()]
     tensors, plain = kept(model)
@@ -277,8 +243,6 @@ DRAWING = {
     ),
     "NumPy's": numpy_noise,
     "dropout": partial(with_train_part, nn.Dropout(0.1)),
-    "alpha dropout": partial(with_train_part, nn.AlphaDropout(0.1)),
-    "leaky units": partial(with_train_part, nn.RReLU()),
     "attention": with_attention_in_train_mode,
     "a function": partial(
         with_part, lambda own, x: nn.functional.dropout(x, 0.1, own.dropping), dropping=True
@@ -372,20 +336,6 @@ def another_drawing(draw):
     finally:
         done.set()
         thread.join()
-
-
-def test_numbers_that_another_thread_draws_once_are_not_the_models():
-    others = []
-    random.seed(3)
-    with another_drawing(lambda: None):
-        watched = traces.Traces(build())
-        with watched.restored():
-            for draws in (1, 0):
-                others += [random.random() for _ in range(draws)]
-                watched.look()
-    assert watched.why_plain is None
-    seeded = random.Random(3)
-    assert [*others, random.random()] == [seeded.random(), seeded.random()]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ def masked(lengths, padding):
 
 
 def built(rule, lengths, trees, padding, per_type):
-    """The mask as the package builds it, and the slots that its columns stand for."""
+    """The mask as the package builds it, and the slots that its columns stand for; tokens that are
+    fed one after another see what they would together, columns of earlier ones being behind the
+    kept slots."""
     slots = RowSlots(lengths)
     rules = {"kind": rule} if per_type else rule
     attention = TreeAttention(rules, masked(lengths, padding), torch.float32)
@@ -91,6 +93,10 @@ def built(rule, lengths, trees, padding, per_type):
     assert views[0].first is None
     first = views[1].first if rule.reach else 0
     assert slots.views == (None, None), "masks write nothing to the cache"
+    late = TreeLayout(fed.depths[:, 1:], fed.depths, fed.sees[:, 1:])
+    if mask is not None and late.depths.shape[1]:
+        part = attention.masks(late, slots)[0]
+        assert torch.equal(part["kind"] if per_type else part, mask[:, :, 1:])
     shown = range(first, max(lengths) + fed.sees.shape[1])
     hidden = expected(rule, lengths, trees, padding, range(first))
     assert not hidden.any()
@@ -148,29 +154,7 @@ def test_masks_over_whole_buffers_are_their_definition(seed):
     width = 1 + max(map(len, trees)) + seed % 3
     fed = TreeTokens.of([7] * len(lengths), Forest.of(trees), lengths, width=width)
     actual = in_buffers(RULES, lengths, padding, fed.depths, fed.sees, width)
+    late = in_buffers(RULES, lengths, padding, fed.depths, fed.sees[:, 1:], width + 2)
     for kind, rule in RULES.items():
         assert_defined(rule, lengths, trees, padding, actual[kind], range(CAPACITY))
-
-
-@pytest.mark.parametrize("before", range(1, 8))
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_tokens_fed_one_after_another_see_in_views_what_they_would_together(rule, before):
-    """Columns of earlier forwards stand behind the kept slots."""
-    tree = random_tree(np.random.default_rng(before), 8, 4)
-    _, fed = TreeTokens.of([7], Forest.of([tree]), [10]).lines(CPU)
-    late = TreeLayout(fed.depths[:, before:], fed.depths, fed.sees[:, before:])
-    attention = TreeAttention(rule, None, torch.float32)
-    whole, part = (attention.masks(tokens, RowSlots([10]))[0] for tokens in (fed, late))
-    assert torch.equal(part, whole[:, :, before:])
-
-
-@pytest.mark.parametrize("before", range(1, 8))
-def test_tokens_fed_one_after_another_see_in_buffers_what_they_would_together(before):
-    trees = [random_tree(np.random.default_rng(before + row), 8, 4) for row in range(2)]
-    lengths, padding = [9, 12], [0, 0]
-    together = TreeTokens.of([1, 1], Forest.of(trees), lengths)
-    rows = RULES, lengths, padding, together.depths
-    whole = in_buffers(*rows, together.sees, together.token_ids.shape[1])
-    part = in_buffers(*rows, together.sees[:, before:], 9 + before % 4)
-    for kind in RULES:
-        np.testing.assert_array_equal(part[kind], whole[kind][:, before:])
+        np.testing.assert_array_equal(late[kind], actual[kind][:, 1:])
