@@ -16,7 +16,7 @@ assistant = SamAssistant(memory=OutputMemory())
 
 
 @register_model("hf-assisted")
-class AssistedLM(HFLM):  # type: ignore[misc]
+class AssistedLM(HFLM):
     """A model that lm-eval loads, with the assistant attached."""
 
     def __init__(self, *args: Any, **options: Any):
