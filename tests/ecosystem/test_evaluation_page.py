@@ -41,7 +41,7 @@ def test_from_python(written, monkeypatch):
     exec(compile(blocks["py"][0], PAGE.name, "exec"), names)
     assert names["found"]["results"]["capitals"]["exact_match,answer"] == 0
     total = names["assistant"].stats.total
-    assert (total.calls, total.tier) == (2, "tree")
+    assert (total.calls, total.tier) == (4, "tree")
     assert total.tokens >= 4
 
 
@@ -57,5 +57,5 @@ def test_from_the_command_line(written):
         command, shell=True, env=environment, check=True, capture_output=True, text=True
     )
     assert re.search(r"\|capitals\|.*\|answer\|.*exact_match", found.stdout.replace(" ", ""))
-    assert "all 2 calls: " in found.stdout
-    assert " tree " in found.stdout
+    assert "all 4 calls: " in found.stdout
+    assert "not assisted" not in found.stdout
