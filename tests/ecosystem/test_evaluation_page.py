@@ -1,7 +1,8 @@
-"""The page on lm-eval: its files, its Python and its command run as a reader runs them."""
+"""The page on lm-eval: its task, its Python and its command run as a reader runs them."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +15,21 @@ from .small_world import small_world
 
 pytest.importorskip("lm_eval")
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "loops.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "howto" / "loops.md"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """The page's blocks by language, its files in the working directory, and a tiny model."""
+    """The page's blocks by language, its task in the working directory, and a tiny model."""
     page = PAGE.read_text(encoding="utf-8")
     blocks = {}
     for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         blocks.setdefault(language, []).append(text)
     monkeypatch.chdir(tmp_path)
-    Path("capitals.jsonl").write_text(*blocks["json"], encoding="utf-8")
-    Path("capitals.yaml").write_text(*blocks["yaml"], encoding="utf-8")
+    for name in ("capitals.jsonl", "capitals.yaml", "assisted_lm_eval.py"):
+        shutil.copy(ROOT / "examples" / name, name)
     world = small_world(ALPHABET, max_position_embeddings=1024)
     return blocks, *world
 
@@ -39,7 +41,7 @@ def test_from_python(written, monkeypatch):
     exec(compile(blocks["py"][0], PAGE.name, "exec"), names)
     assert names["found"]["results"]["capitals"]["exact_match,answer"] == 0
     total = names["assistant"].stats.total
-    assert (total.calls, total.tier) == (2, "tree")
+    assert (total.calls, total.tier) == (4, "tree")
     assert total.tokens >= 4
 
 
@@ -47,7 +49,6 @@ def test_from_the_command_line(written):
     blocks, model, tokenizer = written
     for part in (model, tokenizer):
         part.save_pretrained("model")
-    Path("assisted_lm_eval.py").write_text(blocks["py"][1], encoding="utf-8")
     commands = [block for block in blocks["console"] if "assisted_lm_eval.py" in block]
     (command,) = (block.removeprefix("$ ") for block in commands)
     here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -56,5 +57,5 @@ def test_from_the_command_line(written):
         command, shell=True, env=environment, check=True, capture_output=True, text=True
     )
     assert re.search(r"\|capitals\|.*\|answer\|.*exact_match", found.stdout.replace(" ", ""))
-    assert "all 2 calls: " in found.stdout
-    assert " tree " in found.stdout
+    assert "all 4 calls: " in found.stdout
+    assert "not assisted" not in found.stdout
