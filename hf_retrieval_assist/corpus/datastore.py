@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..structures.suffix_array import SuffixArray, SuffixMatcher
-from ..types.passages import BESIDE, FEWEST, LONGEST, Place, Source, place_in
-from ..types.token_tree import Ids, Int32Array, NamedIds
+from ..structures.suffix_array import SuffixArray
+from ..types.token_tree import Ids, NamedIds
 from .build import BuildOptions, build_shards, publish, remove_others, staging_directory
 from .format import MANIFEST, Manifest, MappedShard, read_manifest
 
@@ -37,7 +34,7 @@ def tokenizer_name(tokenizer: Any) -> str | None:
     return Path(name).resolve().name if Path(name).exists() else name
 
 
-class Datastore(Source):
+class Datastore:
     """An immutable, memory-mapped corpus and its suffix arrays (REST, He et al. 2023, section 3.2).
 
     Read-only, and shared by any number of threads and processes. Opening maps the files and checks
@@ -201,48 +198,6 @@ class Datastore(Source):
                 sizes[name] = sizes.get(name, 0) + tokens
         return sizes
 
-    def places(self, text: Int32Array, tokens: Sequence[int]) -> list[Place | None]:
-        """See `Source.places`. Of documents without a name, the number is told."""
-        if not len(tokens):
-            return []
-        first = max(0, tokens[0] - LONGEST)
-        matcher = SuffixMatcher(self.index, LONGEST)
-        lengths = []  # the longest match's that ends with each token from `first` on
-        for token in text[first : tokens[-1] + LONGEST].tolist():
-            matcher.extend([token])
-            lengths.append(matcher.match_length)
-        return [self._place(text, first, lengths, token) for token in tokens]
-
-    def _place(self, text: Int32Array, first: int, lengths: list[int], token: int) -> Place | None:
-        ends = range(token, min(token + LONGEST, first + len(lengths)))
-        spans = [(end - lengths[end - first] + 1, end + 1) for end in ends]
-        round_it = [span for span in spans if span[0] <= token]
-        start, stop = max(round_it, key=lambda span: span[1] - span[0], default=(0, 0))
-        if stop - start < FEWEST:
-            return None
-        passage = text[start:stop].tolist()
-        number, at = self.index.find(passage)
-        shard = self._shards[number]
-        document = int(np.searchsorted(shard.starts, at, side="right")) - 1
-        if not 0 <= document < len(shard.documents):  # an altered file, as below
-            return None
-        name, tokens, before = shard.documents[document]
-        begin = int(shard.starts[document])
-        shown = max(begin, at - BESIDE), min(at + len(passage) + BESIDE, begin + tokens)
-        own = at - shown[0], at - shown[0] + len(passage)
-        ids = shard.tokens[slice(*shown)]
-        if not ((ids >= 0) & (ids < self.vocab_size)).all():
-            return None
-        others = sum(other.documents for other in self.manifest.shards[:number])
-        return place_in(
-            NamedIds(name or f"document {others + document}", ids),
-            others + document,
-            own[0] + token - start,
-            own,
-            self.index.count(passage),
-            before + shown[0] - begin,
-        )
-
     def count(self, token_ids: Ids) -> int:
         """How often a token string occurs inside documents. O(len(token_ids) log(tokens)).
 
@@ -298,31 +253,6 @@ class Datastore(Source):
         return cls.open(
             huggingface_hub.snapshot_download(str(path_or_hub_id), **options), tokenizer
         )
-
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, **hub_options: Any) -> str:
-        """Upload the datastore to a dataset repository of the Hub, made if it does not exist.
-
-        Args:
-            repo_id: `owner/name`.
-            private: whether a new repository is private.
-            hub_options: passed to `huggingface_hub.HfApi`, such as `token`, `endpoint`.
-
-        Returns:
-            The address of the commit.
-        """
-        import huggingface_hub
-
-        api = huggingface_hub.HfApi(**hub_options)
-        api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
-        listed = [shard.file_name for shard in self.manifest.shards]
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            repo_type="dataset",
-            folder_path=self.path,
-            allow_patterns=[MANIFEST, *listed],
-            commit_message="Upload datastore",
-        )
-        return str(commit)
 
 
 def _mapped(path: Path) -> tuple[Manifest, list[MappedShard]]:

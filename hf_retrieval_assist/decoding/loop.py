@@ -223,7 +223,7 @@ class Generation:
             session.begin(path.tokens, logits, shown)
         self.lap("draft")
         if self.observer is not None:
-            self.observer.begin(paths, [session.sources() for session in self.sessions])
+            self.observer.begin(paths)
 
     def draft(self, rows: Sequence[RowText]) -> DraftedStep:
         """A step with a draft of each of the running rows."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from ..policy.stats import CallStats
-from ..types.passages import Source
 from ..types.row_text import Path
 from ..types.token_tree import Int32Array, TokenTree
 
@@ -14,11 +13,8 @@ from ..types.token_tree import Int32Array, TokenTree
 class Observer(Protocol):
     """Is told a call's steps while it goes on, from the thread that generates."""
 
-    def begin(
-        self, paths: Sequence[Path], sources: Sequence[Sequence[Mapping[str, Source]]]
-    ) -> None:
-        """The prefill brought the first tokens of each row, for which each drafter drafts from
-        these sources, by origin."""
+    def begin(self, paths: Sequence[Path]) -> None:
+        """The prefill brought the first tokens of each row."""
 
     def step(
         self,

@@ -7,7 +7,7 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
-from ..types.passages import Documents, OwnText, Source
 from ..types.token_tree import Ids, Int32Array, NamedIds, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
@@ -49,21 +48,16 @@ class MatchSession(DraftSession):
         cursor: where it is held.
         extend: goes on with tokens of the text.
         vocab_size: of the model.
-        source: what the automaton holds, by origin.
     """
 
     cursor: Cursor
     extend: Callable[[Int32Array], object]
     vocab_size: int
-    source: Mapping[str, Source]
 
     @property
     def match_length(self) -> int:
         """Tokens at the end of the text that the automaton holds elsewhere."""
         return self.cursor.length
-
-    def sources(self) -> Mapping[str, Source]:
-        return self.source
 
 
 class AutomatonDrafter(Drafter):
@@ -91,9 +85,8 @@ class AutomatonDrafter(Drafter):
             automaton.extend(expected)
             automaton.end_document()
         automaton.extend(np.ascontiguousarray(prompt_ids, np.int32), cursor)
-        source = {"text": OwnText(target.expected, len(prompt_ids))}
         extend = partial(automaton.extend, cursor=cursor)
-        return MatchSession(cursor, extend, target.vocab_size, source)
+        return MatchSession(cursor, extend, target.vocab_size)
 
     def propose(
         self, sessions: Sequence[MatchSession], budgets: Sequence[int]
@@ -142,29 +135,14 @@ class StaticAutomatonDrafter(AutomatonDrafter):
     def __init__(self, corpus: Iterable[Ids | NamedIds], max_draft: int = 40) -> None:
         super().__init__(max_draft)
         self.automaton = SuffixAutomaton()
-        documents = []
         self._largest_id = -1
-        for name, ids in checked_documents(corpus):
-            documents.append((name, len(self.automaton), len(ids)))
+        for ids in checked_documents(corpus):
             self.automaton.extend(ids)
             self.automaton.end_document()
             self._largest_id = max(self._largest_id, int(ids.max()))
-        self._source = {"corpus": _Indexed(self.automaton, documents)}
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
         target.require_ids("corpus", self._largest_id)
         cursor = self.automaton.cursor()
         cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
-        return MatchSession(cursor, cursor.advance_all, target.vocab_size, self._source)
-
-
-@dataclass(frozen=True)
-class _Indexed(Documents):
-    """The documents of an automaton: their names, where they begin, and how long they are."""
-
-    _automaton: SuffixAutomaton
-    _documents: Sequence[tuple[str, int, int]]
-
-    def documents(self, text: Int32Array) -> Iterable[NamedIds]:
-        tokens = self._automaton.tokens()
-        return [NamedIds(name, tokens[at : at + n]) for name, at, n in self._documents]
+        return MatchSession(cursor, cursor.advance_all, target.vocab_size)

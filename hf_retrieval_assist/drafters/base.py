@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ..host.feature_taps import HiddenLayers
 from ..host.fingerprint import fingerprint
 from ..types.evidence import EvidenceClasses
-from ..types.passages import Source
 from ..types.token_tree import Float64Array, Int32Array, TokenTree
 from ..verification.verified import TopLogits
 from .call_view import CallView
@@ -92,11 +91,6 @@ class DraftSession:
     def restrict(self, tree: TokenTree) -> TokenTree:
         """The nodes of any drafter's `tree` that can still be chosen, as far as this one knows."""
         return tree
-
-    def sources(self) -> Mapping[str, Source]:
-        """Where passages that drafts come from can be looked up, by what they are; they can be
-        after the session has been closed, too. Asked where a call is recorded."""
-        return {}
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What was drawn below the node that `path` leads to, tokens from the last draft's root.

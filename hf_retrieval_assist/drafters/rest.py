@@ -5,7 +5,7 @@ He, Zhong, Cai, Lee, He: "REST: Retrieval-Based Speculative Decoding", 2023, sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from ..structures.draft_tree import path_products
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..types.evidence import EvidenceClasses
-from ..types.passages import Source
 from ..types.token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedbacks, Target, Tokens
 
@@ -114,6 +113,3 @@ class RestSession(DraftSession):
 
     matcher: SuffixMatcher
     datastore: Datastore
-
-    def sources(self) -> Mapping[str, Source]:
-        return {"corpus": self.datastore}

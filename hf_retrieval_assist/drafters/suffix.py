@@ -8,7 +8,7 @@ here, and what each is worth is learnt while drafting (`Mixer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import as_file, files
@@ -23,7 +23,6 @@ from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Mixer, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
-from ..types.passages import Documents, OwnText, Source
 from ..types.token_tree import (
     Float32Array,
     Forest,
@@ -103,13 +102,11 @@ class SuffixDrafter(Drafter):
         self.min_prob = min_prob
         self.learn = learn
         self.corpus: SuffixTree | None = None
-        self.names: dict[int, str] = {}  # the corpus's, by sequence
         self._largest_id = -1  # the corpus's
         if corpus is not None:
             self.corpus = indexed = SuffixTree(max_depth)
-            for name, ids in checked_documents(corpus):
-                self.names[sequence := indexed.add_sequence()] = name
-                indexed.extend(sequence, ids)
+            for ids in checked_documents(corpus):
+                indexed.extend(indexed.add_sequence(), ids)
                 self._largest_id = max(self._largest_id, int(ids.max()))
         self.mixer = (mixture or Mixture.trained()).mixer()
         self._mixing = Lock()  # taken after the memory's
@@ -155,17 +152,6 @@ class SuffixDrafter(Drafter):
         return -1 - classes
 
 
-@dataclass(frozen=True)
-class _Corpus(Documents):
-    """A drafter's corpus."""
-
-    _tree: SuffixTree
-    _names: Mapping[int, str]
-
-    def documents(self, text: Int32Array) -> Iterable[NamedIds]:
-        return (NamedIds(name, self._tree.tokens(i)) for i, name in self._names.items())
-
-
 class SuffixSession(DraftSession):
     """A text and its suffix tree.
 
@@ -179,8 +165,6 @@ class SuffixSession(DraftSession):
         self, drafter: SuffixDrafter, prompt_ids: NDArray[np.int32], target: Target
     ) -> None:
         self.drafter = drafter
-        self._expected = target.expected
-        self._prompt_length = len(prompt_ids)
         self.kind = target.fingerprint
         if drafter.memory.by_prompt:
             self.kind = prompt_group(target.fingerprint, prompt_ids)
@@ -196,16 +180,6 @@ class SuffixSession(DraftSession):
             self.output = drafter.memory.start(self.kind)
         else:
             drafter.memory.refresh()
-
-    def sources(self) -> Mapping[str, Source]:
-        drafter = self.drafter
-        found: dict[str, Source] = {
-            "text": OwnText(self._expected, self._prompt_length),
-            "memory": drafter.memory.source(self.kind, self.output),
-        }
-        if drafter.corpus is not None:
-            found["corpus"] = _Corpus(drafter.corpus, drafter.names)
-        return found
 
     def close(self) -> None:
         if self.output is not None:

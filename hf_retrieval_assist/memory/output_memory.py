@@ -18,8 +18,6 @@ from ..plugins import load, paths
 from ..structures.suffix_tree import MAX_DEPTH, SuffixTree
 from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
-from ..types.passages import Documents, Source
-from ..types.token_tree import Int32Array, NamedIds
 from .log import Output, SharedOutputs
 from .running_output import GROUP_MARK, OutputTree, RunningOutput
 
@@ -229,16 +227,6 @@ class OutputMemory:
             self._adopt(fingerprint)
         kind = self._kinds.get(self._prefix + fingerprint)
         return kind and kind.tree
-
-    def source(self, fingerprint: str, own: RunningOutput | None) -> Source:
-        """A model's outputs, where passages of another text can be looked up, as long as they are
-        remembered.
-
-        Args:
-            fingerprint: of the model.
-            own: the output that is that text itself, which is left out.
-        """
-        return _Remembered(self, self._prefix + fingerprint, own)
 
     def add(self, token_ids: Sequence[int] | NDArray[np.int32], fingerprint: str = "") -> None:
         """Learn a whole output, or any other text.
@@ -467,20 +455,6 @@ class OutputMemory:
             self._tree_bytes -= kind.tree.nbytes
         self._output_bytes -= output.cost
         output.sequence, output.full = None, True
-
-
-class _Remembered(Documents):
-    """See `OutputMemory.source`."""
-
-    def __init__(self, memory: OutputMemory, kind: str, own: RunningOutput | None) -> None:
-        self._memory, self._kind, self._own = memory, kind, own
-
-    def documents(self, text: Int32Array) -> Iterator[NamedIds]:
-        with self._memory.lock:
-            kind = self._memory._kinds.get(self._kind)
-            known = [] if kind is None else [x for x in kind.outputs if x is not self._own]
-            texts = [kind.tree.tokens(output.sequence) for output in known] if kind else []
-        return (NamedIds(f"earlier output {n}", ids) for n, ids in enumerate(texts, 1))
 
 
 class _Namespace(OutputMemory):

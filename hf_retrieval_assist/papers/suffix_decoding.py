@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -16,7 +16,6 @@ from ..policy.policy import DraftingPolicy, Options
 from ..policy.step import DraftedStep
 from ..presets import require
 from ..structures.suffix_tree import SuffixTree
-from ..types.passages import OwnText, Source
 from ..types.token_tree import Forest, TokenTree
 from .paper import MOST_NODES, PaperPolicy, PapersFallback, papers_fallback
 
@@ -74,7 +73,7 @@ class ScoredSession(DraftSession):
 
     def __init__(self, memory: OutputMemory, prompt_ids: NDArray[np.int32], target: Target) -> None:
         self.score = 0.0
-        self.target, self._memory, self._prompt_length = target, memory, len(prompt_ids)
+        self.target, self._memory = target, memory
         self.tree = SuffixTree(memory.max_depth)
         for text in target.expected:
             self.tree.extend(self.tree.add_sequence(), text)
@@ -83,13 +82,6 @@ class ScoredSession(DraftSession):
         self.written: list[int] = []
         memory.refresh()
         self._output = memory.start(target.fingerprint) if target.learn else None
-
-    def sources(self) -> Mapping[str, Source]:
-        memory, target = self._memory, self.target
-        return {
-            "text": OwnText(target.expected, self._prompt_length),
-            "memory": memory.source(target.fingerprint, self._output),
-        }
 
     def close(self) -> None:
         if self._output is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,6 @@ from ..host.feature_taps import HiddenLayers
 from ..structures import draft_tree
 from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
-from ..types.passages import Source
 from ..types.token_tree import Forest, Int32Array, Int64Array, Limits, TokenTree
 from . import cost_store
 from .acceptance import Calibrator
@@ -441,10 +440,6 @@ class AssistantSession:
         for session in self.restricting:
             tree = session.restrict(tree)
         return tree
-
-    def sources(self) -> list[Mapping[str, Source]]:
-        """Where passages that each drafter drafts from can be looked up, by origin."""
-        return [session.sources() for session in self.sessions]
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What children were drawn from below a path of tokens, for residual verification."""

@@ -64,15 +64,15 @@ def named_ids(name: str, document: Any, vocab_size: int = 2**31) -> tuple[str, I
     return own, checked_ids(name, document, vocab_size)
 
 
-def checked_documents(corpus: Iterable[Any]) -> Iterator[tuple[str, Int32Array]]:
-    """Each document that has any ids, int32 [n], under its name or its number; raises what
-    `checked_ids` does, and ValueError behind a corpus without a token."""
+def checked_documents(corpus: Iterable[Any]) -> Iterator[Int32Array]:
+    """Each document that has any ids, int32 [n]; raises what `checked_ids` does, and ValueError
+    behind a corpus without a token."""
     empty = True
     for number, document in enumerate(corpus):
-        name, ids = named_ids(f"corpus: document {number}", document)
+        _, ids = named_ids(f"corpus: document {number}", document)
         if len(ids):
             empty = False
-            yield name or f"document {number}", ids
+            yield ids
     if empty:
         raise ValueError("corpus: expected at least one token, got none")
 

@@ -77,7 +77,7 @@ def page(shown: str) -> str:
 def fragment(record: Any) -> str:
     """A `Record` for a notebook's cell."""
     palette = colours(record.origins)
-    passages, shown = record.sources(), []
+    passages, shown = record.passages(), []
     for number, call in enumerate(record.calls):
         mine = [passage for passage in passages if passage.call == number]
         texts = _Texts(call, palette, record.tokenizer, mine)

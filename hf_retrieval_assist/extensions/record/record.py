@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,10 +12,9 @@ import numpy as np
 
 from ...drafters.base import Drafter
 from ...policy.stats import CallStats
-from ...types.passages import Place
-from ...types.token_tree import Int32Array
+from ...types.token_tree import Int32Array, NamedIds
 from . import html
-from .passages import Passage, Passages
+from .passages import Passage, Passages, Run, Texts
 from .pieces import text_pieces
 from .steps import MODEL, CallRecord, Step
 
@@ -95,51 +94,31 @@ class Record:
             tokens += call.tokens_by_origin()
         return {name: (proposed[name], verified[name], tokens[name]) for name in self.origins}
 
-    def sources(self) -> Passages:
-        """Where drafted tokens stand: which document of a corpus, which earlier output, expected
-        text or part of the own text, word for word.
+    def passages(self, documents: Iterable[NamedIds] = ()) -> Passages:
+        """Where drafted tokens stand word for word: in the prompt, in the answer itself, or in
+        documents.
 
-        Each token is looked up in all sources of the drafters that named it, as these are now, by
-        the longest passage round it, of two tokens at least and 129 at most. Tokens in a row with
-        the same place are one passage. What was forgotten since is not found. `print` shows a line
-        each.
+        Each token is looked up by the longest passage round it, of two tokens at least and 129 at
+        most. Tokens in a row with the same place are one passage. `print` shows a line each.
+
+        Args:
+            documents: other texts, such as those of a :class:`~...corpus.datastore.Datastore`.
         """
-        found = Passages()
+        found, documents = Passages(), [*documents]
         for number, call in enumerate(self.calls):
-            for row in range(len(call.prompts)):
-                found += self._passages(number, row)
+            for row, prompt in enumerate(call.prompts):
+                texts = Texts(prompt, call.generated(row), documents)
+                drafted = [i for i, name in enumerate(call.credits(row)) if name != MODEL]
+                for run in texts.runs(drafted):
+                    found.append(self._passage(number, row, texts, run))
         return found
 
-    def _passages(self, number: int, row: int) -> list[Passage]:
-        """Those of one row: tokens whose places are one distance apart from theirs are a run."""
-        open_runs: dict[tuple[str, int, int], tuple[int, Place]] = {}
-        runs = []
-        for token, places in enumerate([*self.calls[number].places(row), {}]):
-            here = {(name, x.document, x.token - token): x for name, x in places.items()}
-            for run in open_runs.keys() - here.keys():
-                first, longest = open_runs.pop(run)
-                runs.append((first, token, *run, longest))
-            for run, place in here.items():
-                first, longest = open_runs.get(run, (token, place))
-                open_runs[run] = first, max(longest, place, key=lambda x: len(x.token_ids))
-        return [self._passage(number, row, *run) for run in sorted(runs, key=lambda run: run[:3])]
-
-    def _passage(
-        self,
-        call: int,
-        row: int,
-        start: int,
-        stop: int,
-        origin: str,
-        document: int,
-        apart: int,
-        longest: Place,
-    ) -> Passage:
-        parts = longest.before, longest.token_ids, longest.after
+    def _passage(self, call: int, row: int, texts: Texts, run: Run) -> Passage:
+        parts = texts.beside(run)
         pieces = iter([] if self.tokenizer is None else self.pieces(np.concatenate(parts)))
         before, text, after = ("".join(islice(pieces, len(part))) for part in parts)
-        found = origin, longest.name, document, apart + start, text, before, after, longest.count
-        return Passage(call, row, start, stop, *found)
+        where = texts.names[run.document], run.apart + run.start
+        return Passage(call, row, run.start, run.stop, *where, text, before, after, run.count)
 
     def shown_origins(self) -> list[tuple[str, ...]]:
         """Names and figures of the sources of verified nodes, and of the model."""

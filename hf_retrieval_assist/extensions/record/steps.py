@@ -12,7 +12,6 @@ import numpy as np
 from ...drafters.base import Drafter
 from ...policy.stats import PHASES, CallStats
 from ...system.lazy import cached_property
-from ...types.passages import Place, Source
 from ...types.row_text import Path
 from ...types.token_tree import Int32Array, TokenTree
 
@@ -150,17 +149,13 @@ class CallRecord:
     steps: list[Step] = field(default_factory=list)
     _end: int | None = None
     _forward: int = 0
-    _sources: Sequence[Sequence[Mapping[str, Source]]] = ()
 
     def __post_init__(self) -> None:
         self._lengths = [0] * len(self.prompts)
         self._seen = dict.fromkeys(self.stats.seconds, 0.0)
 
-    def begin(
-        self, paths: Sequence[Path], sources: Sequence[Sequence[Mapping[str, Source]]]
-    ) -> None:
+    def begin(self, paths: Sequence[Path]) -> None:
         """The prefill brought the first tokens of each row."""
-        self._sources = sources
         rows = range(len(paths))
         self.step(rows, dict.fromkeys(rows, ()), [TokenTree.empty()] * len(rows), paths)
 
@@ -206,26 +201,6 @@ class CallRecord:
     def credits(self, row: int) -> list[str]:
         """The source of each of the row's generated tokens."""
         return [name for step in self.of_row(row) for name in step.credits][: self._end]
-
-    def places(self, row: int) -> list[dict[str, Place]]:
-        """Where each of the row's generated tokens stands, in all sources of the drafters that
-        named it, by source, as these are now; nothing of tokens that only a model has named."""
-        generated, prompt = self.generated(row), self.prompts[row]
-        named: list[set[int]] = []
-        for step in self.of_row(row):
-            accepted = step.accepted[: len(step.token_ids)].tolist()
-            named += ({witness.drafter for witness in step.witnesses[node]} for node in accepted)
-            named += [set() for _ in range(len(step.token_ids) - len(accepted))]
-        text = np.concatenate([prompt, generated])
-        found: list[dict[str, Place]] = [{} for _ in generated]
-        for drafter, sources in enumerate(self._sources[row] if self._sources else ()):
-            tokens = [i for i in range(len(found)) if drafter in named[i]]
-            for origin, source in sources.items():
-                places = source.places(text, [len(prompt) + i for i in tokens])
-                for i, place in zip(tokens, places, strict=True):
-                    if place is not None:
-                        found[i][origin] = place
-        return found
 
     def tokens_by_origin(self) -> Counter[str]:
         """Generated tokens of all rows by the source that they are credited to."""
