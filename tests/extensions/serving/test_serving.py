@@ -1,10 +1,8 @@
 """The server, driven by the API's own client: plain answers, predictions, bad requests, figures."""
 
-import asyncio
 import contextlib
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +23,6 @@ from transformers import (
     MambaForCausalLM,
     Qwen2ForCausalLM,
     __version__,
-    set_seed,
 )
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import (
@@ -49,10 +46,12 @@ from tests.support.redis_process import free_port
 from tests.support.rounding import near
 from tests.support.served import (
     ANSWERS,
+    ASKED,
     CALL,
     LIST,
     TOOL,
     Served,
+    changed_model,
     connected,
     get,
     serving,
@@ -181,16 +180,11 @@ def answered(served, **body):
     return json.loads(text)
 
 
-def contents(answer):
-    return [(one["message"]["content"], one["finish_reason"]) for one in answer["choices"]]
-
-
 SURROGATE = "half of \ud83d"
 PARTS = [{"type": "text"}]
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 OF_NO_TEXT = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
 JSON = {"type": "json_object"}
-ASKED = of_user("hello")["messages"]
 # What fields of all kinds may not be: the values, and the code of the refusal.
 CHATS = {
     "messages": [
@@ -356,31 +350,6 @@ def test_the_page_has_every_field():
     assert sorted(named) == sorted({name for kind in fields for name in kind.model_fields})
 
 
-def test_clients_that_wait_for_nobody(served):
-    """The asynchronous client: answers, streams and refusals."""
-
-    async def ask():
-        url = f"{served.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            options = {"model": served.model, "messages": ASKED, "temperature": 0}
-            create = partial(client.chat.completions.create, **options)
-            answers = await asyncio.gather(*(create() for _ in range(4)))
-            chunks = [chunk async for chunk in await create(stream=True)]
-            with pytest.raises(openai.BadRequestError) as found:
-                await create(n=0)
-            response = await client.responses.create(model=served.model, input="hello")
-            text = await client.completions.create(model=served.model, prompt="x", max_tokens=3)
-            return answers, chunks, found.value, response, text
-
-    answers, chunks, error, response, text = asyncio.run(ask())
-    assert {one.choices[0].message.content for one in answers} == {ANSWERS["hello"]}
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == ANSWERS["hello"]
-    assert (error.param, error.code, error.type) == ("n", "invalid_value", "invalid_request_error")
-    assert "greater than or equal to 1" in str(error)
-    assert response.output_text == ANSWERS["hello"]
-    assert text.usage.completion_tokens <= 3
-
-
 def test_what_is_not_there_is_told(served):
     for method, path, status in (
         ("GET", "/v1/nowhere", 404),
@@ -394,20 +363,6 @@ def test_what_is_not_there_is_told(served):
             {"message", "type", "param", "code"},
         )
     assert [one.id for one in served.client.models.list()] == [served.model]
-
-
-def test_requests_that_say_nothing_unusual_are_served(served, theirs):
-    plain = contents(answered(theirs))
-    unusual = {"n": 1, "logprobs": False, "presence_penalty": 0, "tool_choice": "auto", "user": "x"}
-    unusual |= {"stop": None, "seed": None, "chat_template_kwargs": None, "stream_options": None}
-    unusual |= {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "modalities": None}
-    unusual |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_p": 1}
-    unusual |= {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0}
-    for body in (unusual, {"max_tokens": 8.0}, {"top_k": -1, "ignore_eos": False}):
-        assert contents(answered(served, **body)) == plain
-    # An answer that comes back as a part of a conversation.
-    came = served.ask("hello").choices[0].message.model_dump()
-    answered(served, messages=[*ASKED, came, {"role": "developer", "content": "x"}])
 
 
 def test_settings_that_all_share_are_no_clients(folder):
@@ -437,66 +392,6 @@ def test_texts_end_before_what_stops_them(served, stop, stream):
     assert text.strip() == LIST[: LIST.index("1. item" if stop == "1. item" else " item 1")].strip()
     assert reason == "stop"
     assert served.ask("list").choices[0].message.content == LIST.strip()
-
-
-@pytest.mark.parametrize("route", ["chat", "completions", "responses"])
-def test_draws_are_plain_ones_under_a_seed(alone, folder, route):
-    """A temperature above 0 draws, though the model's configuration does not; 0 is greedy."""
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    tokenizer = tokenizer_of_bytes()
-    prompt = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-
-    def plain(**options):
-        set_seed(7)
-        ids = model.generate(**inputs, max_new_tokens=40, **options)[0]
-        return tokenizer.decode(ids[inputs.input_ids.shape[1] :], skip_special_tokens=True)
-
-    def asked(**options):
-        if route == "responses":
-            return get_response(alone, "hello", max_output_tokens=40, **options)
-        if route == "completions":
-            options |= {"prompt": prompt, "max_tokens": 40, "model": alone.model}
-            return alone.client.completions.create(**options).choices[0].text
-        return alone.ask("hello", max_tokens=40, **options).choices[0].message.content
-
-    options = {"temperature": 2.5, "extra_body": {"seed": 7}}
-    drawn = asked(**options)
-    # Chats show special tokens in the middle of an answer.
-    assert re.sub(r"<\|\w+\|>", "", drawn).strip() == plain(do_sample=True, temperature=2.5).strip()
-    assert drawn != ANSWERS["hello"]
-    asked(temperature=2.5)
-    assert asked(**options) == drawn
-    assert asked(temperature=0) == plain(do_sample=False) == ANSWERS["hello"]
-
-
-PROMPT = "<|im_start|>user\n"
-
-
-def test_a_share_of_the_most_likely_is_drawn_from(alone, folder):
-    """Though nobody names a temperature."""
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    tokenizer = tokenizer_of_bytes()
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-
-    def plain(seed, **options):
-        set_seed(seed)
-        ids = model.generate(**inputs, max_new_tokens=30, **options)[0]
-        return tokenizer.decode(ids[inputs.input_ids.shape[1] :], skip_special_tokens=True)
-
-    create = partial(alone.client.completions.create, model=alone.model, max_tokens=30)
-    found = {}
-    for seed in range(7, 12):
-        drawn = create(prompt=PROMPT, top_p=0.999, seed=seed).choices[0].text
-        found[drawn] = plain(seed, do_sample=True, top_p=0.999)
-        assert drawn == found[drawn]
-    assert len(found) > 1
-    assert create(prompt=PROMPT, seed=7).choices[0].text == plain(7, do_sample=False)
-
-
-def get_response(served, text, **options):
-    answer = served.client.responses.create(model=served.model, input=text, **options)
-    return answer.output_text
 
 
 def test_several_answers_and_prompts(served):
@@ -684,14 +579,11 @@ def test_responses_are_whole_unless_a_stream_is_asked_for(served):
 
 
 def test_what_a_template_leaves_out_is_refused(tmp_path, folder):
-    shutil.copytree(folder, tmp_path / "model")
-    tokenizer = tokenizer_of_bytes()
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}:{% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path / "model")
-    with serving(str(tmp_path / "model")) as served:
+    with serving(changed_model(folder, tmp_path / "model", template)) as served:
         body = {"messages": ASKED, "tools": [TOOL]}
         refused(served, "chat/completions", "tools", "unsupported_parameter", body)
         body = {"messages": [{"role": "system", "content": "Be brief."}, *ASKED]}
@@ -702,34 +594,6 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, folder):
 
 def broken(*_, **__):
     raise ValueError("the disk at /secret")
-
-
-@pytest.mark.parametrize("field", [{}, {"stop": "x"}])
-@pytest.mark.parametrize("stream", cases([False, True]))
-def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, field):
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
-    status, text = hello(alone, stream=stream, **field)
-    assert status == (200 if stream else 500)
-    told = json.loads(text.split("data: ")[-1])
-    assert told["error"]["message"] == "the answer could not be completed"
-
-
-def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
-    """The status has gone out."""
-    fed = []
-
-    def fail(self, text):
-        fed.append(text)
-        if len(fed) > 3:
-            raise RuntimeError("the disk at /secret")
-        return [{"type": "region_chunk", "field": "content", "text": text}]
-
-    monkeypatch.setattr(Parser, "feed", fail)
-    status, text = hello(served, stream=True)
-    assert status == 200
-    assert '"error"' in text
-    assert '"the answer could not be completed"' in text
-    assert "secret" not in text
 
 
 def test_a_worker_that_died_is_replaced(folder, monkeypatch):
