@@ -200,13 +200,6 @@ def test_a_text_that_must_be_equal_is_a_bug_to_report(written, dtype, than):
     assert "report" in said
 
 
-def test_a_text_that_ends_earlier_is_another_from_there_on(written):
-    *given, plain = written[0](torch.float32)
-    shorter = replace(plain, ids=plain.ids[:20])
-    assert "from token 21 on" in verdict(*given, plain, shorter)[0]
-    assert "from token 21 on" in verdict(*given, shorter, plain)[0]
-
-
 @needs("engines/cpu")
 @pytest.mark.parametrize("served_by", ["another device", "no kernels"])
 def test_where_rounding_depends_on_what_is_drafted_nothing_is_alarming(
@@ -233,7 +226,7 @@ def two_runs():
     return Run(plain, [5, 6, 7], 3), Run(assisted, [5, 6, 7], 2)
 
 
-def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
+def test_the_picture_is_one_document_with_every_token(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     from demo_picture import animation
 
@@ -244,14 +237,3 @@ def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
     assert "said <b>" in text
     # Nothing from the network, nothing that runs.
     assert not {"script", "image", "use"} & {element.tag.split("}")[1] for element in root.iter()}
-    animated = [element for element in root.iter() if element.get("keyTimes")]
-    # Four seconds of the finished picture, then the slower run.
-    assert {element.get("dur") for element in animated} == {"7.00s"}
-    for element in animated:
-        times = list(map(float, element.get("keyTimes").split(";")))
-        values = element.get("values").split(";")
-        assert len(times) == len(values)
-        assert times == sorted(times)
-        assert times[-1] <= 1
-        # What is shown at the end is shown at first.
-        assert values[0] == values[-1]

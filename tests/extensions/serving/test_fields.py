@@ -239,30 +239,6 @@ def test_numbers_and_switches_are_no_texts(route):
     assert tried > 20
 
 
-FAULTY = {
-    "tools": ("chat/completions", [TOOL, TOOL, {"type": "function", "function": {"x": 1}}]),
-    "tools of another kind": ("responses", [TOOL, {"type": "custom"}]),
-    "stop": ("chat/completions", ["x" * 100, ""]),
-    "messages": ("chat/completions", [*ASKED, 5]),
-    "prompt": ("completions", ["x" * 100, ["y"]]),
-    "input": ("responses", [*ASKED, "text"]),
-    "prediction": ("completions", {"type": "content", "content": [{"text": "x" * 100}, {"y": 1}]}),
-}
-
-
-@pytest.mark.parametrize("case", FAULTY)
-def test_the_part_that_is_at_fault_is_shown(alone, case):
-    """And no other one of the list."""
-    field = case.split()[0]
-    route, value = FAULTY[case]
-    status, answer = posted(alone, route, **{field: value})
-    error = answer["error"]
-    parts = value["content"] if field == "prediction" else value
-    assert (status, error["param"]) == (400, field)
-    assert f".{len(parts) - 1}" in error["message"]
-    assert repr(parts[-1]) in error["message"] or "required" in error["message"]
-
-
 def calling(arguments):
     """A conversation in which a tool was called."""
     function = {"name": "weather", "arguments": arguments}
@@ -294,6 +270,14 @@ def test_calls_that_cannot_be_read_are_named(alone):
         status, answer = posted(alone, messages=messages)
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert answer["error"]["message"].startswith(f"messages.1.tool_calls.1{place}")
+
+
+def test_developers_are_systems_where_a_template_knows_none(served):
+    system, developer = (
+        posted(served, messages=[{"role": role, "content": "x"}, *ASKED])[1]["usage"]
+        for role in ("system", "developer")
+    )
+    assert system == developer
 
 
 def test_answers_come_back_as_clients_parse_them(served):

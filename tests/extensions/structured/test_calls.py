@@ -8,9 +8,8 @@ from transformers import LlamaForCausalLM, LogitsProcessorList
 
 from hf_retrieval_assist import SamAssistant, TokenTree
 from hf_retrieval_assist.extensions.structured.constraint import constraint_of
-from hf_retrieval_assist.extensions.structured.grammar import GrammarSession
 from tests.support.lossless import build, run
-from tests.support.watching import Spectator, calls_of
+from tests.support.watching import Spectator
 
 from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, xgrammar_processor
 
@@ -131,38 +130,3 @@ def test_what_is_forced_and_what_is_forbidden(library):
     constraint = constraint_of([LIBRARIES[library]()], 0)
     assert all(map(constraint.advance, b'{"nam'))
     assert constraint.forced(2)[0] == [ord("e")]
-
-
-def test_every_row_has_the_grammar_at_its_place():
-    other = {"const": [True]}
-    processor = xgrammar_processor(SCHEMA, other)
-    ((cuts,), (other_cuts,)) = (constraint_of([processor], row).forced(1) for row in range(2))
-    assert cuts == [VOCABULARY.index(b'{"na'), ord("{")]
-    assert other_cuts == [ord("[")]
-    assert constraint_of([processor], 2) is None
-
-
-def test_the_vocabulary_is_not_listed_anew_for_every_grammar(monkeypatch):
-    xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
-    listed = []
-    texts = xgrammar.TokenizerInfo.decoded_vocab
-    monkeypatch.setattr(
-        xgrammar.TokenizerInfo,
-        "decoded_vocab",
-        property(lambda info: listed.append(info) or texts.fget(info)),
-    )
-    assert constraint_of([xgrammar_processor()], 0).forced(1)
-    assert not listed
-
-
-def test_the_mask_of_a_node_is_computed_once(monkeypatch):
-    """However little of what is forced a step verifies; pruning needs no mask."""
-    xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
-    masks = calls_of(monkeypatch, xgrammar.GrammarMatcher, "fill_next_token_bitmask")
-    session = GrammarSession(constraint_of([xgrammar_processor({"const": "x" * 20})], 0))
-    for _ in range(18):
-        tree = session.draft(4)
-        assert session.restrict(tree) is tree
-        session.append(tree.token_ids[:1].tolist())
-    assert len(tree) == 4
-    assert len(masks) == 18 + 3
