@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
+from hf_retrieval_assist import EagleHead, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.extensions.heads.block_head import BlockHead
 from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter
@@ -205,28 +205,6 @@ def test_a_head_in_a_folder_is_fitted_to_each_target_once(target, tmp_path):
             assert assistant.stats.last.drafted > 0
     found = {model: one.head.config.boundaries for model, one in drafter._drafters.items()}
     assert found == {target: (2, 5, 7), other: (2, 4, 5)}
-
-
-SPOILT = crossed(
-    ["EAGLE-3 of SafeAILab", "speculators peagle", "DFlash of z-lab", "speculators dspark, rnn"],
-    [torch.nan, torch.inf, 6e4, -6e4],
-)
-
-
-@pytest.mark.parametrize(("name", "value"), cases(SPOILT, 2))
-def test_spoilt_and_saturated_weights_change_nothing(name, value, target, tmp_path):
-    drafter = FolderDrafter(saved(tmp_path, name))
-    assistant = Assistant([drafter], budget=6)
-    ids = torch.tensor([TEXT, TEXT[::-1]])
-    options = {"max_new_tokens": 8}
-    expected = run(target, ids, **options)
-    assert torch.equal(run(target, ids, assistant=assistant, **options), expected)
-    (fitted,) = drafter._drafters.values()
-    head = fitted.head if isinstance(fitted, EagleDrafter) else fitted.model
-    for weight in head.parameters():
-        weight.fill_(value)
-    assert torch.equal(run(target, ids, assistant=assistant, **options), expected)
-    assert not assistant.stats.last.drafted or abs(value) == 6e4
 
 
 REFUSED = {

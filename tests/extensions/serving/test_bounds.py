@@ -32,13 +32,6 @@ from tests.support.served import (
     tokenizer_of_bytes,
 )
 
-
-@pytest.fixture(scope="module")
-def served(folder):
-    with serving(folder) as found:
-        yield found
-
-
 # What is refused for its size alone, by route and field.
 LARGE = [
     ("chat/completions", "stop", "x" * 1001, "invalid_value"),
@@ -86,30 +79,30 @@ def test_choices_and_prompts_count_together(small):
     )
 
 
-def test_bodies_are_as_long_as_prompts_may_be(small, served):
-    for one, tokens in ((small, 20), (served, 32_768)):
+def test_bodies_are_as_long_as_prompts_may_be(small, alone):
+    for one, tokens in ((small, 20), (alone, 32_768)):
         most = (1 << 20) + 32 * tokens
         assert posted(one, "completions", prompt="x" * (most - 100))[0] == 400
         status, answer = posted(one, "completions", prompt="x" * most)
         assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
-def test_stops_are_looked_for_in_the_text_alone(served, monkeypatch):
+def test_stops_are_looked_for_in_the_text_alone(alone, monkeypatch):
     """No table of how tokens may spell them is made, and the answer is one that has ended."""
 
     def made(*_, **__):
         raise AssertionError("a table")
 
     monkeypatch.setattr(StopStringCriteria, "__init__", made)
-    before = served.metrics()["requests_total",], served.metrics()["tokens_total",]
+    before = alone.metrics()["requests_total",], alone.metrics()["tokens_total",]
     stops = [*("xz" * n for n in range(486, 501)), "1. item"]
     for _ in range(2):
-        answer = served.ask("list", stop=stops)
+        answer = alone.ask("list", stop=stops)
         assert answer.choices[0].message.content == LIST[: LIST.index("1. item")].strip()
         assert answer.usage.completion_tokens == LIST.index("1. item") + len("1. item")
-    wait_until(lambda: served.metrics()["requests_total",] == before[0] + 2)
+    wait_until(lambda: alone.metrics()["requests_total",] == before[0] + 2)
     # No more was generated than up to the stop.
-    assert served.metrics()["tokens_total",] - before[1] == 2 * answer.usage.completion_tokens
+    assert alone.metrics()["tokens_total",] - before[1] == 2 * answer.usage.completion_tokens
 
 
 @pytest.fixture
@@ -132,14 +125,14 @@ def gate(monkeypatch):
     gate.set()
 
 
-def test_what_takes_long_to_read_holds_no_short_request(served, gate):
+def test_what_takes_long_to_read_holds_no_short_request(alone, gate):
     with ThreadPoolExecutor(8) as clients:
         long = [
-            clients.submit(posted, served, "completions", prompt=60 * letter, max_tokens=1)
+            clients.submit(posted, alone, "completions", prompt=60 * letter, max_tokens=1)
             for letter in "abcdefgh"
         ]
-        wait_until(lambda: health(served)[1]["waiting"] == 8)
-        assert posted(served, max_tokens=4)[0] == 200
+        wait_until(lambda: health(alone)[1]["waiting"] == 8)
+        assert posted(alone, max_tokens=4)[0] == 200
         assert len(gate.read) == 1
         gate.set()
         assert [one.result()[0] for one in long] == [200] * 8

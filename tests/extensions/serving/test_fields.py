@@ -50,18 +50,6 @@ KINDS = {
 BLOCKS = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=64)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "side by side"])
-def served(folder, request):
-    with serving(folder, batching=request.param) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    with serving(folder) as found:
-        yield found
-
-
 # What requests ask for, and the arguments of `generate` that mean the same.
 GREEDY, DRAWN = {"do_sample": False}, {"do_sample": True}
 MEANINGS = [

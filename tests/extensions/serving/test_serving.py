@@ -59,19 +59,6 @@ from tests.support.served import (
 )
 
 
-@pytest.fixture(scope="module", params=["one by one", "side by side"])
-def served(folder, request):
-    with serving(folder, batching=request.param == "side by side") as found:
-        yield found
-
-
-@pytest.fixture
-def alone(folder):
-    """One request after another, for what does not depend on it."""
-    with serving(folder) as found:
-        yield found
-
-
 def healthy(url):
     with contextlib.suppress(urllib.error.URLError):
         return get(f"{url}/health")[0] == 200
@@ -730,12 +717,13 @@ def test_figures_are_what_was_counted(folder, batching):
     assert found["queue_seconds_count",] == 5
 
 
-def test_figures_by_route_and_status(alone):
-    alone.ask("hello")
-    alone.stream("hello")
-    assert hello(alone, n=0)[0] == 400
-    assert get(f"{alone.url}/v1/nowhere")[0] == 404
-    found = alone.metrics()
+def test_figures_by_route_and_status(folder):
+    with serving(folder) as alone:
+        alone.ask("hello")
+        alone.stream("hello")
+        assert hello(alone, n=0)[0] == 400
+        assert get(f"{alone.url}/v1/nowhere")[0] == 404
+        found = alone.metrics()
     chats = "http_seconds_count", "/v1/chat/completions"
     assert (found[*chats, "200"], found[*chats, "400"]) == (2, 1)
     assert found["http_seconds_count", "none", "404"] == 1
