@@ -50,7 +50,8 @@ def assert_plains(model, make, **options):
     ours, seen_by_ours = call(model, make, assistant, **options)
     assert torch.equal(plain, ours)
     assert seen_by_ours == seen
-    assert assistant.stats.last.accepted > 0
+    # A processor of others may follow all rows of a batch, which is plain then.
+    assert (assistant.stats.last.accepted > 0) == (options.get("rows", 1) == 1)
     return ours
 
 
