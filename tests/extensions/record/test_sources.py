@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.corpus.datastore import Datastore
@@ -159,20 +157,13 @@ def test_passages_are_texts_where_there_is_a_tokenizer():
     inputs = tokenizer("one two three", return_tensors="pt")
     phrase = tokenizer("<b>four five", add_special_tokens=False).input_ids
     notes = NamedIds("<notes>", [*inputs.input_ids[0].tolist(), *phrase, *phrase[::-1]])
-
-    class Forcing(LogitsProcessor):
-        """Lets the model write the phrase."""
-
-        def __call__(self, input_ids, scores):
-            token = phrase[input_ids.shape[1] - inputs.input_ids.shape[1]]
-            return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
-
+    begin = inputs.input_ids.shape[1]
     assistant = SamAssistant([notes], None, budget=16)
     with assistant.record(tokenizer) as record:
         model.generate(
             **inputs,
             assistant=assistant,
-            logits_processor=LogitsProcessorList([Forcing()]),
+            prefix_allowed_tokens_fn=lambda row, ids: [phrase[len(ids) - begin]],
             max_new_tokens=len(phrase),
             do_sample=False,
         )

@@ -103,7 +103,7 @@ def test_a_request_takes_no_longer_than_it_may(folder, tmp_path, held, settings,
         held.set()
         wait_until(lambda: not served.service.worker.going_on)
         assert held.forwards <= forwards + 2
-        assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
+        assert served.ask("hello", max_tokens=2).choices[0].message.content == "he"
 
 
 @pytest.mark.slow
