@@ -25,12 +25,13 @@ from hf_retrieval_assist.extensions.serving.fields import (
 from hf_retrieval_assist.extensions.serving.prompts import _called
 from hf_retrieval_assist.extensions.serving.refusals import RefusedError, of_faults
 from hf_retrieval_assist.extensions.serving.service import Service
-from hf_retrieval_assist.extensions.serving.written import Parser
+from hf_retrieval_assist.extensions.serving.written import Parser, Written
 from tests.support.memories import wait_until
 from tests.support.served import (
     ANSWERS,
     ASKED,
     BODIES,
+    CALL,
     TEMPLATE,
     TOOL,
     changed_model,
@@ -370,6 +371,15 @@ def test_tools_that_no_model_sees_are_spoken_of_once(alone, told):
     assert sum(kind["type"] in one.message for one in told.records) == 1
     status, answer = posted(alone, "responses", tools=[kind], tool_choice="required")
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_client_may_ask_for_one_call_alone(alone, monkeypatch, parallel):
+    """Of two that the model writes."""
+    put, ids = Written.put, tokenizer_of_bytes()(f"{CALL}\n{CALL}").input_ids
+    monkeypatch.setattr(Written, "put", lambda written, *_: put(written, ids))
+    _, answer = posted(alone, tools=[TOOL], parallel_tool_calls=parallel, max_tokens=1)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1 + parallel
 
 
 # Where a fault may be, and whether an answer that is not streamed meets it.
