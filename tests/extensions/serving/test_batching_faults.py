@@ -5,6 +5,7 @@ import gc
 import itertools
 import logging
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -261,19 +262,14 @@ def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
 def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
     scopes = []
 
-    class Failing:
-        def __init__(self, active):
-            self.active = active
+    @contextmanager
+    def failing(engine, wanted, verified=0):
+        scopes.append(wanted)
+        if wanted:
+            raise RuntimeError("a kernel")
+        yield
 
-        def __enter__(self):
-            scopes.append(self.active)
-            if self.active:
-                raise RuntimeError("a kernel")
-
-        def __exit__(self, *error):
-            return False
-
-    monkeypatch.setattr(CpuEngine, "scope", lambda engine, wanted: Failing(wanted))
+    monkeypatch.setattr(CpuEngine, "scope", failing)
     make = half_knowing if knows else lambda *_: Assistant([guess(4)], budget=1)
     drafted(llama, prompts(4), make=make)
     assert scopes.count(True) == 1
