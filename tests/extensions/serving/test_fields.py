@@ -120,6 +120,8 @@ def test_texts_are_not_stopped_before_their_least_tokens(alone, least, text):
     status, answer = posted(alone, **body)
     assert status == 200
     assert text_of(answer) == (ANSWERS["hello"] if text is None else text)
+    # The last one ends with its last token.
+    assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 def test_the_least_is_no_more_than_the_most(alone, monkeypatch):
