@@ -11,19 +11,15 @@ from transformers import LlamaForCausalLM
 from benchmarks import (
     accelerator,
     acceptance,
-    first_contact,
     inputs,
     machine,
-    replay,
     spec_bench,
     traces,
 )
-from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.report import Report
+from benchmarks.__main__ import BENCHMARKS, main
 from tests.support.benchmarks import phrases, quick, rows, silent
 from tests.support.byte_model import small_model
 from tests.support.lossless import build
-from tests.support.op_recorder import serve_in_place
 from tests.support.rounding import near
 
 pytestmark = pytest.mark.slow
@@ -47,15 +43,10 @@ def test_acceptance(trace_folder, tmp_path, capsys):
     presets = {row["variant"]: row for row in presets}
     assert presets["SamAssistant"]["accepted"] >= presets["prompt lookup"]["accepted"] > 1
     assert presets["prompt lookup"]["nodes"] <= 10
-    assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
     # Sequoia's trees beat chains of the same size.
     (found,) = (found for title, found in tables.items() if title.startswith("Sequoia"))
     assert {row["nodes"] for row in found} == set(acceptance.TREE_SIZES)
     assert all(row["tree"] >= row["chains"] - 1e-9 >= row["chain"] - 1e-9 for row in found)
-    for chains in (1, 2):
-        assert acceptance.chain_tokens([0.5, 0.25], chains, 2) == 1 + 0.5 + 0.25
-    with pytest.raises(SystemExit):
-        parse(["speed"])
 
 
 def test_traces_round_trip_and_are_checked(tmp_path, trace_folder):
@@ -81,55 +72,6 @@ def test_traces_round_trip_and_are_checked(tmp_path, trace_folder):
         traces.read_traces(tmp_path)
 
 
-def test_replay_emits_the_recorded_text_by_every_method(trace_folder):
-    options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1)
-    report = replay.run(quick(*options, "--batch", 1, 3, "--new-tokens", 12), silent)
-    found = rows(report, "Replaying")
-    assert {row["same"] for row in found} == {"yes"}
-    assert {row["batch"] for row in found} == {1, 3}
-    by_method = {row["method"]: row for row in found if row["batch"] == 1}
-    assert by_method["plain"]["steps"] == 12
-    assert by_method["prompt lookup"]["steps"] < 8
-    assert by_method["draft model"]["steps"] < 12
-    assert by_method["SamAssistant"]["forward"] > 0
-    assert report.settings["weight_bytes"] > 0
-
-
-def test_steps_beside_the_bytes_they_read(trace_folder):
-    options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1, "--steps", 12)
-    report = accelerator.run(quick(*options, "--rows", 1, 2, "--widths", 4), silent)
-    found = rows(report, "Recorded text")
-    assert {(row["same"], row["batch"]) for row in found} == {("yes", 1), ("yes", 2)}
-    forwards = {row["method"]: row["per_forward"] for row in found if row["batch"] == 1}
-    plain = {"plain", "plain, static and compiled"}
-    assert forwards.keys() == {*plain, "ours, eager", "ours, eager, chains", "prompt lookup"}
-    assert all(forwards[name] == 1 for name in plain)
-    assert forwards["prompt lookup"] > 1
-    assert all(row["roofline"] > 0 and row["first"] > 0 for row in found)
-    equal = rows(report, "Steps at equal width")
-    assert {(row["shape"], row["width"]) for row in equal} == {("chain", 4), ("tree", 4)}
-    assert report.settings["backend"] == "eager"
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_first_contact(recorded, trace_folder, monkeypatch):
-    if recorded:
-        serve_in_place(monkeypatch)
-    options = ("--replay-traces", trace_folder, "--device", "cpu")
-    report = first_contact.run(quick(*options), silent)
-    found = rows(report, "Calls")
-    assert [row["prompt"] for row in found] == [48, 48, 48, 48, 96, 144]
-    judged = rows(report, "Texts that nothing forces")
-    assert [row["decoding"] for row in judged] == ["greedy", "sampled"]
-    assert {row["same"] for row in judged} == {"100%"}
-    assert judged[0]["gap"] == judged[0]["plain_gap"]
-    assert all(row["accepted"] > 0 for row in judged)
-    assert bool(found[3]["repeated"]) is recorded
-    states = [row["state"] for row in rows(report, "Recordings")]
-    assert ("repeated" in states) is recorded
-    assert any(note.startswith("served as tree") for note in report.notes)
-
-
 def test_forwards_and_steps_beside_the_read_of_weights(tmp_path):
     threads = torch.get_num_threads()
     report = machine.run(quick("machine", "--output", tmp_path), silent)
@@ -145,29 +87,10 @@ def test_forwards_and_steps_beside_the_read_of_weights(tmp_path):
     assert all(row[f"rows_{n}"] > 0 for n in machine.ROWS)  # all of them were repeated
     assert min(row[name] for name in ("products", "first", "first_by_kernels")) > 0
     assert [row["tokens"] for row in rows(report, "A Llama of")] == [1, 4, 16]
-    between = rows(report, "Between")
-    cases = {(row["rows"], row["decoding"], row["budget"]) for row in between}
-    assert len(cases) == len(between) == 8
-    for row in between:
+    for row in rows(report, "Between"):
         assert (0 < row["nodes"] <= 3) if row["budget"] else row["nodes"] == 0
         assert min(row[name] for name in ("forward", "between", "calls")) > 0
     assert torch.get_num_threads() == threads
-    assert json.loads((tmp_path / "machine.json").read_text())["settings"]["models"] == ["tiny"]
-
-
-def test_prompts_of_a_setting_differ_from_call_to_call(trace_folder):
-    (trace,) = traces.read_traces(trace_folder)
-    cpu = torch.device("cpu")
-    setting = accelerator.prompts_of(trace, 90, 2, 12, 4, seed=0, device=cpu)
-    lengths = [prompt.shape[1] for prompt, _ in setting.prompts]
-    assert lengths[0] == 90
-    assert max(lengths[1:]) < 90
-    assert all(following.shape == (2, 12) for _, following in setting.prompts)
-    assert not torch.equal(setting.prompts[1][0][:, :40], setting.prompts[2][0][:, :40])
-    outputs = {tuple(output[:12].tolist()) for _, output in trace.requests}
-    assert {tuple(row) for row in setting.prompts[3][1].tolist()} <= outputs
-    with pytest.raises(ValueError, match="100 tokens or more"):
-        accelerator.prompts_of(trace, 90, 1, 100, 1, seed=0, device=cpu)
 
 
 def test_bytes_that_a_step_reads():
@@ -182,48 +105,22 @@ def test_bytes_that_a_step_reads():
 
 @pytest.mark.parametrize(("folder", "kinds"), [(inputs.PROMPTS, 7), (inputs.UNTUNED, 13)])
 def test_shipped_prompts_are_three_of_each_kind(folder, kinds):
-    """And a prompt is a message where there is a chat template; traces are shipped, too."""
+    """Traces are shipped, too."""
     prompts = inputs.read_prompts(folder)
     assert [*Counter(prompt.category for prompt in prompts).values()] == [3] * kinds
     assert len({p.text for p in prompts} | {p.name for p in prompts}) == 2 * len(prompts)
     assert [len(inputs.first_of_each(prompts, n)) for n in (1, 9)] == [kinds, 3 * kinds]
     assert all(bool(prompt.message) == (folder == inputs.UNTUNED) for prompt in prompts)
     assert all(len(trace.requests) >= 16 for trace in traces.read_traces(traces.SHIPPED))
-    _, tokenizer = small_model()
-    prompt = inputs.Prompt("kind", "name", "text", "message" * bool(prompts[0].message))
-    chat = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-    for tokenizer.chat_template, written in {
-        None: "text",
-        chat: f"user: {prompt.message or prompt.text}",
-    }.items():
-        assert tokenizer.decode(prompt.inputs(tokenizer)["input_ids"][0]) == written
-
-
-def test_models_are_taken_by_name_or_from_a_folder(tmp_path, monkeypatch):
-    for made in small_model():
-        made.save_pretrained(tmp_path / "own")
-    monkeypatch.setattr(inputs, "load_demo_model", lambda name, dtype: (dtype, name))
-    assert inputs.load(parse(["--model", "smollm2"])) == (None, "smollm2")
-    assert inputs.load(parse([]), "bfloat16") == (torch.bfloat16, "gemma3")
-    options = parse(["--model", str(tmp_path / "own"), "--dtype", "bfloat16"])
-    assert inputs.dtype_name(inputs.load(options)[0]) == "bfloat16"
-    assert inputs.model_name(options) == "own"
-
-
-def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
-    def fill_in(arguments, progress):
-        assert arguments.dtype is None
-        arguments.dtype = "float64"
-        return Report("x", {})
-
-    for name in ("kernel", "model"):
-        monkeypatch.setattr(BENCHMARKS[name], "run", fill_in)
-    main(["kernel", "model", "--output", str(tmp_path)])
 
 
 COMMANDS = {
+    "accelerator": ["--repeats", 1, "--steps", 12, "--rows", 1, 2, "--widths", 4],
+    "first-contact": [],
     "forwards": ["--context", 9],
+    "groups": [],
     "kernel": ["--kernel-parts", "flips"],
+    "replay": ["--repeats", 1, "--batch", 1, 3, "--new-tokens", 12],
     "structured": ["--structured-tokens", 4],
 }
 
@@ -231,16 +128,19 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypatch):
     """Its figures are none below 0, and its texts plain decoding's."""
-    benchmark = BENCHMARKS[name]
-    monkeypatch.setattr(benchmark, "load", lambda *_: small_model(), raising=False)
-    report = benchmark.run(quick("--traces", trace_folder, *COMMANDS[name]), silent)
-    assert report.benchmark == name
+    benchmark, (model, tokenizer) = BENCHMARKS[name], small_model()
+    tokenizer.eos_token = "<pad>"
+    monkeypatch.setattr(benchmark, "load", lambda *_: (model, tokenizer), raising=False)
+    places = ["--traces", trace_folder, "--replay-traces", trace_folder, "--device", "cpu"]
+    report = benchmark.run(quick(*places, *COMMANDS[name]), silent)
+    assert report.benchmark.startswith(name)
     found = [row for table in report.tables for row in table.rows]
     assert found
     for row in found:
         assert all(figure >= 0 for figure in row.values() if isinstance(figure, int | float))
-        same = row.get("same", "1 of 1").split(" of ")
-        assert same[0] == same[1]
+        same = row.get("same", "yes")
+        count, _, of = same.partition(" of ")
+        assert same in ("yes", "100%") or count == of
 
 
 def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):
@@ -257,15 +157,3 @@ def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):
         assert 1 <= whole[name]["per_forward"] <= 9
     # A small random model repeats itself.
     assert whole["SamAssistant"]["per_forward"] > 1.2
-
-
-def test_questions_become_prompts_by_kind(tmp_path):
-    path = tmp_path / "question.jsonl"
-    questions = [
-        {"question_id": 81, "category": "writing", "turns": ["Write.", "More."]},
-        {"question_id": 161, "category": "qa", "turns": ["Who?"]},
-    ]
-    path.write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
-    first, second = spec_bench.read_questions(path)
-    assert (first.category, second.category) == ("multi-turn conversation", "question answering")
-    assert (first.text, first.message) == ("Question: Write.\n\nAnswer:", "Write.")

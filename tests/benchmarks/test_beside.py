@@ -85,9 +85,3 @@ def test_what_cannot_run_is_left_out_with_its_reason(small):
     assert [*able] == ["a"]
     assert len(said) == 2
     assert report.notes == ["left out: b: RuntimeError: no compiler"]
-
-
-def test_without_llama_cpp_its_rows_are_left_out(small, tmp_path):
-    report = beside.run(quick("--output", tmp_path), silent)
-    assert {row["method"] for row in rows(report, "Unseen prompts")} == {*OURS}
-    assert [note.partition(":")[0] for note in report.notes] == ["left out"]

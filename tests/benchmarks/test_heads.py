@@ -1,15 +1,11 @@
 """Training of tiny heads: what they learn is what they draft."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import heads
-from hf_retrieval_assist import EagleHead
 
 from ..support.lossless import build
-from ..support.plain_heads import plain_head
 from ..support.tiny_models import VOCAB
 
 
@@ -43,26 +39,3 @@ def test_trained_heads_are_accepted_and_trees_more_than_chains(model, texts, tmp
         if row["drafts"] in ("block head", "EAGLE-3"):
             assert found[row["drafts"]] > 1.3 * row["own"]
     assert found["block head, a tree"] >= found["block head, a chain"]
-
-
-@torch.no_grad()
-def test_the_loss_of_an_unrolled_head_is_that_of_its_drafts(model, texts, tmp_path, monkeypatch):
-    """The second step of training says behind a path of one token what drafting says there."""
-    ids = torch.arange(VOCAB)
-    heads.begin(tmp_path, model, ids, is_block=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    head = EagleHead.from_pretrained(tmp_path, model)
-    plain = plain_head(dict(head.state_dict()), config, model)
-    text = texts[0]
-    wanted = torch.eye(len(ids))[text.ids.roll(-1)]
-    losses = []
-    for steps in (1, 2):
-        monkeypatch.setattr(heads, "UNROLLED", steps)
-        losses.append(steps * heads.eagle_loss(head, text.ids, text.features, wanted).item())
-    places = range(2, len(text.ids) - 1)
-    said = []
-    for place in places:
-        *known, drafted, wanted_id = text.ids[: place + 2].tolist()
-        probs = plain.given(text.features[: place - 1], known, [drafted])
-        said.append(probs[wanted_id].log())
-    assert losses[1] - losses[0] == pytest.approx(-float(torch.stack(said).mean()), rel=0.02)

@@ -1,29 +1,13 @@
 """What benchmarks share: turns, tables, progress; and figures in Markdown, read from files."""
 
-import json
 import re
 
 import pytest
-import torch
 
-from benchmarks import report as reports
 from benchmarks import tables
-from benchmarks.__main__ import BENCHMARKS, chosen
 from benchmarks.report import Report
 
 pytestmark = pytest.mark.slow
-
-
-def test_tables_refuse_unknown_columns_and_print_dashes():
-    table = Report("x", {}).table("Title", {"name": "name", "value": "value/s"})
-    table.add(name="long name", value=1234.4)
-    table.add(name="none")
-    with pytest.raises(KeyError, match="colour"):
-        table.add(colour="red")
-    title, heading, rule, *body = str(table).splitlines()
-    assert title == "Title"
-    assert len(heading) == len(rule) == len(body[0])
-    assert (body[0].split()[-1], body[1].split()[-1]) == ("1,234", "-")
 
 
 def block_of(marker, folder, old="old"):
@@ -84,23 +68,6 @@ def test_figures_stand_within_a_line(sizes):
     assert re.sub(r"<!--.*?-->", "", tables.render(line, sizes)) == "| 1.25 | 1.2 |"
 
 
-def test_a_report_says_where_it_comes_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "sys.argv", ["/somewhere/benchmarks/__main__.py", "model", "--dtype", "a b"]
-    )
-    Report("sizes", {"seed": 3}).save(tmp_path)
-    command = "python -m benchmarks model --dtype 'a b'"
-    assert json.loads((tmp_path / "sizes.json").read_text())["environment"]["command"] == command
-    said = block_of("machine file=sizes", tmp_path)
-    assert torch.__version__.partition("+")[0] in said
-    assert said.endswith(f"`{command}`. Settings: seed 3.\n")
-    assert block_of("machine file=sizes brief=yes", tmp_path).endswith(f"; `{command}`.\n")
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/llama_engine.py"])
-    assert reports.environment()["command"] == "python -m benchmarks.llama_engine"
-    monkeypatch.setattr("sys.argv", ["/somewhere/pytest"])
-    assert reports.environment()["command"] is None
-
-
 def test_markdown_out_of_step_is_found(sizes):
     text = sizes / "text.md"
     text.write_text("<!-- table file=more title=Sizes columns=value -->\n<!-- end -->\n")
@@ -118,13 +85,3 @@ def test_committed_pages_show_the_committed_figures(path):
     assert tables.MARKER.search(path.read_text(encoding="utf-8"))
     tables.main([str(path), "--check"])
     assert "Not measured yet" not in path.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_what_runs_unless_benchmarks_are_named(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    left_out = {"structured"}
-    if not gpu:
-        left_out |= {"accelerator", "first-contact"}
-    assert set(chosen([])) == BENCHMARKS.keys() - left_out
-    assert chosen(["kernel"]) == ["kernel"]

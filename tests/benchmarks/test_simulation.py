@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.simulation import simulate
-from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
 from tests.support.memories import remembering, rollouts
 from tests.support.rounding import near
@@ -84,15 +84,6 @@ def test_of_logits_it_is_shown_which_token_came():
         assistant = Assistant([LogitNgramDrafter()], budget=8)
         assert simulate(assistant, requests[:2], batch_size=batch_size).nodes == 0
         assert simulate(assistant, requests[2:], batch_size=batch_size).forwards < 39
-
-
-def test_what_it_learns_is_kept_from_real_models():
-    memory = OutputMemory()
-    assistant = remembering(memory)
-    simulate(assistant, [(TEXT, TEXT)])
-    assert assistant.stats.total.calls == assistant.stats.total.tokens == 0
-    assert memory.tree("simulation").token_count == len(TEXT)
-    assert memory.tree("model") is None
 
 
 def test_rows_of_a_batch_go_in_lockstep():

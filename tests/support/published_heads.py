@@ -139,6 +139,12 @@ FORMATS = {
         | {"eagle_config": LAYERS | {"use_aux_hidden_state": True}},
         _eagle3("midlayer") | OWN,
     ),
+    "EAGLE-3.1, a norm for each layer's features": (
+        LLAMA
+        | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
+        | {"eagle_config": LAYERS | {"fc_norm": True, "norm_output": True}},
+        _eagle3("midlayer") | _norms(*(f"fc_norm.{number}" for number in range(3))),
+    ),
     # Its files were not read; others load them as EAGLE-3 with `d2t`.
     "EAGLE-3 of AngelSlim": (
         LLAMA | {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": DRAFTED},

@@ -96,12 +96,12 @@ class OddServer:
 
     Attributes:
         answer: those bytes.
-        tries, bytes_received: what came.
+        tries: scripts that came.
     """
 
     def __init__(self, answer):
         self.answer = answer
-        self.tries = self.bytes_received = 0
+        self.tries = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.place = f"127.0.0.1:{self._socket.getsockname()[1]}"
         self.url = f"redis://{self.place}"
@@ -120,7 +120,6 @@ class OddServer:
         try:
             while line := file.readline():
                 parts = [file.read(int(file.readline()[1:]) + 2) for _ in range(int(line[1:]))]
-                self.bytes_received += sum(map(len, parts))
                 if parts[0][:4].upper() == b"EVAL":
                     self.tries += 1
                     connection.sendall(self.answer)

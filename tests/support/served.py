@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import socket
 import threading
 import urllib.error
@@ -16,6 +17,7 @@ from transformers import ContinuousBatchingConfig, Qwen2Config, Qwen2ForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.extensions.serving.app import build_app
+from hf_retrieval_assist.extensions.serving.tenants import Tenants
 
 from .byte_model import byte_tokenizer
 from .memories import wait_until
@@ -33,6 +35,13 @@ TEMPLATE = (
 LIST = "".join(f"{i}. item {i % 3} of the list\n" for i in range(6))
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ghent"}}\n</tool_call>'
 ANSWERS = {"list": LIST, "rain?": CALL, "hello": "hello, and hello again"}
+ASKED = [{"role": "user", "content": "hello"}]
+# The least that each route's requests hold.
+BODIES = {
+    "chat/completions": {"messages": ASKED},
+    "completions": {"prompt": "<|im_start|>user\n"},
+    "responses": {"input": "hello"},
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -88,6 +97,37 @@ def get(url, body=None, method=None, **headers):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def posted(served, route="chat/completions", *, headers=None, **body):
+    """The status and the answer to a request that is well otherwise."""
+    status, text = get(f"{served.url}/v1/{route}", BODIES[route] | body, **(headers or {}))
+    return status, json.loads(text)
+
+
+def text_of(answer):
+    """What an answer of any route says first."""
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
+    choice = answer["choices"][0]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def health(served):
+    status, text = get(f"{served.url}/health")
+    return status, json.loads(text)
+
+
+def changed_model(folder, to, template=None, **settings):
+    """A copy of a model with another chat template, and more in its generation configuration."""
+    shutil.copytree(folder, to)
+    if template is not None:
+        tokenizer = tokenizer_of_bytes()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(to)
+    path = to / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return str(to)
 
 
 def connected(url, route, body):
@@ -150,3 +190,17 @@ def serving(folder, assistant=None, *, batching=False, limits=None, tenants=None
         served = Served(url, assistant, folder)
         served.service = app.state.service
         yield served
+
+
+def tenancy(header="x-tenant", **options):
+    """A memory, the assistants that are made over it, and the tenants that they are made for."""
+    memory, made = OutputMemory(), []
+
+    def make(name):
+        made.append(SamAssistant(memory=memory.namespace(name), budget=8))
+        return made[-1]
+
+    def forget(name):
+        return memory.namespace(name).forget()
+
+    return memory, made, Tenants(make, forget, header, admin_key="all", **options)

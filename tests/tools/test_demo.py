@@ -1,8 +1,6 @@
 """The demo, with a small random model in the place of the real one."""
 
 import io
-import os
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.policy.cost_store import CostModels
@@ -108,52 +105,6 @@ def test_panels_on_a_terminal(terminal):
     assert "48;2;0;114;178m" in shown
 
 
-def long_run():
-    """A run whose text fills more lines than a screen has."""
-    tokens = [Written(1.0 + i, "abcdefghij klmno\n", "text") for i in range(190)]
-    tokens += [Written(999.0, "x" * 1000, "logit n-grams"), Written(1000.0, "y", "quantized self")]
-    return Run(tokens, [*range(192)], 200)
-
-
-# A screen of 80 x 24 is what terminals open with.
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (81, 24), (100, 30), (60, 40)])
-def test_both_panels_stand_side_by_side_and_nothing_is_cut(terminal, monkeypatch, width, height):
-    screen, task = terminal(width, height), Task("a task", "", 192)
-    monkeypatch.setattr(show, "compare", lambda *given: (long_run(), long_run()))
-    # The longest that is said below where nothing is wrong.
-    monkeypatch.setattr(show, "verdict", lambda *given: ("said " * 47, False))
-    show.show(*small_model(), CostModels(), [task])
-    shown = Text.from_ansi(screen.getvalue()).plain.rstrip()
-    lines = shown[shown.rindex("a task, 192 tokens") :].splitlines()
-    assert len(lines) < height - 1
-    (titles,) = [line for line in lines if "plain generate" in line]
-    assert "assistant=SamAssistant()" in titles
-    (speeds,) = [line for line in lines if "tokens/s" in line]
-    assert speeds.count("192 tokens, 0.2 tokens/s") == 2
-    last = lines[lines.index(speeds) - 2]
-    assert last.count("x" * (width // 2 - 4)) == 2
-    assert {len(line) for line in lines[1 : lines.index(speeds)]} == {width // 2 * 2}
-    assert lines[-1].endswith("quantized self 1")
-
-
-def test_tokens_are_shown_as_they_are_written(terminal, monkeypatch):
-    """The plain run's first, while the assisted one has none."""
-    seen = []
-    frame = show._frame
-
-    def noted(console, task, runs):
-        seen.append([len(run.tokens) for run in runs])
-        return frame(console, task, runs)
-
-    terminal(80, 24)
-    monkeypatch.setattr(show, "_frame", noted)
-    show.show(*small_model(), FixedCosts(lambda n: 1.0), SHORT[:1])
-    assert seen[:26] == [*([n, 0] for n in range(25)), [24, 0]]
-    assert seen == sorted(seen)
-    assert len({tuple(counts) for counts in seen[26:]}) > 3
-    assert seen[-1] == [24, 24]
-
-
 def test_what_showing_takes_is_no_time_of_the_runs(monkeypatch):
     now = [0.0]
 
@@ -164,10 +115,6 @@ def test_what_showing_takes_is_no_time_of_the_runs(monkeypatch):
     for run in compare(*small_model(), SHORT[0], CostModels(), shown):
         assert {token.seconds for token in run.tokens} == {0.0}
     assert now[0] > 2500
-
-
-def test_the_first_task_is_a_short_one():
-    assert TASKS[0].new_tokens == min(task.new_tokens for task in TASKS)
 
 
 @pytest.mark.parametrize("task", SHORT)
@@ -253,13 +200,6 @@ def test_a_text_that_must_be_equal_is_a_bug_to_report(written, dtype, than):
     assert "report" in said
 
 
-def test_a_text_that_ends_earlier_is_another_from_there_on(written):
-    *given, plain = written[0](torch.float32)
-    shorter = replace(plain, ids=plain.ids[:20])
-    assert "from token 21 on" in verdict(*given, plain, shorter)[0]
-    assert "from token 21 on" in verdict(*given, shorter, plain)[0]
-
-
 @needs("engines/cpu")
 @pytest.mark.parametrize("served_by", ["another device", "no kernels"])
 def test_where_rounding_depends_on_what_is_drafted_nothing_is_alarming(
@@ -279,15 +219,6 @@ def test_where_rounding_depends_on_what_is_drafted_nothing_is_alarming(
     assert not calls
 
 
-def test_a_bug_is_said_in_red_and_nothing_else(terminal, monkeypatch):
-    monkeypatch.setattr(show, "compare", lambda *given: two_runs())
-    for is_bug, colour in (True, "1;31m"), (False, "1;32m"):
-        screen = terminal(80, 24)
-        monkeypatch.setattr(show, "verdict", lambda *given, is_bug=is_bug: ("said", is_bug))
-        show.show(*small_model(), CostModels(), SHORT[:1])
-        assert f"\x1b[{colour}said" in screen.getvalue()
-
-
 def two_runs():
     plain = [Written(1.0 + i, text, "the model") for i, text in enumerate(["<a>", "&\n", "x" * 60])]
     assisted = [Written(1.0, "<a>", "the model"), Written(1.5, "&\n", "text")]
@@ -295,7 +226,7 @@ def two_runs():
     return Run(plain, [5, 6, 7], 3), Run(assisted, [5, 6, 7], 2)
 
 
-def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
+def test_the_picture_is_one_document_with_every_token(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     from demo_picture import animation
 
@@ -306,38 +237,3 @@ def test_the_picture_is_one_document_with_every_token_at_its_time(monkeypatch):
     assert "said <b>" in text
     # Nothing from the network, nothing that runs.
     assert not {"script", "image", "use"} & {element.tag.split("}")[1] for element in root.iter()}
-    animated = [element for element in root.iter() if element.get("keyTimes")]
-    # Four seconds of the finished picture, then the slower run.
-    assert {element.get("dur") for element in animated} == {"7.00s"}
-    for element in animated:
-        times = list(map(float, element.get("keyTimes").split(";")))
-        values = element.get("values").split(";")
-        assert len(times) == len(values)
-        assert times == sorted(times)
-        assert times[-1] <= 1
-        # What is shown at the end is shown at first.
-        assert values[0] == values[-1]
-
-
-def commands(target):
-    """What make would run where there is no environment yet."""
-    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    command = ["make", "--no-print-directory", "--dry-run", "VENV=no-environment", target]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    return run.stdout.splitlines()
-
-
-def test_the_demo_installs_what_it_needs_and_the_tests_extend_it():
-    *made, _ = commands("demo")
-    (installed,) = [line for line in made if "--editable" in line]
-    assert '".[demo]"' in installed
-    built = commands("build")
-    assert built[: len(made)] == made
-    more = built[len(made) :]
-    assert [line for line in more if "--editable" in line and '".[dev]"' in line]
-    assert not [line for line in more if "build_ext" in line or "venv" in line.split()]
-    # The commands that take long say how far they are.
-    assert "--quiet" not in installed
-    assert [line for line in made if line.endswith("setup.py -q build_ext")]

@@ -2,19 +2,14 @@
 
 import platform
 import re
-import tomllib
-from pathlib import Path
 
 import torch
-from packaging.requirements import Requirement
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 import hf_retrieval_assist
 from hf_retrieval_assist.host import private_names
 from hf_retrieval_assist.tools.cli import doctor, main
 from tests.support.byte_model import small_model
-
-OURS = ("demo", "dev", "docs")  # extras
 
 
 def parts_of(printed):
@@ -41,14 +36,9 @@ def test_a_report_has_each_part(capsys, tmp_path, monkeypatch):
     assert "hf_secret" not in printed
     assert platform.node() not in re.findall(r"[\w.-]+", printed)
     parts = parts_of(printed)
-    versions = parts["versions"]
-    assert versions["hf_retrieval_assist"] == hf_retrieval_assist.__version__
-    assert versions["torch"] == torch.__version__
-    assert "transformers" in versions
-    assert "typer" not in versions
-    assert parts["machine"]["threads"].startswith(f"{torch.get_num_threads()}, of")
-    assert {"platform", "CPU", "kernels", "free memory"} <= {*parts["machine"]}
-    assert ("CUDA" in parts["machine"]) != torch.cuda.is_available()
+    assert parts["versions"]["hf_retrieval_assist"] == hf_retrieval_assist.__version__
+    assert parts["versions"]["torch"] == torch.__version__
+    assert {"platform", "CPU", "kernels", "free memory", "threads"} <= {*parts["machine"]}
     assert parts["paths"]["cache"] == str(tmp_path)
     assert parts["private names of transformers"]["calls are served"] == "yes"
     assert "model" not in parts
@@ -86,11 +76,3 @@ def test_names_that_are_gone_are_shown(capsys, monkeypatch):
     monkeypatch.setattr(private_names, "NEEDED", names)
     found = examine(capsys)["private names of transformers"]["absent"]
     assert found == "GenerationMixin._nothing"
-
-
-def test_packages_of_extras_are_looked_for():
-    """Those that users install; not what documents and tests the package."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    extras = {k: v for k, v in project["optional-dependencies"].items() if k not in OURS}
-    names = {Requirement(line).name for lines in extras.values() for line in lines}
-    assert not names - {"hf-retrieval-assist", *doctor._MET}

@@ -51,7 +51,7 @@ def test_prompts_may_be_texts_and_sampled_and_a_model_be_without_prompt_lookup(m
     assert [trial.name for trial in found.trials] == ["mine"]
     assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
     assert found.best.identical == 1
-    assert "text" in found.best.record.origins
+    assert "the model" not in found.best.sources
     assert "measuring" not in capsys.readouterr().err
 
 

@@ -13,7 +13,6 @@ from tests.support.eagle_fixtures import CASES, load_case, tiny_target
 from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import eagle_head
 from tests.support.one_text import OneText
-from tests.support.plain_heads import plain_head
 from tests.support.threads import in_threads
 
 VOCAB = 128
@@ -151,39 +150,15 @@ def session_of(case, head):
 
 
 def check_rounds(case, head):
-    """Drive a session through both recorded rounds, comparing every call of the head."""
-    calls = []
-    head.register_forward_hook(lambda module, args, output: calls.append((args, output)))
+    """Drive a session through both recorded rounds, comparing their trees."""
     session = session_of(case, head)
     committed = case.io["round0.input_ids"].shape[1] - 1
     for number in (0, 1):
-        calls.clear()
         prefix = f"round{number}."
         tokens = case.io[prefix + "input_ids"][0, committed:].tolist()
         committed += len(tokens)
         session.commit(tokens, seen(case.io[prefix + "target_hidden"][0]))
-        tree = session.propose(1000).prune(case.tree["draft_nodes"])
-        check_calls(case, head, prefix, calls)
-        check_tree(case, prefix, tree)
-
-
-def check_calls(case, head, prefix, calls):
-    assert len(calls) == 4, "one call for the text, three for the levels"
-    for number, ((_, token_ids, _, positions, mask, _), output) in enumerate(calls):
-        recorded = {
-            name: case.io[f"{prefix}call{number}.{name}"]
-            for name in ("token_ids", "position_ids", "attn_allowed", "hidden_out", "logits")
-        }
-        assert torch.equal(token_ids, recorded["token_ids"])
-        assert torch.equal(positions - 1, recorded["position_ids"])
-        shape = recorded["attn_allowed"].shape
-        allowed = torch.ones(shape, dtype=torch.bool) if mask is None else mask[0, 0] == 0
-        assert torch.equal(allowed, recorded["attn_allowed"])
-        torch.testing.assert_close(output, recorded["hidden_out"], atol=3e-4, rtol=0)
-        torch.testing.assert_close(head.logits(output), recorded["logits"], atol=1e-3, rtol=0)
-    cache = calls[0][0][-1]
-    keys = cache.layers[0].keys
-    torch.testing.assert_close(keys, case.io[prefix + "call0.k_cache_after"], atol=3e-4, rtol=0)
+        check_tree(case, prefix, session.propose(1000).prune(case.tree["draft_nodes"]))
 
 
 def check_tree(case, prefix, tree):
@@ -217,33 +192,3 @@ def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
         assert small.token_ids.tolist() == full.token_ids.tolist()
         assert small.parents.tolist() == full.parents.tolist()
         np.testing.assert_allclose(small.probs, full.probs, rtol=1e-4, atol=0)
-
-
-BOUNDARIES = (2, 5, 7)
-WRITTEN = torch.randint(3, 128, (14,), generator=torch.Generator().manual_seed(1)).tolist()
-STEPS = 4
-
-
-@pytest.fixture
-def case_of_3_1():
-    """A recorded head of EAGLE-3 with norms for the target's features, and their flags apart."""
-    case, generator = load_case("eagle3_d2t"), torch.Generator().manual_seed(2)
-    norms = {f"fc_norm.{i}.weight": 1 + torch.randn(64, generator=generator) / 5 for i in range(3)}
-    return replace(case, weights=case.weights | norms), {"fc_norm": True, "norm_output": True}
-
-
-@pytest.mark.parametrize("nested", [False, True], ids=["top", "eagle_config"])
-def test_eagle_3_1_drafts_as_written_out(case_of_3_1, nested, tmp_path):
-    case, flags = case_of_3_1
-    case.config = case.config | ({"eagle_config": flags} if nested else flags)
-    head = load(case, tmp_path)
-    assert len(head.fc_norm) == len(BOUNDARIES)
-    assert head.config.norm_output
-    features = features_of(case.target(), BOUNDARIES, WRITTEN)[:-1]
-    tree = draft_at_once(head, WRITTEN, features, top_k=1, depth=STEPS - 1, min_prob=0.0)
-    plain, path, above = plain_head(case.weights, case.config, case.target()), [], 1.0
-    for token, prob in zip(tree.token_ids.tolist(), tree.probs.tolist(), strict=True):
-        probs = plain.given(features, WRITTEN, path)
-        assert token == plain.target_id(int(probs.argmax()))
-        assert prob / above == pytest.approx(float(probs.max()), rel=1e-4)
-        path, above = [*path, token], prob

@@ -3,8 +3,6 @@
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -12,15 +10,12 @@ import torch
 from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
-from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
-from hf_retrieval_assist.drafters.rest import RestDrafter
-from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.extensions.record import html
 from hf_retrieval_assist.extensions.record.pieces import readable, text_pieces
 from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.policy.cost_store import CostModels
 from tests.support.byte_model import small_model
-from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, knowing, run
 from tests.support.memories import remembering
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.rounding import near
@@ -111,18 +106,6 @@ def test_origins_of_the_memory_and_the_text(llama):
     assert by_origin["memory"][2] > NEW_TOKENS // 2
     assert set(by_origin) == {"text", "memory", "grammar", MODEL}
     assert by_origin["grammar"][2] == 0
-
-
-def test_every_class_has_an_origin():
-    corpus = [PHRASE * 3]
-    for drafter in (AutomatonDrafter(), StaticAutomatonDrafter(corpus)):
-        origins = drafter.origins_of(np.arange(len(drafter.evidence), dtype=np.int32))
-        assert set(origins.tolist()) == set(range(len(drafter.origins)))
-    assert RestDrafter.origins == StaticAutomatonDrafter.origins == ("corpus",)
-    assert SuffixDrafter().origins == ("text", "memory")
-    mixed = SuffixDrafter(corpus=corpus)
-    assert mixed.origins_of(np.array([-1, -2, -3], np.int32)).tolist() == [0, 1, 2]
-    assert mixed.origins == ("text", "memory", "corpus")
 
 
 def test_rows_of_a_batch_have_texts_of_their_own(llama):
@@ -228,7 +211,7 @@ class Evil:
         return "".join(f"<script>alert({token})</script>&amp;\x1b[2J\u202e" for token in ids)
 
 
-def test_a_page_shows_each_token_and_the_verified_trees(recorded):
+def test_a_page_shows_each_token_and_the_verified_trees(recorded, monkeypatch):
     """And escapes what models write."""
     text, record, _ = recorded
     shown = record._repr_html_()
@@ -246,29 +229,10 @@ def test_a_page_shows_each_token_and_the_verified_trees(recorded):
     assert "<script>alert(" in shown
     assert "&amp;" in shown
     assert not {"\x1b", "\u202e"} & {*shown}
-
-
-def test_a_page_reads_as_text_without_its_style_sheet_and_attributes(recorded, monkeypatch):
-    """Then the text is in one piece, no tree is seen, and sources are told in words."""
-    _, record, _ = recorded
-    (call,) = record.calls
-    shown = "".join(Page(record._repr_html_()).text)
-    text = "".join(record.pieces(call.generated(0), call.prompts[0]))
-    parts = [str(record.stats), "nodes proposed", "corpus", text, "the sources of its tokens"]
-    places = [shown.index(part) for part in (*parts, "prefill00the model “")]
-    assert places == sorted(places)
-    for step in call.steps[1:]:
-        told = f"{step.forward}{len(step.tree)}{len(step.accepted)}"
-        credited = zip(step.credits, step.token_ids, strict=True)
-        for name, tokens in groupby(credited, itemgetter(0)):
-            told += f"{name} “{''.join(f'{token} ' for _, token in tokens)}”, "
-        assert told.removesuffix(", ") in shown[places[-1] :]
-    assert shown.count("nodes proposed") == 1  # panels tell it, too
     monkeypatch.setattr(html, "_MOST_STEPS", 1)
     short = record._repr_html_()
     assert short.count('class="panel"') == 2
     assert "The first 1 have one." in short
-    assert "the sources of its tokens, the first 1 forwards" in short
 
 
 def test_assistants_show_what_they_did_and_what_forwards_cost(recorded):
@@ -281,14 +245,11 @@ def test_assistants_show_what_they_did_and_what_forwards_cost(recorded):
     assert assistant.stats.last.summary in text
     kind = f"{key.dtype}, {key.batch_size} x {key.cache_length}"
     assert f"{kind} tokens in the cache" in shown
-    for tokens in (1, 2, 4, 8, 16, 32, 64):
-        assert f"<th>{tokens}</th>" in shown
-        assert f"<td>{1e3 * cost.seconds(tokens):.2f}</td>" in shown
+    assert "<th>64</th>" in shown
+    assert f"<td>{1e3 * cost.seconds(64):.2f}</td>" in shown
     costs = CostModels()
-    for packed, variant in ((False, ""), (True, "repeated")):
-        costs.get(replace(key, packed=packed, cost_variant=variant)).observe(1, 0.1)
+    costs.get(replace(key, packed=True, cost_variant="repeated")).observe(1, 0.1)
     shown = SamAssistant(costs=costs)._repr_html_()
-    assert "tokens in the cache</td>" in shown
     assert "tokens in the cache, packed, repeated</td>" in shown
 
 

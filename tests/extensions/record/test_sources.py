@@ -1,15 +1,10 @@
 """Where drafted tokens stand: in which document, and where in it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.corpus.datastore import Datastore
-from hf_retrieval_assist.extensions.record.passages import Passage
 from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.papers import Rest, SuffixDecoding
@@ -65,21 +60,6 @@ def test_each_drafted_token_names_its_places(llama, text):
     for place, (origins, is_drafted) in enumerate(zip(named, drafted, strict=True)):
         assert ("memory" in origins) == is_drafted
         assert ("corpus" in origins) == (is_drafted and 5 <= place < 45)
-
-
-def test_the_own_text_is_the_prompt_or_the_answer(llama):
-    prompt = np.array([*range(10, 30), *range(10, 14)], np.int32)
-    answer = np.array([14, 15, 16, 50, 51, 52, 50, 51, 52], np.int32)
-    own = OwnText([np.array([51, 52], np.int32)], len(prompt))
-    whole = np.concatenate([prompt, answer])
-    first, last = own.places(whole, [len(prompt) + 1, len(prompt) + 7])
-    # The text in front of the answer belongs to the passage.
-    assert (first.name, first.token, first.start) == ("prompt", 5, 0)
-    assert first.token_ids.tolist() == [*range(10, 17)]
-    # The copy in front of it is longer than what was expected.
-    assert (last.name, last.token, last.start) == ("this answer", 4, 3)
-    assert last.token_ids.tolist() == [50, 51, 52]
-    assert own.places(whole, []) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -166,23 +146,6 @@ def test_what_was_forgotten_is_not_found(llama, text):
     assert "memory" not in {passage.origin for passage in record.sources()}
 
 
-@pytest.mark.parametrize(
-    ("origin", "name", "shown"),
-    [
-        ("text", "prompt", "in the prompt"),
-        ("text", "this answer", "in this answer"),
-        ("text", "expected text 2", "in expected text 2"),
-        ("memory", "earlier output 1", "in earlier output 1"),
-        ("corpus", "a.md", "in the corpus, document a.md"),
-        ("corpus", "document 3", "in the corpus, document 3"),
-    ],
-)
-def test_a_passage_says_in_words_where_it_stands(origin, name, shown):
-    one = Passage(0, 0, 1, 3, origin, name, 0, 1400, "two", "one ", " three", 1)
-    assert str(one) == f"{shown}, token 1,400: one [two] three"
-    assert str(replace(one, count=2)) == f"{shown}, token 1,400, one of 2: one [two] three"
-
-
 def test_where_no_token_was_drafted_a_sentence_says_so(llama):
     record = recorded(llama, Assistant([], budget=0))
     assert record.sources() == []
@@ -194,20 +157,13 @@ def test_passages_are_texts_where_there_is_a_tokenizer():
     inputs = tokenizer("one two three", return_tensors="pt")
     phrase = tokenizer("<b>four five", add_special_tokens=False).input_ids
     notes = NamedIds("<notes>", [*inputs.input_ids[0].tolist(), *phrase, *phrase[::-1]])
-
-    class Forcing(LogitsProcessor):
-        """Lets the model write the phrase."""
-
-        def __call__(self, input_ids, scores):
-            token = phrase[input_ids.shape[1] - inputs.input_ids.shape[1]]
-            return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
-
+    begin = inputs.input_ids.shape[1]
     assistant = SamAssistant([notes], None, budget=16)
     with assistant.record(tokenizer) as record:
         model.generate(
             **inputs,
             assistant=assistant,
-            logits_processor=LogitsProcessorList([Forcing()]),
+            prefix_allowed_tokens_fn=lambda row, ids: [phrase[len(ids) - begin]],
             max_new_tokens=len(phrase),
             do_sample=False,
         )

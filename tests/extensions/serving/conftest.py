@@ -17,6 +17,23 @@ def folder(tmp_path_factory):
     return learned(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "side by side"])
+def served(folder, request):
+    from tests.support.served import serving
+
+    with serving(folder, batching=request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """One request after another, for what does not depend on it."""
+    from tests.support.served import serving
+
+    with serving(folder) as found:
+        yield found
+
+
 @pytest.fixture
 def held(monkeypatch):
     """Forwards that wait until the event is set."""

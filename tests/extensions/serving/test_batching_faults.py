@@ -5,17 +5,16 @@ import gc
 import itertools
 import logging
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
 import transformers
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
-from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu.engine import CpuEngine
-from hf_retrieval_assist.extensions.serving import drafts as batching
 from tests.support.batching import (
     LENGTH,
     DraftedRequest,
@@ -263,65 +262,17 @@ def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
 def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
     scopes = []
 
-    class Failing:
-        def __init__(self, active):
-            self.active = active
+    @contextmanager
+    def failing(engine, wanted, verified=0):
+        scopes.append(wanted)
+        if wanted:
+            raise RuntimeError("a kernel")
+        yield
 
-        def __enter__(self):
-            scopes.append(self.active)
-            if self.active:
-                raise RuntimeError("a kernel")
-
-        def __exit__(self, *error):
-            return False
-
-    monkeypatch.setattr(CpuEngine, "scope", lambda engine, wanted: Failing(wanted))
+    monkeypatch.setattr(CpuEngine, "scope", failing)
     make = half_knowing if knows else lambda *_: Assistant([guess(4)], budget=1)
     drafted(llama, prompts(4), make=make)
     assert scopes.count(True) == 1
-
-
-def decoding(model):
-    """Drafts for requests that have generated a token each of a text that goes on as it began."""
-    states = [DraftedRequest(f"r{number}", [3, 4, 5, 6] * 50) for number in range(3)]
-    for number, state in enumerate(states):
-        state.max_new_tokens, state.generated_tokens = 1000, [3]
-        state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
-    drafts = batching.RequestDrafts(SamAssistant(budget=8), model)
-    drafts.follow(states, torch.zeros(3, VOCAB))
-    return drafts, states
-
-
-def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
-    """Nothing of a prompt is read or copied by a step, whose room the drafts of all share."""
-
-    class Prompt(list):
-        """Tells of everything that goes over all of it."""
-
-        reads = 0
-
-        def _read(self, *_):
-            Prompt.reads += 1
-            return NotImplemented
-
-        __add__ = __iter__ = __contains__ = _read
-
-        def __getitem__(self, place):
-            Prompt.reads += isinstance(place, slice)
-            return super().__getitem__(place)
-
-    drafts, states = decoding(llama)
-    found = {room: [*map(len, drafts.propose(states, [8, 2, 0], room))] for room in (64, 5, 0)}
-    assert (found[64], sum(found[5]), found[0]) == ([8, 2, 0], 5, [0, 0, 0])
-    for state in states:
-        state.initial_tokens = Prompt(state.initial_tokens)
-    for step in range(12):
-        assert len(drafts.propose(states, [8] * 3, 64)) == 3
-        for state in states:
-            state.generated_tokens.append(4 + step % 3)
-        drafts.follow(states, torch.zeros(3, VOCAB))
-        drafts.close_others(states)
-    assert Prompt.reads == 0
 
 
 def test_drafts_end_where_positions_do(told):

@@ -54,6 +54,8 @@ pytestmark = pytest.mark.slow
         {"num_blocks": 12},  # not all requests fit side by side
         {"scheduler_type": "prefill_first"},
         {"max_requests_per_batch": 3},
+        # Prompts that cannot begin yet take nothing of a step.
+        {"max_requests_per_batch": 2, "max_batch_tokens": 32},
     ],
     ids=str,
 )
@@ -63,12 +65,6 @@ def test_greedy_requests(llama, options):
     assert 0 < total.accepted < total.drafted
     # The prompt brings the first token of each, and every accepted one saves a step.
     assert total.steps == total.tokens - total.calls - total.accepted
-
-
-def test_requests_are_drafted_while_others_wait_behind_them(llama):
-    """Prompts that cannot begin yet take nothing of a step."""
-    total = drafted(llama, prompts() * 3, max_requests_per_batch=2, max_batch_tokens=32)
-    assert total.accepted > total.tokens / 2
 
 
 @pytest.mark.parametrize(
@@ -274,22 +270,6 @@ def test_twins_serve_every_sequence_of_a_request(llama, num_blocks, monkeypatch)
     assert drafted(llama, inputs, config, lambda *_: remembering(budget=5)).accepted > 0
 
 
-def never(commit=lambda *_: None, **attributes):
-    """A drafter of a token that no text has, and its budgets."""
-    asked, tree = [], TokenTree.build([66], [-1], [0.9])
-    attributes |= {"name": "never"}
-    return Scripted(lambda budget: asked.append(budget) or tree, commit, **attributes), asked
-
-
-def test_a_drafter_that_brings_nothing_is_left_alone(llama):
-    drafter, asked = never()
-    # However quick or busy the machine is, drafting takes longer than such steps.
-    assistant = Assistant([drafter], budget="auto", costs=FixedCosts(lambda n: 1e-6 * n))
-    for _ in range(2):
-        total = drafted(llama, prompts(4), greedy(max_new_tokens=24), lambda *_: assistant)
-    assert 0 < len(asked) < total.steps / 8
-
-
 @pytest.mark.parametrize("rerouted", [True, False])
 def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatch):
     """Whoever had drafted the tokens; and the steps run by the kernels."""
@@ -304,7 +284,10 @@ def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatc
 
     def make(*known):
         normed.clear()
-        seeing, _ = never(commit, needs=FeedbackNeeds(top_k=1))
+        # A token that no text has.
+        tree = TokenTree.build([66], [-1], [0.9])
+        needs = FeedbackNeeds(top_k=1)
+        seeing = Scripted(lambda budget: tree, commit, name="seeing", needs=needs)
         drafters = [*half_knowing(*known).drafters, seeing]
         return Assistant(drafters, budget=5, reroute=rerouted)
 

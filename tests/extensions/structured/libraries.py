@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import LogitsProcessor, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import LogitsProcessor
 
 SCHEMA = {
     "type": "object",
@@ -17,15 +15,6 @@ PIECES = [b'{"na', b'me": ', b"true", b"false", b'"count"', b", ", b"10", b"0}"]
 # Every byte is a token, so anything can be spelt in several ways; the last token ends a text.
 VOCABULARY = [*(bytes([byte]) for byte in range(256)), *PIECES, b"</s>"]
 EOS = len(VOCABULARY) - 1
-
-
-def tokenizer():
-    """The vocabulary as a tokenizer of transformers, which decodes and does not encode."""
-    letters = bytes_to_unicode()
-    spelt = {"".join(letters[byte] for byte in text): n for n, text in enumerate(VOCABULARY)}
-    inner = Tokenizer(models.WordLevel(spelt, unk_token="</s>"))
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
 
 
 def xgrammar_processor(*schemas):

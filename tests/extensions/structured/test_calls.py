@@ -4,16 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
+from transformers import LlamaForCausalLM, LogitsProcessorList
 
 from hf_retrieval_assist import SamAssistant, TokenTree
 from hf_retrieval_assist.extensions.structured.constraint import constraint_of
-from hf_retrieval_assist.extensions.structured.grammar import GrammarSession
-from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, run
-from tests.support.watching import Interrupt, Spectator, calls_of
+from tests.support.watching import Spectator
 
-from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, tokenizer, xgrammar_processor
+from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, xgrammar_processor
 
 # llguidance says so of rows that have ended, with an assistant and without.
 pytestmark = pytest.mark.filterwarnings("ignore:Error in LLMatcher")
@@ -52,7 +50,8 @@ def assert_plains(model, make, **options):
     ours, seen_by_ours = call(model, make, assistant, **options)
     assert torch.equal(plain, ours)
     assert seen_by_ours == seen
-    assert assistant.stats.last.accepted > 0
+    # A processor of others may follow all rows of a batch, which is plain then.
+    assert (assistant.stats.last.accepted > 0) == (options.get("rows", 1) == 1)
     return ours
 
 
@@ -80,56 +79,6 @@ def test_a_constraint_for_each_row_and_rows_that_end_early(model, sampling):
     for grammars in ([None], []):
         processor = SimpleNamespace(index=3, grammar="x", compiled_grammars=grammars)
         assert constraint_of([processor], 0) is None
-
-
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_chat_of_three_turns(model, library, sampling):
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    ids, assistant = torch.tensor([PROMPT]), SamAssistant(budget=8)
-    for turn in range(3):
-        results = [
-            call(model, LIBRARIES[library], one, ids=ids, **{CACHE: cache}, **SAMPLING[sampling])
-            for one, cache in zip((None, assistant), caches, strict=True)
-        ]
-        (plain, seen), (ours, seen_by_ours) = results
-        assert torch.equal(plain, ours)
-        assert seen_by_ours == seen
-        assert caches[0].get_seq_length() == caches[1].get_seq_length()
-        ids = torch.cat([ours, torch.tensor([[8 + turn, 9]])], 1)
-
-
-class Listener(Spectator):
-    """Keeps what it hears, and stops the call at a token."""
-
-    def __init__(self, stop_at):
-        super().__init__()
-        self.stop_at = stop_at
-
-    def put(self, value):
-        super().put(value.flatten())
-        if len(self.sent) - 1 >= self.stop_at:
-            raise Interrupt
-
-
-@pytest.mark.parametrize("stop", ['e":', 'count":', "0}"])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_stop_strings(model, library, stop):
-    found = assert_plains(model, LIBRARIES[library], stop_strings=stop, tokenizer=tokenizer())
-    assert tokenizer().decode(found[0, len(PROMPT) :]).count(stop) == 1
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_call_after_an_interrupted_one(model, library):
-    plain, _ = call(model, LIBRARIES[library])
-    assistant = SamAssistant(budget=8)
-    for stop_at in (1, 4, 7):
-        listener = Listener(stop_at)
-        with pytest.raises(Interrupt):
-            call(model, LIBRARIES[library], assistant, streamer=listener)
-        heard = [token for tokens in listener.sent for token in tokens]
-        assert heard == plain[0, : len(heard)].tolist()
-        assert torch.equal(call(model, LIBRARIES[library], assistant)[0], plain)
 
 
 HOSTILE = {
@@ -182,38 +131,3 @@ def test_what_is_forced_and_what_is_forbidden(library):
     constraint = constraint_of([LIBRARIES[library]()], 0)
     assert all(map(constraint.advance, b'{"nam'))
     assert constraint.forced(2)[0] == [ord("e")]
-
-
-def test_every_row_has_the_grammar_at_its_place():
-    other = {"const": [True]}
-    processor = xgrammar_processor(SCHEMA, other)
-    ((cuts,), (other_cuts,)) = (constraint_of([processor], row).forced(1) for row in range(2))
-    assert cuts == [VOCABULARY.index(b'{"na'), ord("{")]
-    assert other_cuts == [ord("[")]
-    assert constraint_of([processor], 2) is None
-
-
-def test_the_vocabulary_is_not_listed_anew_for_every_grammar(monkeypatch):
-    xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
-    listed = []
-    texts = xgrammar.TokenizerInfo.decoded_vocab
-    monkeypatch.setattr(
-        xgrammar.TokenizerInfo,
-        "decoded_vocab",
-        property(lambda info: listed.append(info) or texts.fget(info)),
-    )
-    assert constraint_of([xgrammar_processor()], 0).forced(1)
-    assert not listed
-
-
-def test_the_mask_of_a_node_is_computed_once(monkeypatch):
-    """However little of what is forced a step verifies; pruning needs no mask."""
-    xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
-    masks = calls_of(monkeypatch, xgrammar.GrammarMatcher, "fill_next_token_bitmask")
-    session = GrammarSession(constraint_of([xgrammar_processor({"const": "x" * 20})], 0))
-    for _ in range(18):
-        tree = session.draft(4)
-        assert session.restrict(tree) is tree
-        session.append(tree.token_ids[:1].tolist())
-    assert len(tree) == 4
-    assert len(masks) == 18 + 3

@@ -1,7 +1,6 @@
 """Requests to the server whose answers are held to a schema or to a call."""
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -15,7 +14,7 @@ if Version(transformers.__version__) < Version("5.20"):
 
 from hf_retrieval_assist.extensions.serving import grammars
 from tests.support.memories import wait_until
-from tests.support.served import ANSWERS, TOOL, learned, serving, tokenizer_of_bytes
+from tests.support.served import ANSWERS, TEMPLATE, TOOL, changed_model, learned, serving
 
 SIZE = {
     "type": "object",
@@ -192,16 +191,11 @@ def test_a_schema_is_compiled_once_and_forgotten_with_a_tenant(served, monkeypat
 
 def test_calls_need_no_end_of_their_own(served, tmp_path):
     """Some templates write a name and arguments, and then end the answer."""
-    shutil.copytree(served.model, tmp_path / "model")
-    tokenizer = tokenizer_of_bytes()
-    start = tokenizer.chat_template.index("<tool_call>")
-    end = tokenizer.chat_template.index("{% endfor %}", start)
+    start = TEMPLATE.index("<tool_call>")
+    end = TEMPLATE.index("{% endfor %}", start)
     written = "<function={{ c.function.name }}>{{ c.function.arguments|tojson }}"
-    tokenizer.chat_template = (
-        tokenizer.chat_template[:start] + written + tokenizer.chat_template[end:]
-    )
-    tokenizer.save_pretrained(tmp_path / "model")
-    with serving(str(tmp_path / "model")) as other:
+    template = TEMPLATE[:start] + written + TEMPLATE[end:]
+    with serving(changed_model(served.model, tmp_path / "model", template)) as other:
         found = other.ask("hello", tools=[RAIN, TIME], tool_choice="required").choices[0]
         (call,) = found.message.tool_calls
         assert json.loads(call.function.arguments)["city"] in ("Ghent", "Delft")
@@ -211,12 +205,9 @@ def test_calls_need_no_end_of_their_own(served, tmp_path):
 
 
 def test_templates_that_write_calls_otherwise_are_named(served, tmp_path):
-    shutil.copytree(served.model, tmp_path / "model")
-    tokenizer = tokenizer_of_bytes()
-    tokenizer.chat_template = tokenizer.chat_template.replace("|tojson", "|string")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model = changed_model(served.model, tmp_path / "model", TEMPLATE.replace("|tojson", "|string"))
     told = pytest.raises(openai.BadRequestError, match="no arguments in JSON behind a name")
-    with serving(str(tmp_path / "model")) as other, told:
+    with serving(model) as other, told:
         other.ask("hello", tools=[RAIN], tool_choice="required")
 
 
