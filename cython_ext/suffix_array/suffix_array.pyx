@@ -132,31 +132,13 @@ cdef class SuffixArray:
         Raises:
             ValueError: `token_ids` is empty.
         """
-        cdef SuffixMatcher matcher = self.matcher(token_ids)
-        if matcher.match_length < len(token_ids):
-            return 0
-        return matcher.occurrences(matcher.match_length)
-
-    def find(self, token_ids):
-        """The (shard, position) where a token string occurs first, in the order of suffixes; None
-        where it does not occur; ValueError if it is empty."""
-        cdef SuffixMatcher matcher = self.matcher(token_ids)
-        cdef const Interval* row
-        cdef int32_t s
-        if matcher.match_length < len(token_ids):
-            return None
-        row = matcher.row(matcher.match_length)
-        for s in range(self.shard_count):
-            if row[s].low < row[s].high:
-                return s, self.shards[s].suffixes[row[s].low]
-
-    cdef SuffixMatcher matcher(self, token_ids):
-        """A matcher that has read a token string."""
         if not len(token_ids):
             raise ValueError("token_ids: expected at least one")
         cdef SuffixMatcher matcher = SuffixMatcher(self, len(token_ids))
         matcher.extend(token_ids)
-        return matcher
+        if matcher.match_length < len(token_ids):
+            return 0
+        return matcher.occurrences(matcher.match_length)
 
 
 cdef class SuffixMatcher:

@@ -111,15 +111,6 @@ cdef class SuffixAutomaton:
             + (a.root.capacity + a.branches.capacity) * sizeof(Slot)
         )
 
-    def tokens(self):
-        """int32 [len], the text; −1 at separators."""
-        out = np.empty(self.a.n, dtype=np.int32)
-        cdef int32_t[::1] view = out
-        cdef int64_t i
-        for i in range(self.a.n):
-            view[i] = self.a.positions[i + 1].token
-        return out
-
     def cursor(self):
         """A new cursor at the empty match."""
         return Cursor(self)

@@ -162,22 +162,19 @@ _Piece = tuple[Document, Int32Array]
 def _shards(
     documents: Iterable[Ids | NamedIds], options: BuildOptions, bar: tqdm[Any]
 ) -> Iterator[list[_Piece]]:
-    """The documents of each shard. One too long for a shard is cut; one that follows another of its
-    name goes on where that one has ended."""
+    """The documents of each shard. One too long for a shard is cut."""
     pieces: list[_Piece] = []
     most = options.shard_codes
-    room, before, last = most, 0, ""
+    room = most
     for number, document in enumerate(documents):
         name, ids = named_ids(f"documents: document {number}", document, options.vocab_size)
-        before, last = before if name and name == last else 0, name
         for start in range(0, len(ids), most - 1):
             piece = ids[start : start + most - 1]
             if len(piece) >= room:
                 yield pieces
                 pieces, room = [], most
-            pieces.append((Document(str(name), len(piece), before), piece))
+            pieces.append((Document(str(name), len(piece)), piece))
             room -= len(piece) + 1
-            before += len(piece)
             bar.update(len(piece))
     if pieces:
         yield pieces

@@ -194,7 +194,7 @@ class Datastore:
         of one name together."""
         sizes: dict[str, int] = {}
         for shard in self._shards:
-            for name, tokens, _ in shard.documents:
+            for name, tokens in shard.documents:
                 sizes[name] = sizes.get(name, 0) + tokens
         return sizes
 

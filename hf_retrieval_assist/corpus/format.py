@@ -29,7 +29,7 @@ from ..system.lazy import cached_property
 from ..types.token_tree import Int32Array
 
 MAGIC = "hf-retrieval-assist datastore"
-VERSION = 4
+VERSION = 5
 MANIFEST = "manifest.json"
 HOW_TO_BUILD = "Datastore.build and `hf-retrieval-assist build` make datastores"
 MAX_VOCAB = 2**26  # more than any tokenizer's; tables of this many entries still fit anywhere
@@ -43,12 +43,10 @@ class Document(NamedTuple):
     Attributes:
         name: "" where it has none.
         tokens: how many it has here.
-        before: tokens of it in front of these.
     """
 
     name: str
     tokens: int
-    before: int
 
 
 @dataclass(frozen=True)
@@ -202,6 +200,5 @@ class MappedShard:
 
 
 def _is_document(found: Document) -> bool:
-    name, tokens, before = found
-    counts = type(tokens) is int and type(before) is int and tokens > 0 and before >= 0
-    return isinstance(name, str) and counts
+    name, tokens = found
+    return isinstance(name, str) and type(tokens) is int and tokens > 0

@@ -47,7 +47,7 @@ class NamedIds(NamedTuple):
     """A document of a corpus.
 
     Attributes:
-        name: by which records tell where a token came from; "" where it has none.
+        name: by which it is told; "" where it has none.
         token_ids: [n].
     """
 

@@ -96,7 +96,7 @@ def test_a_store_that_is_replaced_between_manifest_and_shards_opens(store, monke
 
 SHARD = "contents", "shards", 0
 MANIFESTS = [
-    (("version",), 3, "expected version 4, got 3; build it again"),
+    (("version",), 3, "expected version 5, got 3; build it again"),
     (("format",), "somebody else's", "expected an object of format"),
     (("sha256",), "0" * 64, "expected an unaltered manifest"),
     (("contents", "shards"), [], "expected at least one shard"),
@@ -135,12 +135,12 @@ def test_a_manifest_that_is_no_json_does_not_open(store, text):
 
 
 ROWS = [
-    b'["one", 3, 0]',
-    b'["one", 2,-1]',
-    b"[ 12345, 2,0]",
-    b'["one", true]',
-    b"[" * 13,
-    b'      "\xff    "',
+    b'["one", 3]',
+    b'["one",-2]',
+    b"[ 12345,2]",
+    b'["o",true]',
+    b"[" * 10,
+    b'   "\xff    "',
 ]
 
 
@@ -149,7 +149,7 @@ def test_a_damaged_list_of_documents_is_one_error(tmp_path, row):
     documents = [NamedIds("one", [1, 2]), NamedIds("two", [1, 2, 3])]
     store = build(documents, tmp_path / "store")
     (file,) = store.path.glob("*.shard")
-    file.write_bytes(file.read_bytes().replace(b'["one", 2, 0]', row))
+    file.write_bytes(file.read_bytes().replace(b'["one", 2]', row))
     opened = Datastore.open(store.path)
     assert opened.count([1, 2]) == 2
     for read in (opened.document_sizes, lambda: [*opened.documents()]):
@@ -185,10 +185,6 @@ def search_everywhere(datastore):
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
         assert (parents < np.arange(len(parents))).all()
         assert ((counts > 0) & (counts <= parent_counts)).all()
-    text = np.concatenate(make_documents(documents=4)).astype(np.int32)
-    for place in filter(None, datastore.places(text, range(len(text)))):
-        shown = np.concatenate([place.before, place.token_ids, place.after])
-        assert ((shown >= 0) & (shown < VOCAB)).all()
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=pytest.mark.slow)])

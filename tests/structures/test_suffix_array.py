@@ -103,10 +103,6 @@ def test_matches_equal_a_search_of_every_position(documents, text, shards, max_m
             suffix = text[end - n : end]
             places = occurrences(documents, suffix)
             assert index.count(suffix) == len(places)
-            shard, position = index.find(suffix)
-            part = [*documents[shard::shards]]
-            assert make_shard(part)[0][position : position + n].tolist() == suffix
-    assert index.find([VOCAB - 1]) is None
 
 
 @settings(deadline=None)
@@ -188,7 +184,6 @@ def test_what_does_not_fit_is_refused():
         (lambda: SuffixArray([(EMPTY, SOME)], VOCAB), "one token and one"),
         (lambda: SuffixArray([(SOME, EMPTY)], VOCAB), "one token and one"),
         (lambda: index.count([]), "token_ids: expected at least one"),
-        (lambda: index.find([]), "token_ids: expected at least one"),
         *((lambda n=n: SuffixMatcher(index, n, 1), "expected 1 to") for n in (0, 1 << 17)),
         *((lambda n=n: SuffixMatcher(index, 1, n), "expected 1 to") for n in (0, 1 << 17)),
         (lambda: SuffixMatcher(index, 2, 3).select(4, 1), "at most 3"),

@@ -45,7 +45,6 @@ def test_every_substring_is_found_where_it_occurs(text, capacity):
     automaton = SuffixAutomaton(capacity=capacity)
     for token in text:
         automaton.extend(array([token]))
-    assert automaton.tokens().tolist() == text
     assert len(automaton) == len(text)
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):

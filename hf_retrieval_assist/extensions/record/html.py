@@ -18,7 +18,6 @@ import numpy as np
 
 from ...policy.policy import DraftingPolicy
 from .palette import colours
-from .passages import Passage
 from .pieces import readable, text_pieces
 from .steps import CallRecord, Step
 
@@ -77,10 +76,9 @@ def page(shown: str) -> str:
 def fragment(record: Any) -> str:
     """A `Record` for a notebook's cell."""
     palette = colours(record.origins)
-    passages, shown = record.passages(), []
+    shown = []
     for number, call in enumerate(record.calls):
-        mine = [passage for passage in passages if passage.call == number]
-        texts = _Texts(call, palette, record.tokenizer, mine)
+        texts = _Texts(call, palette, record.tokenizer)
         rows = "".join(map(texts.row, range(len(call.prompts))))
         if len(record) > 1:
             title = escape(f"call {number + 1}: {call.stats}")
@@ -156,40 +154,34 @@ class _Texts:
     _call: CallRecord
     _palette: Mapping[str, str]
     _tokenizer: Any
-    _passages: Sequence[Passage]
 
     def row(self, row: int) -> str:
         """A row's text with the tree of each step, which shows in the panel below."""
         call = self._call
         pieces = text_pieces(self._tokenizer, call.generated(row), call.prompts[row])
-        titles: list[list[str]] = [[] for _ in pieces]
-        for passage in self._passages:
-            for token in range(passage.start, passage.stop) if passage.row == row else ():
-                titles[token].append(str(passage))
         shown, told = [], []
         # The step that brought most is open until the reader chooses one.
         most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
         for number, step in enumerate(call.of_row(row)):
             span = slice(step.position, step.position + len(step.token_ids))
-            mine, where = pieces[span], ["\n".join(found) for found in titles[span]]
+            mine = pieces[span]
             if mine:
                 panel = ""
                 if number <= _MOST_STEPS:
                     panel = self._panel(step)
-                    told.append((*_words(step, mine), self._places(row, span)))
-                tokens = "".join(map(self._token, mine, step.credits, where))
+                    told.append(_words(step, mine))
+                tokens = "".join(map(self._token, mine, step.credits))
                 chosen = " first" if step is most else ""
                 shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
         title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
         hint = (
             "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
-            " Rest on a token to see where it stands."
         )
         title_of_table = "the sources of its tokens"
         if len(shown) > len(told):
             hint += f" The first {_MOST_STEPS} have one."
             title_of_table += f", the first {_MOST_STEPS} forwards"
-        heading = ("forward", "nodes verified", "accepted", "tokens, by source", "where they stand")
+        heading = ("forward", "nodes verified", "accepted", "tokens, by source")
         return (
             f'<div class="row">{title}<div data-say="{hint}"></div>'
             f'<pre class="text" style="white-space:pre-wrap">{"".join(shown)}</pre>'
@@ -198,20 +190,9 @@ class _Texts:
             f"{html_table(heading, told)}</details>"
         )
 
-    def _places(self, row: int, span: slice) -> str:
-        """Where some tokens of a row stand, in words."""
-        found = dict.fromkeys(
-            passage.where
-            for passage in self._passages
-            if passage.row == row and passage.start < span.stop and span.start < passage.stop
-        )
-        return "; ".join(found)
-
-    def _token(self, piece: str, origin: str, title: str = "") -> str:
-        """A generated token's text; the title shows where the reader points at it."""
+    def _token(self, piece: str, origin: str) -> str:
         text = escape(readable(piece)).replace("\n", '<i class="eol" data-say="↵"></i>\n')
-        said = f' title="{escape(title)}"' if title else ""
-        return f'<span class="tok"{_tint(self._palette.get(origin))}{said}>{text}</span>'
+        return f'<span class="tok"{_tint(self._palette.get(origin))}>{text}</span>'
 
     def _panel(self, step: Step) -> str:
         proposed = sum(map(len, step.drafts))

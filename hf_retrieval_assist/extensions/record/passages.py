@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +10,9 @@ from numpy.typing import NDArray
 
 from ...types.token_tree import Int32Array, NamedIds
 
-LONGEST = 64
-"""Tokens that are looked up on either side of one."""
-
-FEWEST = 2
-"""Tokens that a passage has: a single one stands anywhere."""
-
-BESIDE = 12
-"""Tokens that are shown in front of a passage, and behind it."""
+LONGEST = 64  # tokens that are looked up on either side of one
+FEWEST = 2  # tokens that a passage has: a single one stands anywhere
+BESIDE = 12  # tokens that are shown in front of a passage, and behind it
 
 
 @dataclass(frozen=True)
@@ -56,15 +51,6 @@ class Passage:
     def __str__(self) -> str:
         others = f", one of {self.count:,}" if self.count > 1 else ""
         return f"{self.where}{others}: {self.before}[{self.text}]{self.after}"
-
-
-class Passages(list[Passage]):
-    """Passages in the order of the tokens; printed, a line each, or a sentence where there are
-    none."""
-
-    def __str__(self) -> str:
-        none = "No drafted token stands in the prompt, in this answer or in a given document."
-        return "\n".join(map(str, self)) or none
 
 
 @dataclass
@@ -114,20 +100,17 @@ class Texts:
         self._joined = np.concatenate([part for ids in self._ids for part in (ids, end)])
         self._starts = np.cumsum([0, *(len(ids) + 1 for ids in self._ids)])
 
-    def runs(self, tokens: Sequence[int]) -> Iterator[Run]:
+    def runs(self, tokens: Sequence[int]) -> list[Run]:
         """Where generated tokens stand, ascending; those that stand nowhere are left out."""
-        run: Run | None = None
-        for token in tokens:
-            found = self._found(token)
-            if run is not None and found is not None and run.goes_on_with(found):
-                longest = max(run, found, key=lambda x: x.length)
-                run.stop, run.span, run.count = found.stop, longest.span, longest.count
-                continue
-            if run is not None:
-                yield run
-            run = found
-        if run is not None:
-            yield run
+        runs: list[Run] = []
+        for found in filter(None, map(self._found, tokens)):
+            if runs and runs[-1].goes_on_with(found):
+                last = runs[-1]
+                longest = max(last, found, key=lambda x: x.length)
+                last.stop, last.span, last.count = found.stop, longest.span, longest.count
+            else:
+                runs.append(found)
+        return runs
 
     def beside(self, run: Run) -> tuple[Int32Array, Int32Array, Int32Array]:
         """The tokens in front of a run's passage, its own, and those behind it."""

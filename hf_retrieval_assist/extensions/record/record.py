@@ -14,7 +14,7 @@ from ...drafters.base import Drafter
 from ...policy.stats import CallStats
 from ...types.token_tree import Int32Array, NamedIds
 from . import html
-from .passages import Passage, Passages, Run, Texts
+from .passages import Passage, Run, Texts
 from .pieces import text_pieces
 from .steps import MODEL, CallRecord, Step
 
@@ -94,23 +94,22 @@ class Record:
             tokens += call.tokens_by_origin()
         return {name: (proposed[name], verified[name], tokens[name]) for name in self.origins}
 
-    def passages(self, documents: Iterable[NamedIds] = ()) -> Passages:
+    def passages(self, documents: Iterable[NamedIds] = ()) -> list[Passage]:
         """Where drafted tokens stand word for word: in the prompt, in the answer itself, or in
         documents.
 
         Each token is looked up by the longest passage round it, of two tokens at least and 129 at
-        most. Tokens in a row with the same place are one passage. `print` shows a line each.
+        most. Tokens in a row with the same place are one passage.
 
         Args:
             documents: other texts, such as those of a :class:`~...corpus.datastore.Datastore`.
         """
-        found, documents = Passages(), [*documents]
+        found, documents = [], [*documents]
         for number, call in enumerate(self.calls):
             for row, prompt in enumerate(call.prompts):
                 texts = Texts(prompt, call.generated(row), documents)
                 drafted = [i for i, name in enumerate(call.credits(row)) if name != MODEL]
-                for run in texts.runs(drafted):
-                    found.append(self._passage(number, row, texts, run))
+                found += [self._passage(number, row, texts, x) for x in texts.runs(drafted)]
         return found
 
     def _passage(self, call: int, row: int, texts: Texts, run: Run) -> Passage:

@@ -25,12 +25,10 @@ class Witness:
     Attributes:
         origin: the source; see `Drafter.origins`.
         prob: its own estimate that the node is accepted.
-        drafter: the number of the drafter whose source it is.
     """
 
     origin: str
     prob: float
-    drafter: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +63,12 @@ class Step:
     def witnesses(self) -> list[list[Witness]]:
         """The sources that named each verified node, the most confident first."""
         found: list[list[Witness]] = [[] for _ in range(len(self.tree))]
-        for number, (drafter, draft) in enumerate(zip(self.drafters, self.drafts, strict=True)):
+        for drafter, draft in zip(self.drafters, self.drafts, strict=True):
             names = [drafter.origins[i] for i in drafter.origins_of(draft.classes)]
             for node, place in enumerate(same_paths(self.tree, draft)):
                 if place >= 0:
                     prob = float(draft.probs[place])
-                    found[node].append(Witness(names[place], prob, number))
+                    found[node].append(Witness(names[place], prob))
         # The sort is stable: of equals the earlier drafter, as in the merged tree.
         return [sorted(named, key=lambda witness: -witness.prob) for named in found]
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.backends.cpu import get_cpu_capability
 from typer import Argument
 
 from ... import __version__
 from ...host import private_names
 from ...plugins import paths
-from ...system.files import user_cache_directory
 from ...system.memory import free_memory
 from ...verification.service import choose_service
 from ...verification.tiers import Tier
 from .models import DEVICE, DTYPE, model_on
 
-_PACKAGE = Path(__file__).parents[2]
-
-# What the package builds on, and what a model or a call may bring that it meets.
+# What the package builds on, and what it may meet.
 _BUILT_ON = ("transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece")
 _MET = (
     *("accelerate", "bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance"),
@@ -42,13 +38,12 @@ def doctor(
 ) -> None:
     """Print what a bug report needs: versions, the machine, how a model is served.
 
-    Prompts, texts and access tokens are not in it. A user's name is, where a path has it.
+    Prompts, texts and access tokens are not in it.
     """
-    print("No prompts, texts or access tokens are below; look at the paths before you publish it.")
+    print("No prompts, texts or access tokens are below.")
     parts = {
         "versions": _versions(),
         "machine": _machine(),
-        "paths": _paths(),
         "private names of transformers": _private_names(),
     }
     if model is not None:
@@ -74,8 +69,8 @@ def _versions() -> Facts:
 
 def _machine() -> Facts:
     yield "platform", platform.platform()
-    yield "PyTorch's code", torch.backends.cpu.get_cpu_capability()
-    yield from _cpu()
+    yield "CPU", f"{platform.processor() or platform.machine()}, {get_cpu_capability()}"
+    yield "kernels", _kernels()
     yield "threads", f"{torch.get_num_threads()}, of {os.cpu_count()} CPUs"
     yield "free memory", f"{free_memory() / 2**30:.1f} GiB" if free_memory() else "not known"
     for index in range(torch.cuda.device_count()):
@@ -86,30 +81,13 @@ def _machine() -> Facts:
         yield "CUDA", "no device"
 
 
-def _cpu() -> Facts:
-    """Its model, and what the kernels for few rows are compiled for that it has."""
-    yield "CPU", _cpu_name()
+def _kernels() -> str:
+    """What the kernels for few rows are compiled for that the CPU has."""
     if "cpu" not in paths("engines"):
-        yield "kernels", "none in this installation"
-        return
+        return "none in this installation"
     from ...engines.cpu.skinny import PATHS
 
-    yield "kernels", f"{', '.join(PATHS)}; the last is used" if PATHS else "none for this CPU"
-
-
-def _cpu_name() -> str:
-    """The CPU's model as the system tells it: by name, or of Arm by numbers."""
-    try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        told = ""
-    facts = dict(re.findall(r"(?m)^(model name|CPU implementer|CPU part)\s*: (.*)$", told))
-    return " ".join(facts.values()) or platform.processor() or platform.machine()
-
-
-def _paths() -> Facts:
-    yield "package", _PACKAGE
-    yield "cache", user_cache_directory() or "none; nothing is kept"
+    return f"{', '.join(PATHS)}; the last is used" if PATHS else "none for this CPU"
 
 
 def _private_names() -> Facts:
