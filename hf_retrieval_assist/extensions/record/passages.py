@@ -104,8 +104,7 @@ class Texts:
         """Where generated tokens stand, ascending; those that stand nowhere are left out."""
         runs: list[Run] = []
         for found in filter(None, map(self._found, tokens)):
-            if runs and runs[-1].goes_on_with(found):
-                last = runs[-1]
+            if runs and (last := runs[-1]).goes_on_with(found):
                 longest = max(last, found, key=lambda x: x.length)
                 last.stop, last.span, last.count = found.stop, longest.span, longest.count
             else:
