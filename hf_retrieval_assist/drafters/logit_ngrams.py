@@ -29,8 +29,9 @@ _EDGES = np.concatenate([[0.003], logit_ngrams.RATE_EDGES, [1.0]])
 _RATES = np.sqrt(_EDGES[1:] * _EDGES[:-1]).astype(np.float32)
 _EVIDENCE = EvidenceClasses(np.broadcast_to(_RATES, logit_ngrams.CLASS_SHAPE).ravel())
 _LEAST_PROB = 0.004
-# Draws of a text that are looked at before they are made.
-_MOST_LEVELS = 8
+# Draws of a text that are looked at before they are made: of many texts, whose drafts are short,
+# fewer of each.
+_FEWEST_LEVELS, _MOST_LEVELS = 2, 8
 # Rejected nodes learnt per step where a top k is not free.
 _MOST_REJECTED = 16
 # Contexts of a table, those that were met longest ago giving way; and what each takes.
@@ -66,7 +67,7 @@ class LogitNgramDrafter(Drafter):
 
     def propose(self, sessions: Sequence[NgramSession], budgets: Sequence[int]) -> Forest:
         vocab_size = sessions[0].target.vocab_size
-        levels = min(_MOST_LEVELS, max(budgets))
+        levels = min(max(_FEWEST_LEVELS, _MOST_LEVELS // len(sessions)), max(budgets))
         laws: list[tuple[Any, ...]] = []
         numbers: list[list[Any]] = []
         for session in sessions:

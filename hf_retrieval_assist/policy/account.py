@@ -10,7 +10,7 @@ from ..system.running_mean import toward
 
 # Plain steps that a drafter may lose before it has brought anything: few, because a first prompt
 # may hold nothing to retrieve; a costly one is known only after some drafts.
-_LENT, _LENT_TO_COSTLY = 0.6, 1.5
+_LENT, _LENT_TO_COSTLY = 0.3, 1.5
 _MEMORY = 1 / 32  # the newest ask is at least this part of a mean
 _WORST = 8.0  # plain steps that an ask loses at most, since machines stall
 # Shares of the time that trials may lose: the first one behind asks that gained, and so on.
