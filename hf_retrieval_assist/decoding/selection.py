@@ -75,6 +75,22 @@ TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
 """Processors of transformers that change the logits of known tokens only, whatever others are, and
 keep nothing of what they are shown; given one and a row, the tokens."""
 
+_FORBIDDING: dict[type, tuple[str, Callable[[Any, int], bool]]] = {
+    logits_process.MinLengthLogitsProcessor: ("eos_token_id", lambda one, n: n < one.min_length),
+    logits_process.MinNewTokensLengthLogitsProcessor: (
+        "eos_token_id",
+        lambda one, n: n - one.prompt_length_to_skip < one.min_new_tokens,
+    ),
+    logits_process.SuppressTokensAtBeginLogitsProcessor: (
+        "begin_suppress_tokens",
+        lambda one, n: n == one.begin_index,
+    ),
+    logits_process.SuppressTokensLogitsProcessor: ("suppress_tokens", lambda one, n: True),
+}
+"""Processors of transformers that do nothing but forbid listed tokens: which list, and whether to,
+by the length of the text. They look for the list in all tokens, which takes a third of a small
+model's step."""
+
 ROWWISE = frozenset(
     (
         *BLIND,
@@ -234,7 +250,11 @@ class TokenSelector:
         whole = len(rows) == len(self.rows)
         if whole and (len(rows) == 1 or len({len(row) for row in rows}) == 1):
             with shown(rows) as ids:
-                return self.processors(ids, logits)
+                if not self._forbids:
+                    return self.processors(ids, logits)
+                for processor in self.processors:
+                    logits = self._applied(processor, ids, logits)
+                return logits
         parts = zip(rows, logits.split(1), strict=True)
         return torch.cat([self._process(self.processors, row, row.ids, one) for row, one in parts])
 
@@ -288,8 +308,27 @@ class TokenSelector:
                 repeated = processor(ids.expand(batch_size, -1), scores.repeat(batch_size, 1))
                 scores = repeated[row.index : row.index + 1]
             else:
-                scores = processor(ids, scores)
+                scores = self._applied(processor, ids, scores)
         return scores
+
+    @property
+    def _forbids(self) -> bool:
+        """Whether all processors are known, and some do nothing but forbid listed tokens."""
+        kinds = {*map(type, self.processors)}
+        usual = type(self.processors) is LogitsProcessorList and kinds <= self.known
+        return usual and not kinds.isdisjoint(_FORBIDDING)
+
+    def _applied(self, processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [n, vocab_size] behind texts int64 [n, length], processed by one."""
+        kind = type(processor)
+        if kind not in _FORBIDDING or kind not in self.known or not scores.is_cpu:
+            return processor(ids, scores)
+        name, forbids = _FORBIDDING[kind]
+        if not forbids(processor, ids.shape[1]):
+            return scores
+        listed = torch.as_tensor(getattr(processor, name), device="cpu").flatten().long()
+        inside = (listed >= 0) & (listed < scores.shape[1])
+        return scores.index_fill(1, listed[inside], -math.inf)
 
 
 def _mark_of(tensor: torch.Tensor) -> tuple[int, int, int | None]:

@@ -104,6 +104,32 @@ def test_rows_one_by_one_are_the_batches_rows(name):
     assert torch.equal(expected, torch.cat([single[i] for i in range(ROWS)]))
 
 
+FORBIDDING = [
+    logits_process.MinLengthLogitsProcessor(LENGTH + 1, [2, 500]),
+    logits_process.MinLengthLogitsProcessor(LENGTH, 2),
+    logits_process.MinNewTokensLengthLogitsProcessor(4, LENGTH - 3, [2, 500]),
+    logits_process.MinNewTokensLengthLogitsProcessor(4, LENGTH - 4, 2),
+    logits_process.SuppressTokensAtBeginLogitsProcessor([5, 6, 500], LENGTH),
+    logits_process.SuppressTokensAtBeginLogitsProcessor([5], LENGTH + 1),
+    logits_process.SuppressTokensLogitsProcessor([5, -1, 500]),
+]
+
+
+@pytest.mark.parametrize("made", FORBIDDING, ids=range(len(FORBIDDING)))
+@pytest.mark.parametrize("single", [False, True])
+def test_forbidden_tokens_are_those_that_processors_forbid(made, single):
+    """They look for them in all tokens; here they are told by their list."""
+    processors = LogitsProcessorList([logits_process.NoRepeatNGramLogitsProcessor(2), made])
+    scores = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
+    raw = scores.clone()
+    rows = [RowText(i, ids, 4) for i, ids in enumerate(IDS)]
+    select = TokenSelector(processors, do_sample=False, rows=rows)
+    chosen = slice(1, 2) if single else slice(None)
+    found = select.process(rows[chosen], raw[chosen])
+    assert torch.equal(found, processors(IDS, scores)[chosen])
+    assert torch.equal(raw, scores)
+
+
 def one_row(length):
     row = RowText(0, torch.tensor([9, 9, 9]), 2, 0)
     row.generated += [1] * length
