@@ -195,8 +195,9 @@ class SlotCache(DynamicCache):
         if (lazy := self.lender.layer_class_to_replicate) is not None:
             return lazy()
         if isinstance(self.lender, StaticCache):
-            like = (x for x in self.lender.layers if x.is_sliding == own.is_sliding)
-            return copy.deepcopy(next(like))
+            for layer in self.lender.layers:
+                if layer.is_sliding == own.is_sliding:
+                    return copy.deepcopy(layer)
         return _plain_layer(own)
 
     def begin(self, batch_size: int) -> None:

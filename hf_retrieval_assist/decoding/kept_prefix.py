@@ -100,7 +100,8 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _content(buffer: torch.Tensor) -> Any:
     """What is in a small one, to which forwards write the same frequencies again."""
-    return buffer.tolist() if buffer.numel() <= _SMALL else _version(buffer)
+    readable = buffer.numel() <= _SMALL and not buffer.is_meta
+    return buffer.tolist() if readable else _version(buffer)
 
 
 def _why_unread(call: Call, service: Service) -> str:

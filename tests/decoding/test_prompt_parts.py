@@ -52,10 +52,11 @@ def in_parts(model, between=lambda: None, **options):
     return text, len(looked)
 
 
+# The test of how a model is served ends in front of their border, and the prompt behind it.
 ROPES = ["dynamic", "longrope"]
 
 
-@pytest.mark.parametrize("make", [partial(rope_model, kind, 12) for kind in ROPES] + [moshi])
+@pytest.mark.parametrize("make", [partial(rope_model, kind, 20) for kind in ROPES] + [moshi])
 def test_prompts_that_are_others_in_parts_are_fed_whole(make):
     """Their frequencies follow the length of the text, or their forwards see what their caches'
     windows have passed."""
