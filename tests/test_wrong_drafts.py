@@ -90,12 +90,12 @@ MISFITS = {
         f"expected ids below the vocabulary size {VOCAB}, got {VOCAB}",
     ),
     "EAGLE head of another width": (
-        lambda: head_for(hidden_size=64, vocab_size=VOCAB, num_layers=3),
-        "EAGLE head: expected one for the target's hidden size of 32, got one for 64",
+        lambda: head_for(hidden_size=32, vocab_size=VOCAB, num_layers=3),
+        "EAGLE head: expected one for the target's hidden size of 64, got one for 32",
     ),
     "DFlash model of another width": (
-        lambda: block_drafter(hidden_size=64),
-        "DFlash model: expected one for the target's hidden size of 32, got one for 64",
+        lambda: block_drafter(hidden_size=32),
+        "DFlash model: expected one for the target's hidden size of 64, got one for 32",
     ),
     "DFlash model of more ids": (
         lambda: block_drafter(mask_token_id=VOCAB),

@@ -98,18 +98,6 @@ cdef class _Attention(RepeatedOperator):
         return 0
 
 
-cdef class RepeatedAttention(_Attention):
-    """:func:`kernel_attention` of queries that stay where they are, into memory that does.
-
-    Args:
-        query, scale: as for :func:`kernel_attention`.
-        out: [batch, queries, heads, width], contiguous, which every call writes to.
-    """
-
-    def __call__(self, key, value, mask):
-        self.attend(key, value, mask, <int>len(PATHS) - 1, _get_num_threads())
-
-
 cdef bint _fits(object query, object key, object value):
     """Whether the shapes of queries, keys and values belong together."""
     return (

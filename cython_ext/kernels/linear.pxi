@@ -144,42 +144,6 @@ def skinny_linear(x, weight, bias=None, *, path=None, threads=None):
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 
-def chosen_linear(x, weight, ids):
-    """`skinny_linear` of one row with some rows of a weight, to the bit.
-
-    Args:
-        x: [depth], adjacent.
-        weight: as for `skinny_linear`, of x's dtype.
-        ids: int64 NumPy array [n], which of its rows.
-
-    Returns:
-        [n] of x's dtype.
-
-    Raises:
-        IndexError: a row that there is not.
-    """
-    cdef const int64_t[::1] chosen = ids
-    cdef linear_problem problem
-    cdef int64_t i, bytes, stride, count = chosen.shape[0]
-    cdef char *rows
-    _describe_weight(&problem, weight)
-    bytes = problem.depth * skinny_item_bytes(problem.weight_dtype)
-    stride = problem.weight_stride * skinny_item_bytes(problem.weight_dtype)
-    for i in range(count):
-        if not 0 <= chosen[i] < problem.outputs:
-            raise IndexError(f"ids: expected 0 to {problem.outputs - 1}, got {chosen[i]}")
-    rows = <char *>calloc(max(1, count * bytes), 1)
-    if rows == NULL:
-        raise MemoryError(f"no memory for {count} rows of {problem.depth}")
-    try:
-        for i in range(count):
-            memcpy(rows + i * bytes, problem.weight + chosen[i] * stride, bytes)
-        problem.weight, problem.weight_stride, problem.outputs = rows, problem.depth, count
-        return _solve(&problem, x, None, _path_index(None), _get_num_threads())
-    finally:
-        free(rows)
-
-
 cdef class RepeatedLinears(RepeatedOperator):
     """:func:`product` of tensors that stay where they are, computed anew by every call."""
 
@@ -211,14 +175,6 @@ cdef class RepeatedLinears(RepeatedOperator):
         self._operation.count -= 1
         self._kept.pop()
         return False
-
-    def new_out(self):
-        """Let the next calls write what the only layer gives to another tensor, which is returned."""
-        out, *kept = self._kept[0]
-        out = _empty_like(out)
-        self._kept[0] = out, *kept
-        self._problems[0].y = <char *><uintptr_t>out.data_ptr()
-        return out
 
     cdef int _add(self, object x, Matrix matrix, object bias, object out) except -1:
         cdef linear_problem *problem = self._problems + self._operation.count

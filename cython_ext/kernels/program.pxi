@@ -180,37 +180,28 @@ cdef class RepeatedUpdate:
     """Keys and values that stay where they are, copied anew into a layer.
 
     Args:
-        update: the layer's own way of doing it.
         layer: its number.
         key, value: [batch, heads, n, depth].
+
+    Raises:
+        ValueError: they are no plain tensors with adjacent elements.
     """
 
     cdef element_problem _problems[2]
-    cdef object _update
     cdef object _states
-    cdef int _layer
-    cdef readonly bint compiles
+    cdef readonly int layer
 
-    def __init__(self, update, int layer, key, value):
+    def __init__(self, int layer, key, value):
         cdef int i
-        self._update, self._layer, self._states = update, layer, (key, value)
-        self.compiles = True
+        self.layer, self._states = layer, (key, value)
         for i, states in enumerate(self._states):
             fits = PATHS and states.dtype in _dtypes and _is_plain(states, states.dtype)
             if not fits or states.dim() != 4 or states.stride(3) != 1 or states.numel() == 0:
-                self.compiles = False
-                return
+                raise ValueError(f"layer {layer}: expected plain keys and values, adjacent elements of four axes")
             self._problems[i].kind, self._problems[i].dtype = ELEMENT_COPY, _dtypes[states.dtype]
             self._problems[i].a = self._problems[i].b = <char *><uintptr_t>states.data_ptr()
             self._problems[i].shape = states.shape
             self._problems[i].strides[0] = states.stride()
-
-    def __call__(self):
-        self._update(self._layer, *self._states)
-
-    @property
-    def layer(self):
-        return self._layer
 
     @property
     def dtype(self):
@@ -222,7 +213,7 @@ cdef class RepeatedUpdate:
 
     cdef int place(self, GivenLayers given) except -1:
         """Let the copies go where a forward writes to."""
-        cdef _Place *place = given._places + self._layer
+        cdef _Place *place = given._places + self.layer
         cdef _Buffer *buffer = &place.keys
         cdef element_problem *p
         cdef int64_t start
@@ -236,7 +227,7 @@ cdef class RepeatedUpdate:
                 fits = p.shape[0] == buffer.batch and p.shape[2] == place.extent - place.start
             if not fits or p.shape[1] != buffer.heads or p.shape[3] != buffer.depth:
                 raise ValueError(
-                    f"layer {self._layer}: expected room for {list(self._states[i].shape)}, got "
+                    f"layer {self.layer}: expected room for {list(self._states[i].shape)}, got "
                     f"{[buffer.batch, buffer.heads, place.extent - place.start, buffer.depth]}"
                 )
             # Where rows differ, slots are counted from the first that there ever was.
@@ -248,17 +239,18 @@ cdef class RepeatedUpdate:
         return 0
 
 
-cdef class RepeatedAttend:
-    """Attention over what a layer has shown, computed anew.
+cdef class RepeatedAttend(_Attention):
+    """:func:`kernel_attention` of queries that stay where they are over what a layer has shown, computed anew.
 
     Args:
-        attend: the way to do it, of what computes it, the layer's number and the mask's.
-        again: computes it from keys, values and a mask.
+        query, scale: as for :func:`kernel_attention`.
+        out: [batch, queries, heads, width], contiguous, which every call writes to.
         layer, mask: their numbers; None: there is no mask.
+
+    Raises:
+        ValueError: a query's elements are not adjacent.
     """
 
-    cdef object _attend
-    cdef object _again
     cdef object _mask
     cdef int _layer
     cdef attention_problem *_rows  # where they have different lengths
@@ -267,15 +259,12 @@ cdef class RepeatedAttend:
     def __dealloc__(self):
         free(self._rows)
 
-    def __init__(self, attend, again, int layer, mask):
-        self._attend, self._again, self._layer, self._mask = attend, again, layer, mask
-
-    def __call__(self):
-        self._attend(self._again, self._layer, self._mask)
-
-    @property
-    def compiles(self):
-        return isinstance(self._again, RepeatedAttention) and (<_Attention>self._again)._query.stride(3) == 1
+    def __init__(self, query, scale, out, int layer, mask):
+        if query.stride(3) != 1:
+            raise ValueError(f"query: expected adjacent elements, got strides {query.stride()}")
+        super().__init__(query, scale, out)
+        self._layer, self._mask = layer, mask
+        _describe(query, self._problem.query_strides, &self._problem.query)
 
     cdef int place(self, GivenLayers given, dict seen, operation *as_operation) except -1:
         """Let it read what a forward shows.
@@ -284,8 +273,8 @@ cdef class RepeatedAttend:
             seen: attention whose masks are known in this forward, by these.
             as_operation: what computes it.
         """
-        cdef _Attention again = self._again, like
-        cdef attention_problem *p = &again._problem
+        cdef _Attention like
+        cdef attention_problem *p = &self._problem
         cdef _Place *place = given._places + self._layer
         cdef int64_t bytes = skinny_item_bytes(p.dtype)
         cdef bint fits
@@ -293,10 +282,10 @@ cdef class RepeatedAttend:
             fits = p.batch * p.queries == given._tokens
         else:
             fits = p.batch == place.keys.batch
-        if not fits or place.keys.depth != p.depth or again._heads % place.keys.heads:
-            raise ValueError(f"layer {self._layer}: expected keys that fit {list(again._query.shape)}")
+        if not fits or place.keys.depth != p.depth or self._heads % place.keys.heads:
+            raise ValueError(f"layer {self._layer}: expected keys that fit {list(self._query.shape)}")
         p.groups, p.width = place.values.heads, place.values.depth
-        p.heads, p.slots = again._heads // p.groups, place.extent - place.first
+        p.heads, p.slots = self._heads // p.groups, place.extent - place.first
         p.key = place.keys.data + place.first * place.keys.strides[2] * bytes
         p.value = place.values.data + place.first * place.values.strides[2] * bytes
         p.key_strides, p.value_strides = place.keys.strides, place.values.strides
@@ -306,13 +295,13 @@ cdef class RepeatedAttend:
         like = seen.get(self._mask)
         if (
             like is not None and like._problem.slots == p.slots and like._problem.queries == p.queries
-            and like._problem.batch == p.batch and like._heads == again._heads
+            and like._problem.batch == p.batch and like._heads == self._heads
         ):
             p.mask, p.mask_kind = like._problem.mask, like._problem.mask_kind
             p.mask_strides = like._problem.mask_strides
         else:
-            again.see(mask)
-            seen[self._mask] = again
+            self.see(mask)
+            seen[self._mask] = self
         as_operation.problem, as_operation.count = p, 1
         if place.apart:
             self.part(given, place, as_operation)
@@ -352,7 +341,7 @@ cdef class CompiledOperators:
     """Operators one after another in one call.
 
     Args:
-        operators: each a `RepeatedOperator`, or a `RepeatedUpdate` or `RepeatedAttend` that compiles.
+        operators: each one that `can_compile`.
         given: what the latter are given.
     """
 
@@ -363,8 +352,6 @@ cdef class CompiledOperators:
 
     def __cinit__(self, operators, GivenLayers given):
         cdef RepeatedUpdate update
-        cdef RepeatedAttend attend
-        cdef _Attention again
         cdef operation *next
         cdef int i
         self._operators, self._given = list(operators), given
@@ -374,7 +361,7 @@ cdef class CompiledOperators:
             raise MemoryError("no memory for the operators of a program")
         next = self._program.operations
         for operator in self._operators:
-            if not isinstance(operator, RepeatedOperator):
+            if isinstance(operator, (RepeatedUpdate, RepeatedAttend)):
                 self._placed.append((operator, next - self._program.operations))
             if isinstance(operator, RepeatedUpdate):
                 update = operator
@@ -382,10 +369,6 @@ cdef class CompiledOperators:
                     next.kind, next.count, next.problem = OPERATION_ELEMENTS, 1, &update._problems[i]
                     next += 1
                 continue
-            if isinstance(operator, RepeatedAttend):
-                attend = operator
-                operator = again = attend._again
-                _describe(again._query, again._problem.query_strides, &again._problem.query)
             next[0] = (<RepeatedOperator>operator)._operation
             next += 1
         self._program.count = <int>(next - self._program.operations)
@@ -412,10 +395,10 @@ cdef class CompiledOperators:
 def can_compile(operator):
     """Whether an operator may be one of `CompiledOperators`."""
     if isinstance(operator, (RepeatedUpdate, RepeatedAttend)):
-        return operator.compiles
+        return True
     if not isinstance(operator, RepeatedOperator) or not PATHS:
         return False
     cdef operation *described = &(<RepeatedOperator>operator)._operation
-    if described.problem == NULL or isinstance(operator, _Attention):
+    if described.problem == NULL:
         return False
     return described.kind != OPERATION_LINEARS or (<linear_problem *>described.problem).rows <= PASS_ROWS

@@ -128,7 +128,7 @@ class Engine:
         scope = self.scope_of(model, service, options)
         try:
             slots.take()
-            with options.taps or nullcontext(), scope.choosing(), scope.prefilling():
+            with options.taps or nullcontext(), scope.prefilling():
                 outputs = private.prefill(model, input_ids, config, model_kwargs)
             if not slots.is_even:
                 raise UnservableError("its layers do not keep one entry for each token of the text")
@@ -136,7 +136,6 @@ class Engine:
             # The verifier counts on from the prompt.
             kept = {name: model_kwargs[name] for name in PER_TOKEN & model_kwargs.keys()}
             kwargs = private.kwargs_after(model, outputs, model_kwargs) | kept
-            scope.begin(outputs.logits)
             given = model, slots, kwargs, input_ids
             try:
                 return Begun(self.verifier(*given, service, options, scope), outputs, returned)

@@ -52,11 +52,6 @@ class ForwardScope:
 
     most_tokens: int | None = None
 
-    @property
-    def variant(self) -> str:
-        """How forwards run in it; t(n) is measured for each way."""
-        return ""
-
     def prefilling(self) -> AbstractContextManager[Any]:
         """Scope of the prompt's forward."""
         return nullcontext()
@@ -64,21 +59,6 @@ class ForwardScope:
     def computing(self) -> AbstractContextManager[Any]:
         """Scope of a later one, whoever wants it."""
         return nullcontext()
-
-    def choosing(self) -> AbstractContextManager[Any]:
-        """Scope of one whose logits only choose tokens, and are approximations until `exact`."""
-        return nullcontext()
-
-    def begin(self, logits: torch.Tensor) -> None:
-        """The prompt's forward gave these."""
-
-    def exact(self, verified: Verified) -> Verified | None:
-        """What a forward in the scope `choosing` has shown; None: nothing that is of use, and the
-        next one gives exact logits."""
-        return verified
-
-    def prepare(self) -> None:
-        """Make what has become worth it for forwards to come; called before each step."""
 
 
 class Verifier:
@@ -160,7 +140,7 @@ class Verifier:
 
     @property
     def cost_variant(self) -> str:
-        return self.scope.variant
+        return ""
 
     def ready(self) -> None:
         """Make what forwards behind the prompt's need, for which the first token does not wait."""
@@ -172,7 +152,6 @@ class Verifier:
     def prepare(self) -> None:
         """Make what the next forward needs, and what has become worth it; called for each step."""
         self.ready()
-        self.scope.prepare()
 
     def verify(self, rows: Sequence[RowText], trees: Forest) -> tuple[Forest, Verified]:
         """Verify a tree of every row, or nothing where a forward over them is of no use.
@@ -224,14 +203,9 @@ class Verifier:
         if few != self._decode_scope.wanted:
             self._decode_scope.want(few)
         self.forwards += 1
-        with self.scope.choosing():
-            verified = self.forward(rows, trees)
-        exact = self.scope.exact(verified)
-        if exact is None:
-            self.undo()
-            return self._waited(rows, trees)
-        exact.wait()
-        return exact
+        verified = self.forward(rows, trees)
+        verified.wait()
+        return verified
 
     def rest(self, rows: Sequence[RowText], tokens: int) -> None:
         """A forward after all rows have ended at so many generated tokens: over some of what the

@@ -90,7 +90,7 @@ def compile_part(model, _):
 
 def script_norm(script):
     """A change of a model, whose last norm becomes what `script` makes of one."""
-    return lambda model, _: setattr(model.model, "norm", script(nn.RMSNorm(32, 1e-6)))
+    return lambda model, _: setattr(model.model, "norm", script(nn.RMSNorm(64, 1e-6)))
 
 
 # What its caller compiled, and what is said of it.
@@ -107,7 +107,7 @@ COMPILED = {
 SCRIPTED = {
     "scripted": script_norm(torch.jit.script),
     "within": script_norm(lambda norm: nn.Sequential(torch.jit.script(norm))),
-    "traced": script_norm(lambda norm: torch.jit.trace(norm, torch.randn(1, 3, 32))),
+    "traced": script_norm(lambda norm: torch.jit.trace(norm, torch.randn(1, 3, 64))),
 }
 
 

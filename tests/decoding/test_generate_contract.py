@@ -154,7 +154,7 @@ def tokenizer():
 
 def test_token_healing(llama):
     words = tokenizer()
-    inputs = {"input_ids": words("look at th", return_tensors="pt").input_ids}
+    inputs = {"input_ids": words("one th", return_tensors="pt").input_ids}
     healed = llama.heal_tokens(inputs["input_ids"].clone(), words)
     assert healed[0, -1] != inputs["input_ids"][0, -1]
     options = {"token_healing": True, "tokenizer": words}

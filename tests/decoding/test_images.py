@@ -47,7 +47,7 @@ class QwenImages:
 
     def __init__(self, model_class):
         config = tiny_config(model_class.config_class)
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}
         sizes = {"embed_dim": 16, "num_heads": 2, "num_position_embeddings": 64}
         sizes |= {"window_size": 32, "fullatt_block_indexes": [1]}
         sizes |= {"deepstack_visual_indexes": [0, 1]}

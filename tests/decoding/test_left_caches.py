@@ -181,7 +181,7 @@ CHANGED = {
     "one layer cut": ("LlamaForCausalLM", lambda cache: cache.layers[1].crop(-1)),
     "a layer with a window longer": (
         "Gemma3ForCausalLM",
-        lambda cache: cache.layers[1].update(*2 * [torch.ones(2, 2, 1, 8)]),
+        lambda cache: cache.layers[1].update(*2 * [torch.ones(2, 2, 1, 16)]),
     ),
 }
 

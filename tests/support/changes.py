@@ -54,7 +54,7 @@ def swapped(layers):
         layers[0], layers[1] = layers[1], layers[0]
 
 
-OTHERS = torch.linspace(-2, 2, 32)
+OTHERS = torch.linspace(-2, 2, 64)
 
 
 class Mirrored(LlamaRMSNorm):

@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 import transformers
 
-from hf_retrieval_assist.engines.cpu import compact
+from hf_retrieval_assist.engines.cpu import copies, repeated_forward
+from hf_retrieval_assist.engines.cpu.copies import Copies
 from hf_retrieval_assist.engines.cpu.screen import Screened
-from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 
 from .lossless import build
 
@@ -46,13 +46,22 @@ def watch_screens():
 
 
 @contextmanager
-def compact_products():
-    """Rows of each product with a copy in bfloat16."""
-    rows = []
+def compact_forwards():
+    """Tokens of each forward that read copies in bfloat16."""
+    tokens, weights = [], Copies.weights
 
-    def count(x, *others):
-        rows.append(x.numel() // x.shape[-1])
-        return skinny_linear(x, *others)
+    def count(copies, fed):
+        found = weights(copies, fed)
+        if found is not None:
+            tokens.append(fed)
+        return found
 
-    with mock.patch.object(compact, "skinny_linear", count):
-        yield rows
+    with mock.patch.object(Copies, "weights", count):
+        yield tokens
+
+
+def read_at_once(monkeypatch):
+    """Let forwards be recorded, and weights be copied, as soon as that can be."""
+    monkeypatch.setattr(repeated_forward, "PATIENCE", 0)
+    monkeypatch.setattr(copies, "PATIENCE", 1)
+    monkeypatch.setattr(copies, "LEAST_SAVED", 0)  # these models are too small for it

@@ -112,7 +112,7 @@ BLOCK = 5
 
 def block_drafter(window=64, **changes):
     """A random DFlash model for the tiny targets."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     sizes |= {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
     sizes |= {"block_size": BLOCK, "mask_token_id": 2, "target_layer_ids": [0, 1]}

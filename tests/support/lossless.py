@@ -65,7 +65,7 @@ ROPES = {
     "default": {},
     "yarn": {"factor": 4.0},
     "dynamic": {"factor": 2.0},
-    "longrope": {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [8.0] * 8},
 }
 
 

@@ -24,21 +24,23 @@ _SIZES = f"""
 4 moe_num_experts n_head n_heads n_routed_experts num_attention_heads num_decoder_attention_heads
 4 num_encoder_attention_heads num_experts num_heads num_local_experts qk_rope_head_dim rotary_dim
 4 swa_num_attention_heads time_step_rank
-8 d_head dim_head floor_scale gated_norm_rank head_dim hidden_size_per_layer_input index_head_dim
+8 floor_scale gated_norm_rank hidden_size_per_layer_input index_head_dim
 8 kv_channels kv_lora_rank linear_head_dim linear_key_head_dim linear_value_head_dim
-8 log_scaling_n_floor mamba_d_head mamba_d_state mamba_head_dim mamba_headdim mamba_n_heads
+8 log_scaling_n_floor mamba_d_state mamba_n_heads
 8 mamba_num_heads o_lora_rank patch_size q_lora_rank qk_nope_head_dim query_pre_attn_scalar
 8 ssm_state_size state_size swa_head_dim v_head_dim
 12 qk_head_dim
-16 chunk_size mamba_chunk_size moe_intermediate_size moe_shared_expert_intermediate_size
+16 chunk_size d_head dim_head head_dim mamba_d_head mamba_head_dim mamba_headdim
+16 mamba_chunk_size moe_intermediate_size moe_shared_expert_intermediate_size
 16 shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size
-32 crop_size d_model emb_dim embedding_dim embedding_size hidden_size hidden_size_global image_size
-32 input_embedding_size lru_width n_embd out_hidden_size output_embedding_size router_hidden_size
+32 crop_size emb_dim embedding_dim embedding_size hidden_size_global image_size
+32 input_embedding_size lru_width output_embedding_size router_hidden_size
 32 vision_output_dim word_embed_proj_dim
 48 d_inner decoder_ffn_dim dense_intermediate_size dff dim_ff encoder_ffn_dim expert_ffn_hidden_size
 48 feed_forward_size ffn_dim ffn_hidden_size intermediate_size intermediate_size_mlp mlp_dim
-64 index_topk mamba_d_ssm
-128 context_length max_position_embeddings max_seq_len max_source_positions max_target_positions
+64 d_model hidden_size index_topk n_embd out_hidden_size
+128 context_length mamba_d_ssm max_position_embeddings max_seq_len max_source_positions
+128 max_target_positions
 128 model_max_length n_ctx n_positions
 """
 _SMALL = {
@@ -66,15 +68,15 @@ _OVERRIDES = {
     "cohere_compass_text": {
         "layer_types": _MIXED,
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}
             for kind in ("full_attention", "sliding_attention")
         },
     },
     "dory": {"layer_types": _MIXED} | dict.fromkeys(("n_input_layers", "n_output_layers"), 1),
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "gemma4_text": {"global_head_dim": 8},
-    "gemma4_unified_text": {"global_head_dim": 8},
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -82,12 +84,12 @@ _OVERRIDES = {
         "indexer_budget": 64,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
-    "rwkv": {"attention_hidden_size": 32},
+    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "rwkv": {"attention_hidden_size": 64},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "ministral": {"head_dim": 8, "layer_types": _MIXED},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16, "layer_types": _MIXED},
     "dots1": _QWEN | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
@@ -101,8 +103,8 @@ _OVERRIDES = {
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": _MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "num_hidden_layers": 4,

@@ -141,7 +141,7 @@ def held(kind, model):
 def test_another_object_in_the_same_memory_is_another(kind):
     """Operators hold the objects that they have seen; here the old one is led elsewhere."""
     model = build()
-    model.model.norm.shift = torch.zeros(32)
+    model.model.norm.shift = torch.zeros(64)
     assistant = SamAssistant(budget=3)
     same(model, assistant=assistant, calls=10)
     assert assistant.stats.last.repeated > 0

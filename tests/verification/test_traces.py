@@ -19,7 +19,7 @@ from hf_retrieval_assist.verification.tiers import Tier
 from hf_retrieval_assist.verification.traces import REMEMBERS
 from tests.support.lossless import PROMPT, build, knowing, run, same
 
-WIDTH = 32
+WIDTH = 64
 
 
 def verdict(model):
@@ -104,7 +104,7 @@ def with_max_norm(tied):
 
 
 def with_observer():
-    model = build()
+    model = build(hidden_size=32, head_dim=8)
     for layer in model.model.layers:
         fake = quantization.FakeQuantize(quantization.MinMaxObserver, quant_min=0, quant_max=15)
         layer.mlp.down_proj = nn.Sequential(fake, layer.mlp.down_proj)

@@ -16,10 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...host.scopes import asks_for_more
 from ...system.tensors import thread
-from .recording import Attend, MakeAttend, UnrecordableError
-from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
+from .skinny import can_attend, in_route, kernel_attention
 
-__all__ = ["attention", "by_kernel", "plain_attention", "takes_kernel"]
+__all__ = ["attention", "kernel_result", "plain_attention"]
 
 plain_attention = sdpa_attention_forward
 
@@ -27,7 +26,7 @@ plain_attention = sdpa_attention_forward
 MAX_SCORES = 1 << 25
 
 
-def takes_kernel(
+def _takes_kernel(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -52,33 +51,19 @@ def takes_kernel(
     return not (causal and mask is None and query.shape[2] > 1)
 
 
-def _noted(
+def kernel_result(
     module: Any,
     options: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, MakeAttend]:
-    """What attention gives, and what makes what computes it anew."""
-    out, _ = attention(module, query, key, value, mask, **options)
-    by_kernels = takes_kernel(module, query, key, value, mask, options)
-    return out, by_kernel if by_kernels else partial(_plainly, module)
-
-
-def by_kernel(query: torch.Tensor, options: dict[str, Any], out: torch.Tensor) -> Attend:
-    """What computes attention anew by the kernel."""
-    again: Attend = RepeatedAttention(query, options.get("scaling"), out)
-    return again
-
-
-def _plainly(
-    module: Any, query: torch.Tensor, options: dict[str, Any], out: torch.Tensor
-) -> Attend:
-    def again(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-        out.copy_(plain_attention(module, query, key, value, mask, **options)[0])
-
-    return again
+) -> torch.Tensor | None:
+    """[batch, queries, heads, width] by the kernel; None where it does not compute it."""
+    if not _takes_kernel(module, query, key, value, mask, options):
+        return None
+    result: torch.Tensor = kernel_attention(query, key, value, mask, options.get("scaling"))
+    return result
 
 
 def attention(
@@ -92,11 +77,8 @@ def attention(
     """What is computed in the place of transformers' `sdpa` function (see :mod:`.scopes`), with its
     arguments and result: [batch, queries, heads, width].
     """
+    given, compute = (query, key, value, attention_mask), partial(kernel_result, module, options)
     if (recording := thread.recorder) is not None:
-        if asks_for_more(options):
-            raise UnrecordableError("attention is asked for more than its output")
-        compute = partial(_noted, module, options)
-        return recording.attend(compute, query, key, value, attention_mask, options), None
-    if not takes_kernel(module, query, key, value, attention_mask, options):
-        return plain_attention(module, query, key, value, attention_mask, **options)
-    return kernel_attention(query, key, value, attention_mask, options.get("scaling")), None
+        return recording.attend(compute, *given, options.get("scaling")), None
+    result = compute(*given)
+    return plain_attention(module, *given, **options) if result is None else (result, None)

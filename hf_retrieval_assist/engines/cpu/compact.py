@@ -7,16 +7,18 @@ so that products have the bits that the weights in memory give.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...structures.modules import modules_of
-from .skinny import routed_linear, skinny_linear
+from ...system.lazy import cached_property
+from .skinny import Matrix, dense
 from .weight_copies import Kept, WeightCopies, packable
 
-__all__ = ["COMPACT", "CompactProduct", "CompactWeight", "compactable"]
+__all__ = ["COMPACT", "CompactModel", "CompactWeight", "compactable"]
 
 # More rows spend more on widening than they save on reading.
 MOST_ROWS = 8
@@ -48,6 +50,11 @@ class CompactWeight:
                 return cls(None)
         return cls(values)
 
+    @cached_property
+    def matrix(self) -> Matrix:
+        """What products read."""
+        return dense(self.values)
+
     @property
     def nbytes(self) -> int:
         """The memory it takes, in bytes."""
@@ -76,22 +83,24 @@ def compactable(model: nn.Module) -> list[torch.Tensor]:
     return weights
 
 
-@dataclass(frozen=True)
-class CompactProduct:
-    """Multiplies in a weight's place, by its copy while that stands for it."""
+@dataclass(frozen=True, eq=False)
+class CompactModel:
+    """The copies of a model's weights, which products read in their place; see `PackedModel`.
 
-    weight: torch.Tensor
-    kept: Kept[CompactWeight]
+    Args:
+        weights: the model's.
+        kept: the copy of each.
+    """
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        values = self.kept.copy.values
-        few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-        if (
-            values is None
-            or not few
-            or x.dtype != torch.float32
-            or torch.is_autocast_enabled("cpu")
-            or not self.kept.stands_for(self.weight)
-        ):
-            return routed_linear(x, self.weight, bias)
-        return skinny_linear(x, values, bias)
+    weights: Sequence[torch.Tensor]
+    kept: Sequence[Kept[CompactWeight]]
+
+    @cached_property
+    def by_id(self) -> dict[int, CompactWeight]:
+        pairs = zip(self.weights, self.kept, strict=True)
+        return {id(x): kept.copy for x, kept in pairs if kept.copy.values is not None}
+
+    def stand(self) -> bool:
+        """Whether all weights are what was packed."""
+        pairs = zip(self.weights, self.kept, strict=True)
+        return all(kept.stands_for(weight) for weight, kept in pairs)

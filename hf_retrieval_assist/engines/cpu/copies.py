@@ -1,4 +1,4 @@
-"""Smaller copies of a model's weights within a call.
+"""Smaller copies of a model's weights, which repeated forwards of a call read in their place.
 
 Half of a small model's weights, and more, are those of its output layer. Where a call needs of its
 logits no more than which token they choose, they are computed from eight bits, and those that may
@@ -8,24 +8,20 @@ such; see :mod:`~.compact`.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from ...decoding.selection import TokenSelector
-from ...host.transformers_private import global_hooks, hooks_of
 from ...system.memory import may_take
-from ...verification.verified import Verified
-from .compact import COMPACT, CompactProduct, compactable
-from .linear import Override
+from .compact import COMPACT, MOST_ROWS, CompactModel, compactable
+from .program import OutputLayer
 from .quantized import WEIGHTS
-from .recording import overrides
-from .reroute import overriding
 from .screen import Screen, Screened
-from .screened import ScreenedVerified, shortlist_of
-from .skinny import routed_linear
+from .screened import shortlist_of
 from .weight_copies import WeightCopies, packable
 
 # Forwards that cost as much by being computed in full as packing costs, on whatever machine: both
@@ -82,23 +78,20 @@ class _Part:
 
 
 class Copies:
-    """What stands for a model's layers in forwards of a call.
+    """What stands for a model's weights in the repeated forwards of a call.
 
-    A model may do more with what its output layer returns. So the prompt's forward is watched: only
-    where its logits are the layer's own, untouched, are later forwards screened; and each of them
-    is looked at again.
+    Attributes:
+        screened: what is known of the logits of the last of them, where those that it has returned
+            are approximations.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, model: nn.Module, limit: int | None) -> None:
         self._output, self._compact = _Part(WEIGHTS), _Part(COMPACT)
-        self._limit = limit
+        self._model, self._limit = model, limit
         self._begins = True  # nobody has looked for copies yet
         self._screen: Screen | None = None
-        self._products: dict[int, Override] = {}
-        # What the last forward's rows looked like, and what the output layer returned.
-        self._screened: Screened | None = None
-        self._returned: torch.Tensor | None = None
-        self._state: Any = None
+        self._products: CompactModel | None = None
+        self.screened: Screened | None = None
 
     @classmethod
     def of(
@@ -111,7 +104,7 @@ class Copies:
             select: how tokens are chosen; None: the call needs more of its logits than these.
             extra_memory: bytes that copies may take; None: as the machine has them.
         """
-        copies = cls(extra_memory)
+        copies = cls(model, extra_memory)
         if select is not None and shortlist_of(select):
             output = _output_weight(model)
             if output is not None and _pays(output, select):
@@ -119,20 +112,6 @@ class Copies:
         copies._compact.weights = compactable(model)
         any_weights = any(part.weights for part in copies._parts)
         return copies if any_weights and extra_memory != 0 else None
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Scope of a forward in which copies are read, and the output layer is watched."""
-        self._screened = self._returned = None
-        others = dict(self._products)
-        if self._output.weights and not torch.is_autocast_enabled("cpu"):
-            others[id(self._output.weights[0])] = self._logits
-        return overriding(others) if others else nullcontext()
-
-    def begin(self, logits: torch.Tensor) -> None:
-        """Read no copy in forwards to come that the prompt's forward has shown something
-        against."""
-        if not self._are_own(logits):
-            self._output.drop()
 
     def pack_due(self) -> None:
         """Read the copies that there are, and make those that have become worth it; to be called
@@ -144,18 +123,6 @@ class Copies:
             self._compact.look(self._limit, other_bytes)
             self._pack([part for part in self._parts if part.weights and all(part.kept)])
         self._pack([part for part in self._parts if part.is_due()])
-
-    def read(self, verified: Verified) -> Verified | None:
-        """What a forward in which copies were read has shown; None: nothing that is of use, and
-        the next one reads the output layer itself."""
-        if not self._output.weights:
-            return verified
-        screened = self._screened
-        if self._are_own(verified.outputs.logits):
-            return verified if screened is None else ScreenedVerified(verified, screened)
-        # The model makes something else of its logits, this time.
-        self._output.drop()
-        return verified if screened is None else None
 
     @property
     def _parts(self) -> tuple[_Part, _Part]:
@@ -173,48 +140,48 @@ class Copies:
         if self._output in parts:
             self._screen = Screen(self._output.weights[0], self._output.kept[0].copy)
         if self._compact in parts:
-            self._products = {
-                id(weight): CompactProduct(weight, kept)
-                for weight, kept in zip(self._compact.weights, self._compact.kept, strict=True)
-                if kept.copy.values is not None
-            }
-            if not self._products:  # the values of all weights need float32
+            self._products = _compact_of(self._model, self._compact)
+            if not self._products.by_id:  # the values of all weights need float32
+                self._products = None
                 self._compact.drop()
 
-    def _logits(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Stands for the output layer."""
-        weight = self._output.weights[0]
+    def weights(self, tokens: int) -> CompactModel | None:
+        """What a forward over so many tokens reads in its weights' place; None: nothing."""
+        products = self._products
+        if products is None or tokens > MOST_ROWS or not products.stand():
+            return None
+        return products
+
+    def look(self, output: OutputLayer | None, x: torch.Tensor) -> torch.Tensor | None:
+        """Approximate logits, float32 [..., tokens], of what an output layer reads, [..., depth],
+        of which `screened` then tells those that matter; None: they are to be computed."""
         rows = x.numel() // x.shape[-1]
         if (
-            self._screen is None
+            output is None
+            or self._screen is None
             or rows > MOST_SCREENED
-            or x.dtype != weight.dtype
-            or not self._output.kept[0].stands_for(weight)
+            or output.weight is not self._output.weights[0]
+            or not self._output.kept[0].stands_for(output.weight)
         ):
-            returned = routed_linear(x, weight, bias)
-        else:
-            self._screened = self._screen.look(x.reshape(rows, -1))
-            near, shape = self._screened.near, (*x.shape[:-1], len(weight))
-            # The screen goes on from what the model does not see.
-            if overrides.unseen:
-                returned = x.new_empty(shape)
-            else:
-                returned = near.to(x.dtype, copy=True).view(shape)
-        self._returned = returned
-        if not returned.is_inference():
-            self._state = returned._version
-        else:  # whose writes are not counted; the prompt's forward shows them
-            self._state = returned.clone() if self._screen is None else None
-        return returned
+            return None
+        self.screened = self._screen.look(x.reshape(rows, -1))
+        return self.screened.near.view(*x.shape[:-1], -1)
 
-    def _are_own(self, logits: torch.Tensor) -> bool:
-        """Whether the logits of a forward are what the output layer has returned, untouched."""
-        own, self._returned = self._returned, None
-        if own is None or own.data_ptr() != logits.data_ptr() or own.shape != logits.shape:
-            return False
-        if own.is_inference():
-            return self._state is None or torch.equal(own, self._state)
-        return bool(own._version == self._state)
+
+def release_compact(model: nn.Module) -> None:
+    """Drop what calls share of a model besides the copies themselves."""
+    _compact_models.pop(model, None)
+
+
+_compact_models: WeakKeyDictionary[nn.Module, CompactModel] = WeakKeyDictionary()
+
+
+def _compact_of(model: nn.Module, part: _Part) -> CompactModel:
+    """The same for all calls, so that programs know it."""
+    known = _compact_models.get(model)
+    if known is None or known.kept != part.kept:
+        known = _compact_models[model] = CompactModel(part.weights, part.kept)
+    return known
 
 
 def _pays(weight: torch.Tensor, select: TokenSelector) -> bool:
@@ -223,12 +190,7 @@ def _pays(weight: torch.Tensor, select: TokenSelector) -> bool:
 
 
 def _output_weight(model: Any) -> torch.Tensor | None:
-    """That of a model's output layer; None where its products are not known, or hooks see them
-    before a token is chosen."""
+    """That of a model's output layer; None where its products are not known."""
     layer = model.get_output_embeddings()
     weight: torch.Tensor | None = None if layer is None else packable(layer)
-    if weight is None or layer.bias is not None or "forward" in vars(model):
-        return None
-    if hooks_of(layer) or hooks_of(model) or global_hooks():
-        return None
-    return weight
+    return weight if weight is not None and layer.bias is None else None

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ...verification.engine import Engine, takes_trees
+from ...verification.engine import Engine
 from ...verification.options import CallOptions, ServiceDemand
 from ...verification.tiers import Service
 from ...verification.verifier import ForwardScope
 from .compact import COMPACT
+from .copies import release_compact
 from .few_bits import FewBits
 from .norms import learn_norms
 from .quantized import IN_FOUR_BITS, WEIGHTS
@@ -47,13 +48,12 @@ class CpuEngine(Engine):
         return reroute(verifying=are_few(verified)) if by_kernels else nullcontext()
 
     def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
-        if not options.reroute:
-            return ForwardScope()
-        return KernelScope(model, options, screens=takes_trees(model, service))
+        return KernelScope(model, options) if options.reroute else ForwardScope()
 
     def release(self, module: torch.nn.Module) -> None:
         PROGRAMS.release(module)
         FewBits.release(module)
+        release_compact(module)
         for weight in module.parameters(recurse=False):
             for copies in (COMPACT, WEIGHTS, IN_FOUR_BITS):
                 copies.release(weight)

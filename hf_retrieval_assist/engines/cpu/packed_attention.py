@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...host.scopes import Attention, asks_for_more
+from ...host.scopes import Attention
 from ...system.lazy import cached_property
 from ...system.tensors import thread
-from .attention import attention, by_kernel, takes_kernel
-from .recording import MakeAttend, UnrecordableError
+from .attention import attention, kernel_result
+from .program import UnrecordableError
 
 
 @dataclass(frozen=True)
@@ -121,36 +121,30 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, None]:
         """[1, tokens, heads, width] for queries [1, heads, tokens, depth], keys and values
         [batch, shared heads, slots, depth] and a mask [1, 1, tokens, slots]."""
-        compute = partial(self._noted, plain, module, options)
+        given = query, key, value, attention_mask
         if (recorder := thread.recorder) is None:
-            return compute(query, key, value, attention_mask)[0], None
-        if plain is not attention or asks_for_more(options):
+            return self._in_spans(lambda *own: plain(module, *own, **options)[0], *given), None
+        if plain is not attention:
             raise UnrecordableError("packed rows whose attention is somebody else's")
-        return recorder.attend(compute, query, key, value, attention_mask, options, True), None
+        compute = partial(self._in_spans, partial(kernel_result, module, options))
+        return recorder.attend(compute, *given, options.get("scaling")), None
 
-    def _noted(
+    def _in_spans(
         self,
-        plain: Attention,
-        module: Any,
-        options: dict[str, Any],
+        attend: Callable[..., torch.Tensor | None],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, MakeAttend]:
-        """What attention gives, and what makes what computes it anew, if the kernel does."""
-        first = self.extent - key.shape[2]
-        parts, by_kernels = [], True
+    ) -> Any:
+        """What `attend` gives of each span, behind one another; None where it gives nothing."""
+        first, parts = self.extent - key.shape[2], []
         for span in self.spans:
             slots = span.slots - first
             own = slice(span.row, span.row + len(span.widths)), slice(None), slice(slots)
             seen = None if mask is None else span.rows(mask[..., :slots])
-            given = span.rows(query), key[own], value[own], seen
-            out, _ = plain(module, *given, **options)
+            out = attend(span.rows(query), key[own], value[own], seen)
+            if out is None:
+                return None
             parts.append(span.behind_one_another(out))
-            by_kernels = by_kernels and takes_kernel(module, *given, options)
-        return torch.cat(parts, dim=1), by_kernel if by_kernels else _unrecordable
-
-
-def _unrecordable(*_: Any) -> Any:
-    raise UnrecordableError("packed rows whose attention no kernel computes")
+        return torch.cat(parts, dim=1)

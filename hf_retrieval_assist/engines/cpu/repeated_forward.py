@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from ...structures.modules import modules_of
 from ...system import changes
 from ...system.tensors import same_bits
 from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, Recordings
+from .copies import Copies
 from .linear import MAX_ROWS
-from .recording import Program, Recorder, UnrecordableError
+from .program import Program, UnrecordableError
+from .recording import Recorder
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
 # repeating it saves in eight; programs outlive calls.
@@ -44,7 +46,7 @@ _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 class _Asked(NamedTuple):
     """A forward that is wanted: the model, what computes it, its arguments, of these what a program
-    is given, the cache's layers, and the programs that there are."""
+    is given, the cache's layers, the programs that there are, and the copies of weights."""
 
     model: Any
     compute: Compute
@@ -53,6 +55,7 @@ class _Asked(NamedTuple):
     layers: list[Any]
     masks: list[torch.Tensor]
     programs: Programs
+    copies: Copies | None
 
 
 class _ShapeRecording(Recording):
@@ -81,15 +84,26 @@ class _ShapeRecording(Recording):
     def repeat(self, asked: _Asked, aside: bool) -> Any:
         assert self.content is not None
         program, outputs = self.content
-        given = asked.inputs, asked.layers, asked.masks
-        if aside:
-            with _undone(asked.layers):
-                return outputs(logits=program(*given))
-        return outputs(logits=program(*given, compared=False))
+        with _undone(asked.layers) if aside else nullcontext():
+            logits = _repeated(program, asked, None if aside else asked.copies)
+        if logits is None:
+            return None if aside else self.compute(asked)
+        return outputs(logits=logits)
 
     def difference(self, repeated: Any, computed: Any) -> str | None:
         same = same_bits(repeated.logits, computed.logits)
         return None if same else "repeated logits are not the model's"
+
+
+def _repeated(program: Program, asked: _Asked, copies: Copies | None) -> torch.Tensor | None:
+    """The logits of a forward, which `copies` may know better; None: it is to be computed."""
+    tokens = asked.inputs["input_ids"].numel()
+    weights = None if copies is None else copies.weights(tokens)
+    x = program.run(asked.inputs, asked.layers, asked.masks, weights)
+    if x is None:
+        return None
+    near = None if copies is None else copies.look(program.output, x)
+    return program.logits(x, weights) if near is None else near
 
 
 @contextmanager
@@ -133,6 +147,7 @@ class RepeatedForward(Borrower[Programs]):
         compute: the model's forward.
         cache: the call's.
         arguments: of the call.
+        copies: of the model's weights, which repeated forwards read; None: they read these.
 
     Attributes:
         repeats: whether some forwards were repeated when the call began: a step then takes as long
@@ -145,7 +160,12 @@ class RepeatedForward(Borrower[Programs]):
     _told = logging.INFO, "are not recorded"
 
     def __init__(
-        self, model: Any, compute: Compute, cache: SlotCache, arguments: Mapping[str, Any]
+        self,
+        model: Any,
+        compute: Compute,
+        cache: SlotCache,
+        arguments: Mapping[str, Any],
+        copies: Copies | None,
     ) -> None:
         # Programs know where weights lie: they stay there until the end of the call, whoever gives
         # the model others meanwhile.
@@ -156,7 +176,7 @@ class RepeatedForward(Borrower[Programs]):
             for tensor in tensors.values()
             if tensor is not None
         ]
-        self._compute, self._cache = compute, cache
+        self._compute, self._cache, self._copies = compute, cache, copies
         self._single: Program | None = None
         self._said, self.typical = changes.said(), True
         read = partial(recording_key, model, arguments, torch.device("cpu"))
@@ -202,6 +222,8 @@ class RepeatedForward(Borrower[Programs]):
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
         self.typical = True
+        if self._copies is not None:
+            self._copies.screened = None
         if not self.is_current():
             return self._compute(**given)
         programs = self._programs
@@ -230,7 +252,8 @@ class RepeatedForward(Borrower[Programs]):
             kinds[key].key = ("packed", shape[1]) if packed else shape
         seen = [one for one in masks if one is not None]
         asked = _Asked(
-            self._model, self._compute, given, inputs, self._cache.layers, seen, programs
+            *(self._model, self._compute, given, inputs, self._cache.layers, seen, programs),
+            self._copies,
         )
         outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
         self.packs = self.packs and not (packed and kinds[key].fault)

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from ...host.scopes import OUTSIDE, ROUTES, Exchange, innermost, register, scopes_left
 from . import norms, skinny
 from .attention import attention, plain_attention
-from .linear import Override, linear, plain_linear
-from .recording import overrides
+from .linear import Override, linear, overrides, plain_linear
 from .skinny import route_depth, set_route_depth, set_verifies, verifies
 
 __all__ = ["all_scopes_left", "overriding", "reroute"]

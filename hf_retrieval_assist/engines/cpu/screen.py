@@ -20,7 +20,7 @@ from ...structures.scores import Scores, peaks_of, reaching
 from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
-from .skinny import chosen_linear, product, skinny_linear
+from .skinny import product, skinny_linear
 
 __all__ = ["Screen", "Screened"]
 
@@ -153,7 +153,8 @@ class Screened:
 
     def _some(self, row: int, ids: NDArray[np.int64]) -> torch.Tensor:
         """The logits of some tokens."""
-        logits: torch.Tensor = chosen_linear(self._x[row], self._screen.weight, ids)
+        rows = self._screen.weight.index_select(0, torch.from_numpy(ids))
+        logits: torch.Tensor = skinny_linear(self._x[row], rows)
         return logits
 
 

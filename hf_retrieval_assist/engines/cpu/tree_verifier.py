@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,16 +21,14 @@ from ...verification.verified import Verified
 from ...verification.verifier import ForwardScope
 from .copies import Copies
 from .packed_attention import PackedAttention
-from .recording import PackedModel, Program
+from .program import PackedModel, Program
 from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
 from .reroute import reroute
+from .screened import ScreenedVerified
 from .skinny import FEW_ROWS, MAX_ROWS
 
 # Forwards of one token by which one is recorded, and then compared.
 MOST_RECORDING = PATIENCE + 3
-
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def are_few(texts: int) -> bool:
@@ -40,50 +38,24 @@ def are_few(texts: int) -> bool:
 
 
 class KernelScope(ForwardScope):
-    """The kernels, and copies of a model's weights, which compute the forwards of one call.
+    """The kernels, which compute the forwards of one call.
 
     Args:
         model: whose.
         options: what the call wants.
-        screens: whether logits may be approximations.
-
-    Attributes:
-        copies: of the weights; None: there are none.
     """
 
-    def __init__(self, model: Any, options: CallOptions, screens: bool) -> None:
-        self.copies: Copies | None = None
-        if not options.several:  # whose processes need not have memory for the same ones
-            select = options.select if screens and not options.all_logits else None
-            self.copies = Copies.of(model, select, options.extra_memory)
+    def __init__(self, model: Any, options: CallOptions) -> None:
         self._few = are_few(options.batch)
         # More tokens would not be rounded in half precision as plain decoding rounds them.
         if model.dtype.itemsize < 4 and self._few:
             self.most_tokens = MAX_ROWS
-
-    @property
-    def variant(self) -> str:
-        return "" if self.copies is None else self.copies.names
 
     def prefilling(self) -> AbstractContextManager[Any]:
         return reroute()
 
     def computing(self) -> AbstractContextManager[Any]:
         return reroute(verifying=self._few)
-
-    def choosing(self) -> AbstractContextManager[Any]:
-        return _NOTHING if self.copies is None else self.copies.watching()
-
-    def exact(self, verified: Verified) -> Verified | None:
-        return verified if self.copies is None else self.copies.read(verified)
-
-    def begin(self, logits: torch.Tensor) -> None:
-        if self.copies is not None:
-            self.copies.begin(logits)
-
-    def prepare(self) -> None:
-        if self.copies is not None:
-            self.copies.pack_due()
 
 
 class CpuTreeVerifier(TreeVerifier):
@@ -103,21 +75,32 @@ class CpuTreeVerifier(TreeVerifier):
         watched = options.taps is not None and bool(options.taps.layers)
         self._repeats = options.recorded and by_kernels and not watched
         self._repeated: RepeatedForward | None = None
+        self._copies: Copies | None = None
 
     def ready(self) -> None:
         super().ready()
-        repeats, self._repeats = self._repeats, False
+        repeats, self._repeats, options = self._repeats, False, self.options
         if repeats and can_repeat(self.model, self.cache):
-            self._repeated = RepeatedForward(self.model, self.compute, self.cache, self.kwargs)
+            if not options.several:  # whose processes need not have memory for the same ones
+                select = None if options.all_logits else options.select
+                self._copies = Copies.of(self.model, select, options.extra_memory)
+            given = self.model, self.compute, self.cache, self.kwargs
+            self._repeated = RepeatedForward(*given, self._copies)
             rows, widths = len(self.prompt_ids), self._repeated.widths
             if widths and (rows == 1 or self.packed):
                 # A step in which no row drafts has no filler.
                 self.widths = tuple(sorted({rows, *widths}))
 
+    def prepare(self) -> None:
+        super().prepare()
+        if self._copies is not None:
+            self._copies.pack_due()
+
     @property
     def cost_variant(self) -> str:
+        names = "" if self._copies is None else self._copies.names
         repeats = self._repeated is not None and self._repeated.repeats
-        return " ".join(filter(None, (self.scope.variant, "repeated" if repeats else "")))
+        return " ".join(filter(None, (names, "repeated" if repeats else "")))
 
     def call(self, **given: Any) -> Any:
         return (self._repeated or self.compute)(**given)
@@ -146,7 +129,7 @@ class CpuTreeVerifier(TreeVerifier):
                 break
             feed()
         single = self._single
-        return single is not None and single.varies
+        return single is not None and single.output is not None
 
     def _views_alone(self) -> Any:
         """The views of a forward of one token; None: it has a mask, as those of padded rows
@@ -161,10 +144,10 @@ class CpuTreeVerifier(TreeVerifier):
         slots, single = self.cache.slots, self._single
         if single is None or self._next is None or (views := self._views_alone()) is None:
             return None
-        variant = single.variant(weights)
+        inputs = single.alone(token_id, self._next + slots.longest - self.begun)
         self.feeding, slots.views = True, views
         try:
-            x = variant(token_id, self._next + slots.longest - self.begun, self.cache.layers)
+            x = single.run(inputs, self.cache.layers, (), weights)
         finally:
             slots.views = NO_VIEWS
         if x is not None:
@@ -182,7 +165,8 @@ class CpuTreeVerifier(TreeVerifier):
         verified = feed(roots, trees, rows)
         if self._repeated is not None:
             verified.typical = self._repeated.typical
-        return verified
+        screened = None if self._copies is None else self._copies.screened
+        return verified if screened is None else ScreenedVerified(verified, screened)
 
     def _feed_packed(
         self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]

@@ -75,7 +75,7 @@ def test_how_many_rows_of_an_output_layer_come_first(share, least, first, tied, 
     pack_small(monkeypatch)
     monkeypatch.setattr(few_bits, "OUTPUT_SHARE", share)
     monkeypatch.setattr(few_bits, "LEAST_ROWS", least)
-    model = build(vocab_size=1000, head_dim=16, tie_word_embeddings=tied)
+    model = build(vocab_size=1000, hidden_size=32, head_dim=16, tie_word_embeddings=tied)
     packed = FewBits(model)
     assert packed.output.first == first
     assert packed.output.whole is packed.by_id[id(model.lm_head.weight)]

@@ -13,12 +13,11 @@ from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
 from hf_retrieval_assist.engines.cpu.screen import Screen
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified, shortlist_of
-from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
-from tests.support.copied_models import TOKENS, model_of, watch_screens
+from tests.support.copied_models import TOKENS, model_of, read_at_once, watch_screens
 from tests.support.logits_feedback import Learner, expected_logits
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run, same
 from tests.support.oracle_drafter import agreeing
@@ -57,8 +56,7 @@ WHOLE = {
 
 @pytest.fixture(autouse=True)
 def packed_at_once(monkeypatch):
-    monkeypatch.setattr(copies, "PATIENCE", 1)
-    monkeypatch.setattr(copies, "LEAST_SAVED", 0)  # these models are too small for it
+    read_at_once(monkeypatch)
     monkeypatch.setattr(copies, "MOST_SCREENED", 64)  # and their drafts are wide
 
 
@@ -67,12 +65,18 @@ def llama():
     return model_of()
 
 
+def few_drafts(plain):
+    """So that forwards of a few widths are many."""
+    return knowing(plain, budget=3)
+
+
 def both(model, **options):
     """A call that has good drafts, equal to plain's in tokens and random state."""
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
     with watch_screens() as watch:
-        plain, ours, assistant = agreeing(model, inputs, make=knowing, **options)
+        for _ in range(3):
+            plain, ours, assistant = agreeing(model, inputs, make=few_drafts, **options)
     if not isinstance(plain, torch.Tensor):
         for found, expected in zip(ours.scores, plain.scores, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
@@ -84,7 +88,7 @@ def both(model, **options):
 @pytest.mark.parametrize("name", cases(OPTIONS, ["greedy", "top-k", "top-p"]))
 def test_output_is_plain(llama, name):
     watch, assistant = both(llama, **OPTIONS[name])
-    assert watch.screened >= assistant.stats.last.steps - 1
+    assert watch.screened >= assistant.stats.last.repeated > 0
     assert watch.whole == 0
 
 
@@ -113,7 +117,8 @@ def test_batches(llama, name):
     free = llama.generate(**padded(4), **options)
     options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
     with watch_screens() as watch:
-        agreeing(llama, padded(4), seed=3, make=lambda plain: SamAssistant(budget=4), **options)
+        for _ in range(3):
+            agreeing(llama, padded(4), seed=3, make=lambda _: SamAssistant(budget=4), **options)
     assert watch.screened > 0
 
 
@@ -122,7 +127,8 @@ def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
     with reroute():
         plain = run(model)
     with watch_screens() as watch:
-        ours = run(model, assistant=knowing(plain))
+        for _ in range(3):
+            ours = run(model, assistant=knowing(plain))
     assert torch.equal(ours, plain)
     assert watch.screened > 0
 
@@ -177,7 +183,7 @@ def hooked():
 CHANGED = {
     "in place": partial(model_of, Suppressing),
     "scaled and capped": partial(
-        model_of, transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0
+        model_of, transformers.Gemma3ForCausalLM, final_logit_softcapping=5.0
     ),
     "by a hook": hooked,
 }
@@ -189,21 +195,6 @@ def test_logits_that_a_model_changes(name, mode):
     with mode():
         watch, _ = both(CHANGED[name]())
     assert watch.screened == 0
-
-
-def test_a_model_that_changes_its_mind():
-    """Logits that are the layer's own behind the prompt, and not in later forwards."""
-
-    class Fickle(transformers.LlamaForCausalLM):
-        @wraps(transformers.LlamaForCausalLM.forward)
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            length = kwargs[CACHE].get_seq_length()
-            if length > PROMPT.shape[1] + 6:
-                output.logits = output.logits * 1.0
-            return output
-
-    assert both(model_of(Fickle))[0].screened > 0
 
 
 def test_free_memory(tmp_path, monkeypatch):

@@ -1,22 +1,21 @@
 """Recorded forwards as programs: what is compiled of them, with the bits of their operators."""
 
 import gc
-import weakref
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, reroute
-from hf_retrieval_assist.engines.cpu import recording
+from hf_retrieval_assist.engines.cpu import program
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits
 from hf_retrieval_assist.engines.cpu.repeated_forward import PROGRAMS
 from hf_retrieval_assist.engines.cpu.skinny import (
     PATHS,
     CompiledOperators,
     RepeatedElements,
-    RepeatedRows,
 )
+from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from tests.support.few_bits import pack_small
 from tests.support.quick import cases
 from tests.support.threads import computing_by
@@ -28,9 +27,9 @@ PROMPT = torch.arange(40)[None] % 7 + 20
 
 
 @pytest.fixture
-def plans(monkeypatch):
-    """The plans that programs make."""
-    return results_of(monkeypatch, recording.Program, "_planned")
+def compiled(monkeypatch):
+    """The operators of programs, neighbours being one."""
+    return results_of(monkeypatch, program.Program, "_compiled")
 
 
 @pytest.fixture
@@ -66,21 +65,21 @@ def repeated(model, assistant, expected, prompt=PROMPT):
     return assistant.stats.last
 
 
-def compiled_in(operators):
+def calls_in(operators):
     return [one for one in operators if isinstance(one, CompiledOperators)]
 
 
 @pytest.mark.parametrize(("rows", "threads"), cases([(1, 1), (3, 1), (1, 2), (1, 5)], 2))
-def test_layers_are_one_call(plans, rows, threads):
+def test_layers_are_one_call(compiled, rows, threads):
     """Whatever the rows grow by."""
     model, prompt = llama(), torch.cat([PROMPT, PROMPT + 3, PROMPT.flip(1)])[:rows]
     with computing_by(threads):
         repeated(model, SamAssistant(budget=3), plainly(model, prompt), prompt)
     # Positions are turned into angles by a few operators of PyTorch, whatever the layers.
-    assert plans
-    for plan in plans:
-        assert len(plan.operators) <= 12
-        assert len(compiled_in(plan.operators)) <= 2
+    assert compiled
+    for operators in compiled:
+        assert len(operators) <= 12
+        assert len(calls_in(operators)) <= 2
 
 
 def drafting():
@@ -100,35 +99,34 @@ def programs_of(model):
 @pytest.mark.usefixtures("few")
 def test_a_level_of_a_draft_is_one_call(monkeypatch):
     """It ends before the output layer."""
-    variants = results_of(monkeypatch, recording.Program, "_made_variant")
-    levels = results_of(monkeypatch, recording.Variant, "__call__", lambda x, *_: x.shape)
+    levels = results_of(monkeypatch, CpuTreeVerifier, "draft_alone", lambda x, *_: x.shape)
+    made = results_of(monkeypatch, program.Program, "_with")
     model = llama()
     repeated(model, drafting(), plainly(model))
-    assert len(variants) == 1
-    assert len(variants[0]._operators) <= 12
-    assert len(compiled_in(variants[0]._operators)) <= 2
+    assert all(operators is made[0] for operators in made)
+    assert len(made[0]) <= 12
+    assert len(calls_in(made[0])) <= 2
     assert len(levels) > 20
     assert {*levels} == {(1, 1, 64)}
 
 
 @pytest.mark.usefixtures("few")
-def test_a_model_that_is_packed_anew_is_another_variant_and_the_first_is_freed():
+def test_what_a_packed_model_is_read_by_goes_with_it():
     model = llama()
     repeated(model, drafting(), plainly(model))
-    program, one, other = programs_of(model)[1], FewBits(model), FewBits(model)
-    variant = program.variant(one)
-    assert variant is program.variant(one) is not program.variant(other)
-    freed = weakref.ref(variant)
-    del variant, one
+    alone, one, other = programs_of(model)[1], FewBits(model), FewBits(model)
+    assert alone._with(one) is alone._with(one) is not alone._with(other)
+    known = len(alone._packed)
+    del one
     gc.collect()
-    assert freed() is None
+    assert len(alone._packed) == known - 1
 
 
 @pytest.mark.parametrize("dtype", cases([torch.bfloat16, torch.float32, torch.float16]))
 @pytest.mark.usefixtures("few")
 def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype):
     """Computed one after another."""
-    levels = results_of(monkeypatch, recording.Variant, "__call__", lambda x, *_: x.clone())
+    levels = results_of(monkeypatch, CpuTreeVerifier, "draft_alone", lambda x, *_: x.clone())
 
     def drafted():
         model, assistant = llama(dtype), drafting()
@@ -140,7 +138,7 @@ def test_drafts_have_the_bits_of_their_operators(monkeypatch, dtype):
 
     expected = drafted()
     assert len(expected) > 20
-    monkeypatch.setattr(recording, "_compiled", lambda operators, given: operators)
+    monkeypatch.setattr(program, "groupby", lambda whole, key: [(key(x), [x]) for x in whole])
     found = drafted()
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
@@ -153,17 +151,6 @@ def test_activations_of_two_bytes_are_looked_up():
     rows = x.view(16, -1).flip(1)
     RepeatedElements("table", [rows.contiguous()], out, silu(x))()
     assert torch.equal(out.view(torch.int16), silu(rows).view(torch.int16))
-
-
-def test_rows_that_there_are_not_are_no_ids():
-    matrix, ids, out = torch.randn(5, 8), torch.tensor([[4, 0]]), torch.empty(1, 2, 8)
-    again = RepeatedRows(matrix, ids, out)
-    again()
-    assert torch.equal(out[0], matrix[ids[0]])
-    for wrong in (5, -1):
-        ids[0, 1] = wrong
-        with pytest.raises(IndexError, match=f"got {wrong}"):
-            again()
 
 
 def test_a_cache_of_another_shape_is_not_written_to():

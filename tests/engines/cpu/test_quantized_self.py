@@ -17,8 +17,8 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier
 from hf_retrieval_assist.engines.cpu import quantized_self as module
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
+from hf_retrieval_assist.engines.cpu.linear import overrides
 from hf_retrieval_assist.engines.cpu.quantized import IN_FOUR_BITS, FourBitWeight, QuantizedWeight
-from hf_retrieval_assist.engines.cpu.recording import overrides
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.system import memory

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.cache.slot_layers import SlotLayer
 from hf_retrieval_assist.engines.cpu import repeated_forward
-from hf_retrieval_assist.engines.cpu.recording import Program, Recorder, UnrecordableError
+from hf_retrieval_assist.engines.cpu.program import Program, UnrecordableError
+from hf_retrieval_assist.engines.cpu.recording import Recorder
 from hf_retrieval_assist.engines.cpu.repeated_forward import same_bits
-from hf_retrieval_assist.engines.cpu.reroute import overriding
-from hf_retrieval_assist.engines.cpu.skinny import route_depth, verifies
+from hf_retrieval_assist.engines.cpu.skinny import route_depth
 from hf_retrieval_assist.system.tensors import thread
 from tests.support import architectures
 from tests.support.lossless import PROMPT, build, knowing, rope_model, run, same
@@ -117,8 +117,8 @@ def test_a_training_step_shows_in_weights_that_forwards_compute(name, place):
 
 
 def test_a_program_that_gives_something_else_is_not_used(monkeypatch):
-    model, call = build(LlamaForCausalLM), Program.__call__
-    monkeypatch.setattr(Program, "__call__", lambda *arguments: call(*arguments) * (1 + 1e-6))
+    model, logits = build(LlamaForCausalLM), Program.logits
+    monkeypatch.setattr(Program, "logits", lambda *given: logits(*given) * (1 + 1e-6))
     last = repeating(model).stats.last
     assert last.repeated == last.recordings == 0
 
@@ -126,7 +126,7 @@ def test_a_program_that_gives_something_else_is_not_used(monkeypatch):
 def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
     model = build(LlamaForCausalLM, max_position_embeddings=512)
     assistant = repeating(model)
-    monkeypatch.setattr(Program, "__call__", lambda *_: pytest.fail("was not compared"))
+    monkeypatch.setattr(Program, "run", lambda *_: pytest.fail("was not compared"))
     monkeypatch.setattr(repeated_forward, "same_bits", lambda *_: pytest.fail("was compared"))
     with pytest.raises(pytest.fail.Exception, match="was not compared"):
         run(model, assistant=assistant)
@@ -138,7 +138,7 @@ def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
 
 def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
     """No program is tried at the length of the cache at which it was recorded."""
-    model, tried = build(LlamaForCausalLM), calls_of(monkeypatch, Program, "__call__")
+    model, tried = build(LlamaForCausalLM), calls_of(monkeypatch, Program, "run")
     for _ in range(5):  # calls of one forward each, all at one length
         same(model, assistant=Assistant([], budget=0), max_new_tokens=2)
     assert not tried
@@ -266,6 +266,10 @@ def program_of(model, x, compute):
     return recording.program(first), first
 
 
+def logits_of(program, x):
+    return program.logits(program.run({"x": x}, [], []))
+
+
 def linear_of(model, x):
     return model.linear(x)
 
@@ -345,7 +349,7 @@ def test_a_program_computes_from_what_it_is_given(steps, last):
         assert same_bits(first, compute(model, x))
         for _ in range(3):
             x = torch.randn(1, 8)
-            assert same_bits(program({"x": x}, [], []), compute(model, x))
+            assert same_bits(logits_of(program, x), compute(model, x))
 
 
 @torch.no_grad()
@@ -367,26 +371,8 @@ def test_results_lie_where_those_lay_that_nobody_reads_any_more(layers):
         # Residual stream, product and activation, of an own size or two, and the weight.
         assert program.nbytes <= 6 * 64 + 100 * model.linear.weight.nbytes
         again = torch.randn(1, 8)
-        assert same_bits(program({"x": again}, [], []), compute(model, again))
+        assert same_bits(logits_of(program, again), compute(model, again))
     assert same_bits(first, kept)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("verifying", [False, True])
-def test_a_program_reads_what_stands_for_a_weight(verifying):
-    """That may leave some rows to the kernels, as many as the forward did."""
-    model, x, found = Small(), torch.randn(1, 8), []
-    with reroute(verifying=verifying):
-        program, first = program_of(model, x, linear_of)
-
-    def other(x, bias):
-        found.append(verifies())
-        return 2 * x
-
-    with overriding({id(model.linear.weight): other}):
-        assert same_bits(program({"x": x}, [], []), 2 * x)
-    assert found == [verifying]
-    assert same_bits(program({"x": x}, [], []), first)
 
 
 @torch.no_grad()
@@ -395,11 +381,11 @@ def test_a_program_routes_its_own_operators_alone():
     model, x = Small(), torch.randn(1, 8)
     with reroute():
         program, first = program_of(model, x, linear_of)
-    assert same_bits(program({"x": x}, [], []), first)
+    assert same_bits(logits_of(program, x), first)
     assert route_depth() == 0
-    failing = {id(model.linear.weight): lambda x, bias: 1 / 0}
-    with overriding(failing), pytest.raises(ZeroDivisionError):
-        program({"x": x}, [], [])
+    program._own.append(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits_of(program, x)
     assert route_depth() == 0
 
 

@@ -82,7 +82,7 @@ def test_drafters_may_keep_what_they_were_shown_of_logits(rows):
     assert assistant.stats.last.repeated > 0
     expected = expected_logits(model, learner, PROMPT.shape[1])
     for (_, shown), logits in zip(learner.shown, expected, strict=True):
-        torch.testing.assert_close(shown.logits, logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(shown.logits, logits, atol=1e-4, rtol=1e-4)
         found = shown.top.of(np.arange(len(logits)), 2, logits.shape[1])
         assert found[0].tolist() == logits.topk(2).indices.tolist()
 
