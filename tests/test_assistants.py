@@ -10,11 +10,11 @@ from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.fingerprint import fingerprint
+from hf_retrieval_assist.papers import SuffixDecoding
 from hf_retrieval_assist.policy.stats import CallStats
 from tests.support.memories import remembering
 from tests.support.parts import needs
 from tests.support.rounding import near
-from tests.support.threads import in_threads
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
@@ -213,14 +213,6 @@ def test_drafters_of_one_name_are_told_apart():
     assert list(assistant.stats.sources) == ["automaton", "automaton 2", "grammar"]
 
 
-def test_calls_of_several_threads_are_all_counted():
-    assistant = Assistant([])
-    call = CallStats(calls=1, steps=2, tokens=3)
-    in_threads(lambda _: [assistant.policy.count(call) for _ in range(500)], range(4))
-    total = assistant.stats.total
-    assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
-
-
 def test_what_stands_in_the_place_of_something_else_is_named():
     expecting = SamAssistant().expecting
     for make, message in (
@@ -231,6 +223,7 @@ def test_what_stands_in_the_place_of_something_else_is_named():
         (lambda: Assistant("suffix"), "drafters: expected a list of"),
         (lambda: Assistant(AutomatonDrafter()), "drafters: expected a list of"),
         (lambda: SamAssistant(memory=OutputMemory), "memory: expected OutputMemory, got the class"),
+        (lambda: SuffixDecoding(memory=[]), "memory: expected OutputMemory"),
         (lambda: SamAssistant(memory="x.log"), r"memory: .*str; write OutputMemory\(path='x.log'"),
     ):
         with pytest.raises(TypeError, match=f"^{message}"):
@@ -269,16 +262,16 @@ def call_of(saved_seconds=0.0, **changes):
 
 
 def test_a_sentence_says_whether_the_assistant_helped():
+    """What is done once for a model is no part of what is compared."""
     assert call_of(3.0).summary == (
         "about 2.50 times as fast as without drafts: 48 tokens in 16 forwards (3.00 a forward, 32 "
         "forwards saved), 24.0 tokens/s, 2.00 s where steps without drafts take about 5.00 s"
     )
     assert call_of(-1.0).summary.startswith("only 0.50 times as fast as without drafts: 48 tokens")
-    # No step without a draft was timed.
+    # No step without a draft was timed, or none has a draft.
     assert call_of().summary.startswith("48 tokens in 16 forwards (3.00 a forward")
-
-
-def test_what_is_done_once_for_a_model_is_no_part_of_what_is_compared():
+    plain = call_of(tier="plain", steps=47, forwards=47)
+    assert plain.summary == ("not assisted: 48 tokens in 48 forwards, 24.0 tokens/s")
     first = call_of(3.0)
     first.seconds |= {"test": 5.0, "pack": 1.0, "total": 8.0}
     assert first.summary.startswith("about 2.50 times as fast as without drafts")
@@ -286,6 +279,9 @@ def test_what_is_done_once_for_a_model_is_no_part_of_what_is_compared():
     first.add(call_of(3.0))
     assert first.summary.startswith("about 2.50 times as fast as without drafts")
     assert (first.saved_seconds, first.undrafted_seconds, first.saved_forwards) == (6.0, 10.0, 64)
+    requests = CallStats(tier="continuous batching", calls=2, steps=6, forwards=4, tokens=16)
+    requests.accepted = 8
+    assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
 
 
 def test_a_call_is_compared_with_steps_without_drafts_that_were_timed(llama):
@@ -301,11 +297,3 @@ def test_a_call_is_compared_with_steps_without_drafts_that_were_timed(llama):
         call = assistant.stats.last
         assert call.compared_seconds == near(call.seconds["total"] - call.once_seconds)
         assert " times as fast as without drafts" in call.summary
-
-
-def test_requests_and_plain_calls_have_no_verdict():
-    requests = CallStats(tier="continuous batching", calls=2, steps=6, forwards=4, tokens=16)
-    requests.accepted = 8
-    assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
-    plain = call_of(tier="plain", steps=47, forwards=47)
-    assert plain.summary == ("not assisted: 48 tokens in 48 forwards, 24.0 tokens/s")

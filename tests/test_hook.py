@@ -141,12 +141,6 @@ def test_refuses_an_assistant_in_a_configuration(model, monkeypatch):
             model.generate(PROMPT, *arguments, **options)
 
 
-def test_positional_arguments(model):
-    config = GenerationConfig(do_sample=False, pad_token_id=0, **LENGTH)
-    plain = model.generate(PROMPT, config)
-    assert torch.equal(plain, model.generate(PROMPT, config, assistant=SamAssistant()))
-
-
 REFUSED = [
     {"num_beams": 3},
     {"penalty_alpha": 0.6, "top_k": 4},

@@ -60,6 +60,7 @@ KINDS = {
     "rollouts": lambda made, **options: rollouts(**options),
     "sam, draft model": lambda made, **options: SamAssistant(fallback=made.draft, **options),
     "sam, drafter": lambda made, **options: SamAssistant(fallback=made.drafter, **options),
+    "sam, head": lambda made, **options: SamAssistant(fallback=made.head, **options),
 }
 # Texts as short as these are matched by less than the paper asks for.
 OF_SHORT = {"min_match": 3, "corpus_bias": 0}
@@ -88,18 +89,18 @@ def made(request, tmp_path_factory):
     texts = [run(model)[0].tolist(), run(model, PROMPT.flip(1))[0].tolist()]
     path = tmp_path_factory.mktemp("corpus") / "store"
     store = Datastore.build(texts, path, vocab_size=VOCAB, progress=False)
-    drafts = {"draft": disturbed(model), "drafter": LogitNgramDrafter()}
+    drafts = {"draft": disturbed(model), "drafter": LogitNgramDrafter(), "head": eagle_head(model)}
     return SimpleNamespace(model=model, texts=texts, store=store, **drafts)
 
 
 CASES = [
-    *[("sam with a corpus", 6), ("rollouts", "auto")],
+    *[("sam with a corpus", 6), ("rollouts", "auto"), ("sam, head", 6)],
     *((name, None) for name in PAPERS),
     *((name, budget) for name in KINDS for budget in ("auto", 6)),
 ]
 
 
-@pytest.mark.parametrize(("name", "budget"), cases(dict.fromkeys(CASES), 12))
+@pytest.mark.parametrize(("name", "budget"), cases(dict.fromkeys(CASES), 13))
 def test_the_assistant_is_lossless(made, name, budget):
     """It drafts what it knows unless measured costs may forbid it."""
     if budget != 6 and made.model.config.model_type != "llama":
@@ -160,12 +161,6 @@ BAD_SIZES += [
 def test_refuses_bad_values(kind, options):
     with pytest.raises(ValueError, match=rf"\b{next(iter(options))}\b"):
         kind(**options)
-
-
-@pytest.mark.parametrize("kind", [SamAssistant, SuffixDecoding])
-def test_refuses_other_kinds_of_memory(kind):
-    with pytest.raises(TypeError, match=r"^memory: expected OutputMemory"):
-        kind(memory=[])
 
 
 def test_the_target_in_few_bits_drafts_beside_a_table():

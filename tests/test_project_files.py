@@ -1,17 +1,20 @@
-"""Workflows, the citation and the package's metadata agree with the project."""
+"""Workflows, what is deployed, the citation and the metadata agree with the project."""
 
 import re
 import runpy
+import shlex
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from packaging.version import Version
 
 import hf_retrieval_assist
 from hf_retrieval_assist.host.private_names import NEWEST, OLDEST
+from hf_retrieval_assist.tools.cli import serve
 
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -114,3 +117,27 @@ def test_versions_agree():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert citation["version"] == hf_retrieval_assist.__version__
     assert f'version = "{hf_retrieval_assist.__version__}"' in project
+
+
+def options_in(words):
+    return {word for word in words if word.startswith("--")}
+
+
+def test_the_unit_and_the_image_start_the_command_by_options_that_it_has():
+    files = ("deploy/hf-retrieval-assist.service", "deploy/Dockerfile", "docs/howto/deploy.md")
+    unit, image, page = ((ROOT / name).read_text(encoding="utf-8") for name in files)
+    (line,) = re.findall(r"^ExecStart=((?:.*\\\n)*.*)$", unit, re.MULTILINE)
+    unit = shlex.split(line.replace("\\\n", " "))
+    assert Path(unit[0]).name == "hf-retrieval-assist"
+    assert unit[1:3] == ["serve", "${MODEL}"]
+    (line,) = re.findall(r"^ENTRYPOINT \[(.*)\]$", image, re.MULTILINE)
+    started = re.findall(r'"([^"]*)"', line)
+    assert started[:2] == ["hf-retrieval-assist", "serve"]
+    environment = shlex.split(*re.findall(r'^OPTIONS="(.*)"$', page, re.MULTILINE))
+    (arguments,) = re.findall(r"^    hf-retrieval-assist /models/(.*)$", page, re.MULTILINE)
+    asked = [options_in(words) for words in (unit, started, environment, arguments.split())]
+    program = typer.Typer()
+    program.command()(serve.serve)
+    known = {name for param in typer.main.get_command(program).params for name in param.opts}
+    assert all(asked)
+    assert set.union(*asked) <= known

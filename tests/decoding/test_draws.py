@@ -17,7 +17,6 @@ from hf_retrieval_assist.types.row_text import RowText
 from tests.support.lossless import build, padded, same
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.quick import cases
-from tests.support.tiny_models import VOCAB
 
 WIDTHS = [7, 16, 17, 1000, 70_001]
 
@@ -113,46 +112,6 @@ def test_another_way_of_drawing_is_left_alone(monkeypatch):
 def test_a_generator_that_is_not_reached():
     row = RowText(0, torch.empty(2, dtype=torch.long, device="meta"), 4)
     assert not KnownDraws([row]).works(50)
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_preview_is_the_choice_of_the_walk(do_sample, batch_size):
-    """The two go along a drafted path, with warpers and processors that look at the text."""
-    seen = []
-
-    def foreign(ids, scores):
-        seen.append(ids)
-        return scores
-
-    processors = LogitsProcessorList(
-        [
-            transformers.RepetitionPenaltyLogitsProcessor(1.7),
-            transformers.NoRepeatNGramLogitsProcessor(2),
-            transformers.TemperatureLogitsWarper(0.8),
-            transformers.TopKLogitsWarper(20),
-            foreign,
-        ]
-    )
-    rows = rows_of(batch_size)
-    select = TokenSelector(processors, do_sample, rows)
-    torch.manual_seed(6)
-    previews = [RowPreview(select, row) for row in rows]
-    logits = [law.log() for law in laws(batch_size, VOCAB, 5)]
-    foreseen = []
-    for row, preview in zip(rows, previews, strict=True):
-        path = []
-        for step in logits:
-            scores, ids = preview.best(step[row.index : row.index + 1], [path], 3)
-            assert (scores.diff() <= 0).all()
-            path = [*path, int(ids[0, 0])]
-        foreseen.append(path)
-        assert preview.knows(VOCAB)
-    assert not seen
-    for step in logits:
-        for row, token in zip(rows, select.choose(rows, step), strict=True):
-            row.generated.append(token)
-    assert [row.generated for row in rows] == foreseen
 
 
 @pytest.mark.parametrize("shape", [(1, 262_144), (3, 50), (7,), (0,)])

@@ -1,15 +1,18 @@
-"""What `generate` takes and returns beyond ids is the same with and without an assistant."""
+"""What `generate` takes and returns is the same with and without an assistant."""
+
+import functools
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, pipeline
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.masking_utils import flash_attention_mask
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.decoding import call
+from hf_retrieval_assist.decoding import call, selection
 from hf_retrieval_assist.decoding.call import Call
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.host import transformers_private
@@ -17,19 +20,16 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_verifier import TreeVerifier
-from tests.support.dense_attention import flash_like
-from tests.support.lossless import build, padded
+from tests.support.byte_model import byte_tokenizer
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, knowing, padded, run
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 from tests.support.quick import cases
+from tests.support.rounding import OF_MODEL, within
+from tests.support.threads import in_threads
 from tests.support.watching import a_librarys
+from tests.support.wrapped_models import flash_like
 
-PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-
-
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def model(request):
-    return build(request.param, attn_implementation="eager")
 
 
 def equal(model, inputs=INPUTS, tier="tree", **kwargs):
@@ -39,8 +39,7 @@ def equal(model, inputs=INPUTS, tier="tree", **kwargs):
 
 
 @pytest.mark.parametrize(
-    "model_class",
-    ["LlamaForCausalLM", "BloomForCausalLM", "BambaForCausalLM"],
+    "model_class", ["LlamaForCausalLM", "BloomForCausalLM", "BambaForCausalLM"]
 )
 def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
     model = build(model_class)
@@ -62,11 +61,13 @@ def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch)
     assert len(forwards) == 1 + assistant.stats.last.steps + 2
 
 
-def test_mask_with_holes(model):
+@pytest.mark.parametrize("model_class", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_mask_with_holes(model_class):
     mask = torch.ones_like(PROMPT)
     mask[0, [2, 3, 7]] = 0
     shown = torch.cat([mask[0], torch.ones(16)]).bool()
     inputs = INPUTS | {"attention_mask": mask}
+    model = build(model_class, attn_implementation="eager")
     equal(model, inputs, make=lambda plain: oracle_assistant(plain[:, shown]))
 
 
@@ -98,6 +99,65 @@ def test_encoder_decoder(model_class, rows):
     # The encoder's padding is none of the decoder's.
     options = {"make": oracle_assistant, "forced_eos_token_id": None, "num_beams": 1}
     equal(model, inputs, tier="chain", max_new_tokens=20, **options)
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.0, 1), (1e6, NEW_TOKENS)])
+def test_max_time(model, seconds, tokens):
+    plain = run(model)
+    assisted = run(model, max_time=seconds, assistant=knowing(plain))
+    assert torch.equal(assisted, plain[:, : PROMPT.shape[1] + tokens])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer(["<pad>"], pad_token="<pad>")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_stop_strings(model, tokenizer, do_sample):
+    free = run(model, do_sample=do_sample)[0].tolist()
+    stop = tokenizer.decode(free[-9:-6])
+    config = GenerationConfig(stop_strings=stop, max_new_tokens=NEW_TOKENS)
+    for given in ({"stop_strings": [stop, "nowhere"]}, {"generation_config": config}):
+        options = {
+            "tokenizer": tokenizer,
+            "do_sample": do_sample,
+            "max_new_tokens": NEW_TOKENS,
+        } | given
+        plain, _, _ = equal(model, make=knowing, **options)
+        assert plain.shape[1] < len(free)
+    assert config.stop_strings == stop
+
+
+def test_pipelines(model, tokenizer):
+    text = tokenizer.decode(PROMPT[0])
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    pipe = functools.partial(pipeline, "text-generation", model=model, tokenizer=tokenizer)
+    plain, given = pipe()(text, **options), {"assistant": knowing(run(model))}
+    for of_pipeline, of_call in (({}, given), (given, {})):
+        assert pipe(**of_pipeline)(text, **options, **of_call) == plain
+        assert given["assistant"].stats.last.accepted > 0
+    assert given["assistant"].stats.total.calls == 2
+
+
+def test_threads_share_an_assistant(model):
+    prompts = [PROMPT, PROMPT.flip(1), PROMPT[:, 3:], PROMPT + 2]
+    plain = [run(model, ids) for ids in prompts]
+    assistant = knowing(*plain)
+    numbers = range(8)
+    found = in_threads(lambda i: run(model, prompts[i % 4], assistant=assistant), numbers)
+    assert all(torch.equal(found[i], plain[i % 4]) for i in numbers)
+    assert assistant.stats.total.calls == 8
+    assert assistant.stats.total.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [{}, {"inputs": PROMPT}, {"input_ids": PROMPT[:, :1]}, {"input_ids": PROMPT, "max_length": 20}],
+    ids=lambda inputs: "-".join(inputs) or "none",
+)
+def test_ways_to_give_the_prompt(model, inputs):
+    agreeing(model, {"max_length": 16} | inputs, make=knowing, do_sample=False)
 
 
 @pytest.mark.parametrize("shortage", cases([torch.OutOfMemoryError, MemoryError]))
@@ -140,7 +200,7 @@ def test_ids_that_were_left_elsewhere_do_not_bound_what_the_models_device_verifi
     assert kind.device == "cuda"
 
 
-def tokenizer():
+def letters():
     """One token per letter, and the words that "th" may have been cut from."""
     tokens = ["<pad>", "<s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz ", "th", "the", "thi", "tha"]
     merges = [("t", "h"), ("th", "e"), ("th", "i"), ("th", "a")]
@@ -153,7 +213,7 @@ def tokenizer():
 
 
 def test_token_healing(llama):
-    words = tokenizer()
+    words = letters()
     inputs = {"input_ids": words("one th", return_tensors="pt").input_ids}
     healed = llama.heal_tokens(inputs["input_ids"].clone(), words)
     assert healed[0, -1] != inputs["input_ids"][0, -1]
@@ -188,3 +248,65 @@ def test_quantised_cache_of_the_caller_is_refused(llama):
         llama.generate(
             **INPUTS, max_new_tokens=4, **{CACHE: cache}, assistant=oracle_assistant(PROMPT)
         )
+
+
+# Full attention, windows, no trees, and convolutions.
+TIERS = {
+    "LlamaForCausalLM": "tree",
+    "Gemma3ForCausalLM": "tree",
+    "BartForCausalLM": "chain",
+    "Lfm2ForCausalLM": "chain",
+}
+
+
+of_tiers = pytest.mark.parametrize(
+    "model_class", cases(TIERS, ["Gemma3ForCausalLM", "BartForCausalLM"])
+)
+
+
+@of_tiers
+def test_several_sequences_per_prompt(model_class):
+    inputs = padded(2)
+    mask = inputs["attention_mask"].repeat_interleave(3, dim=0)
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 9}
+    make = functools.partial(oracle_assistant, attention_mask=mask)
+    tier = TIERS[model_class]
+    _, _, assistant = agreeing(build(model_class), inputs, tier=tier, make=make, **options)
+    assert assistant.stats.last.keeps_seed
+
+
+class StopsRowWise(transformers.StoppingCriteria):
+    """Meets a row once a token of a residue class has come; knows of no end-of-sequence id."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, 18:] % 5 == 3).any(dim=1)
+
+
+@of_tiers
+def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model_class, monkeypatch):
+    # It is taken for one of transformers' own, which follows no row into the next call.
+    monkeypatch.setattr(StopsRowWise, "__call__", a_librarys(StopsRowWise.__call__))
+    monkeypatch.setattr(selection, "ROWWISE", selection.ROWWISE | {StopsRowWise})
+    options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
+    options["stopping_criteria"] = [StopsRowWise()]
+    tier = TIERS[model_class]
+    plain, assisted, assistant = agreeing(build(model_class), padded(4), tier=tier, **options)
+    new = plain.sequences[:, 18:]
+    lengths = (new % 5 == 3).int().argmax(dim=1) + 1
+    assert len(set(lengths.tolist())) > 1
+    assert assistant.stats.last.tokens == new.numel()
+    pairs = zip(plain[CACHE].layers, assisted[CACHE].layers, strict=True)
+    states = [pair for pair in pairs if isinstance(pair[0], LinearAttentionLayer)]
+    assert bool(states) == (model_class == "Lfm2ForCausalLM")
+    for expected, actual in states:
+        assert not actual.record_past
+        bound = within(expected.conv_states, OF_MODEL)
+        torch.testing.assert_close(actual.conv_states, expected.conv_states, **bound)
+
+
+@of_tiers
+def test_guidance_follows_the_batch(model_class):
+    negative = torch.tensor([[4, 9], [7, 7], [5, 3]])
+    options = {"guidance_scale": 1.7, "negative_prompt_ids": negative, "max_new_tokens": 16}
+    # Rows that something follows together are decoded plainly.
+    agreeing(build(model_class), padded(3), tier="plain", do_sample=False, **options)

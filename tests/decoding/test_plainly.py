@@ -19,17 +19,10 @@ def run(model, prompts=PROMPTS, mask=MASK, **options):
     return model.generate(prompts, attention_mask=mask, **options)
 
 
-@pytest.fixture
-def texts(model):
-    """The rows' new tokens, one that ends the first row early, and those of each row up to it."""
+def test_rows_count_up_to_their_ends_as_drafted_ones_do(model):
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
-    return free, end, [row[: row.index(end) + 1] if end in row else row for row in free]
-
-
-def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, texts):
-    _, end, ended = texts
-    lengths = [len(row) for row in ended]
+    lengths = [row.index(end) + 1 if end in row else len(row) for row in free]
     assert min(lengths) < max(lengths)
     assistant, drafted = SamAssistant(), SamAssistant(budget=0)
     run(model, eos_token_id=end, assistant=assistant, use_cache=False)

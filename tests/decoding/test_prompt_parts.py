@@ -10,7 +10,6 @@ from transformers import (
     Gemma3ForCausalLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    MambaForCausalLM,
     Qwen2ForCausalLM,
     set_seed,
 )
@@ -18,8 +17,6 @@ from transformers import (
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import prompt_parts
 from hf_retrieval_assist.decoding.prompt_parts import _spans, prompts_in_parts
-from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.caches import dynamic
 from tests.support.lossless import build, rope_model
 from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases, crossed
@@ -91,19 +88,6 @@ def test_others_generate_in_between(kind, in_place, monkeypatch):
     assert (looked, found.tolist()) == (1, run(model, ids=short).tolist())
 
 
-def test_a_prefill_of_the_callers_is_asked_as_often_as_by_plain_decoding():
-    model, asked = build(), []
-
-    def prefill(*arguments, **options):
-        asked.append(True)
-        return type(model)._prefill(model, *arguments, **options)
-
-    model._prefill = prefill
-    found, looked = in_parts(model, assistant=SamAssistant(budget=6))
-    assert torch.equal(found, run(build()))
-    assert (looked, len(asked)) == (0, 1)
-
-
 class LeftError(Exception):
     pass
 
@@ -144,28 +128,3 @@ def test_parts_get_shorter():
         assert sizes == sorted(sizes, reverse=True)
         assert max(1, tokens // 16) <= sizes[-1] < length - spans[-1][0]
         assert length - spans[-1][1] <= sizes[-1]
-
-
-UNUSUAL = {
-    "a short prompt": lambda model: {"input_ids": PROMPT[:, :PART]},
-    "a batch": lambda model: {"input_ids": PROMPT.repeat(2, 1)},
-    "a callers' cache": lambda model: {"input_ids": PROMPT, CACHE: dynamic(model.config)},
-    "a static cache": lambda model: {"input_ids": PROMPT, "cache_implementation": "static"},
-    "parts of transformers'": lambda model: {"input_ids": PROMPT, "prefill_chunk_size": 7},
-    "embeddings": lambda model: {"inputs_embeds": model.get_input_embeddings()(PROMPT)},
-    "a model without slots": lambda model: {"input_ids": PROMPT},
-    "a model with a hook": lambda model: {"input_ids": PROMPT},
-}
-
-
-@pytest.mark.parametrize("case", cases(UNUSUAL, 3))
-def test_unusual_prompts_are_fed_whole(case):
-    model = build(MambaForCausalLM if case == "a model without slots" else LlamaForCausalLM)
-    if case == "a model with a hook":
-        model.register_forward_hook(lambda *_: None)
-    options, looked = {"max_new_tokens": 16, "do_sample": False}, []
-    plain = model.generate(**UNUSUAL[case](model), **options)
-    with prompts_in_parts(PART, lambda: looked.append(True)):
-        options["assistant"] = SamAssistant(budget=6)
-        assert torch.equal(model.generate(**UNUSUAL[case](model), **options), plain)
-    assert not looked

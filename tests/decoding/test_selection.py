@@ -56,7 +56,7 @@ TOGETHER = {
     *("ConfidenceCriteria",),
 }
 
-# Strings need a tokenizer; tests/decoding/test_generate.py has them.
+# Strings need a tokenizer; test_generate_contract.py has them.
 ELSEWHERE = {"StopStringCriteria"}
 
 
@@ -161,24 +161,7 @@ def test_no_limit(limits):
     assert stop.deepest(one_row(1)) is None
 
 
-def test_the_text_grows_beyond_its_room_and_can_be_cut():
-    row = one_row(0)
-    for token in range(9):
-        row.generated.append(token)
-        assert row.ids.tolist() == [[9, 9, 9, *range(token + 1)]]
-    row.cut(2)
-    row.generated.append(7)
-    assert row.ids.tolist() == [[9, 9, 9, 0, 1, 7]]
-
-
 def test_behind_the_token_that_ends_a_text_nothing_was_chosen():
     """Its node is kept in the cache, and no token of the text stands behind it."""
     assert Path(3, tokens=[5, 2], accepted=[0, 1, 4]).chosen == [0, 1]
     assert Path(3, tokens=[5, 2, 8], accepted=[0, 1, 4]).chosen == [0, 1, 4]
-
-
-def test_a_subclass_may_keep_anything():
-    class Counting(logits_process.TopKLogitsWarper):
-        pass
-
-    assert follows_rows(Counting(5))

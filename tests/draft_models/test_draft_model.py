@@ -10,7 +10,7 @@ from hf_retrieval_assist.decoding import draws
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy.cost_store import CostModels
-from tests.support.lossless import INPUTS, PHRASE, PROMPT, build, run, same
+from tests.support.lossless import INPUTS, PHRASE, PROMPT, build, disturbed, run, same
 from tests.support.one_text import OneText
 from tests.support.oracle_drafter import agreeing
 from tests.support.quick import cases, crossed
@@ -98,45 +98,14 @@ def test_a_draft_model_as_large_as_the_target_is_not_asked():
         assert bool(fed) == drafts
 
 
-def test_proposals_tell_what_was_drawn_below_every_fed_node():
-    drafter = DraftModelDrafter(llama(), max_nodes=12, max_levels=4, width=3, temperature=0.8)
-    session = start(drafter, [3, 1, 4])
-    torch.manual_seed(0)
-    tree = session.propose(12)
-    assert tree.fault(1 << 30, 1 << 30) is None
-    for node in range(-1, len(tree)):
-        path = tree.token_ids[tree.path(node)].tolist()
-        children = tree.token_ids[tree.parents == node].tolist()
-        draw = session.draw_at(path)
-        if not children:
-            assert draw is None
-            continue
-        expected = torch.softmax(next_logits(drafter.model, [3, 1, 4, *path]) / 0.8, dim=-1)
-        assert draw.children.tolist() == children
-        assert torch.allclose(draw.draft, expected, rtol=0, atol=1e-4)
-    assert session.draw_at([VOCAB]) is None
-    session.commit([1], None)
-    assert session.draw_at([]) is None
-    # Nothing is drawn without a temperature.
-    session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
-    session.propose(4)
-    assert session.draw_at([]) is None
+FORESEEN = [
+    {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    {},
+    {"temperature": 1.5},
+]
 
 
-def perturbed(model):
-    """Much like a model, as a good draft model of it is."""
-    draft = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return draft
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.5}, {"top_k": 12, "repetition_penalty": 1.2}]
-)
+@pytest.mark.parametrize("options", cases(FORESEEN))
 def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
     """More is accepted than of the most probable tokens; the text is plain's either way."""
     steps, target = {}, build()
@@ -146,7 +115,7 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
             monkeypatch.setattr(draws, "draws_by_quotients", lambda *key: False)
         steps[foreseen] = 0
         for seed in range(2):
-            assistant = Assistant([DraftModelDrafter(perturbed(target))], budget=8)
+            assistant = Assistant([DraftModelDrafter(disturbed(target))], budget=8)
             given = target, {"input_ids": PROMPT}
             agreeing(*given, seed=seed, make=lambda plain, made=assistant: made, **options)
             assert assistant.stats.last.keeps_seed
@@ -204,10 +173,7 @@ def test_tables_of_one_tokenizer_may_differ_by_rows_that_fill_them_up(rows, size
         assert assistant.stats.last.drafted
 
 
-def test_another_vocabulary_is_refused():
-    drafter = DraftModelDrafter(build(vocab_size=2000))
-    with pytest.raises(ValueError, match=r"vocabulary of 67 ids, got LlamaForCausalLM with 2000"):
-        same(build(), assistant=Assistant([drafter]))
+def test_a_draw_of_another_vocabulary_is_refused():
     drafter = DraftModelDrafter(build(vocab_size=68), temperature=1.0)
     with pytest.raises(ValueError, match="vocabulary of 67 ids"):
         drafter.start(np.zeros(3, np.int32), Target(67))

@@ -7,13 +7,12 @@ import itertools
 import pytest
 import torch
 
-from hf_retrieval_assist import Assistant, EagleHead, SamAssistant
+from hf_retrieval_assist import Assistant, EagleHead
 from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.extensions.heads import dflash, layers_follower
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
-from hf_retrieval_assist.papers import SuffixDecoding
 from tests.support.drafted_texts import Texts
-from tests.support.eagle_fixtures import CASES, load_case, outputs
+from tests.support.eagle_fixtures import load_case, outputs
 from tests.support.feature_following import assert_same
 from tests.support.heads import DRAFTERS, assisted
 from tests.support.lossless import PROMPT, padded, run
@@ -22,22 +21,10 @@ from tests.support.quick import cases, crossed
 from tests.support.wrapped_models import WRAPS
 
 
-def make(name, folder):
-    """(target, drafter)."""
-    if name not in CASES:
-        return assisted(name)
-    target = load_case(name).target()
-    head = EagleHead.from_pretrained(load_case(name).save(folder), target)
-    return target, EagleDrafter(head, top_k=4, depth=3, total=16, min_prob=0.0)
-
-
 @functools.cache
 def texts_of(name):
     target, drafter = assisted(name)
     return Texts(drafter, target)
-
-
-NAMES = ["DFlash", "EAGLE", "MTP", "MTP of Gemma 3"]
 
 
 @pytest.mark.parametrize("name", ["DFlash", "EAGLE"])
@@ -60,31 +47,7 @@ def test_a_long_text_is_followed_in_parts(name):
     assert_same(*texts.propose([5]), texts.fresh(5).propose(12))
 
 
-# Every kind of fallback; the last two are recorded heads, one of another width than its target's.
-FALLBACKS = [*NAMES, "eagle1_fcbias", "eagle3_target_hidden48_theta5e5"]
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-QUICK = [("EAGLE", "seeded"), ("MTP", "greedy")]
-
-
-CALLS = {
-    "batch": (3, {}),
-    "seeded": (1, {"do_sample": True, "temperature": 0.8}),
-    "greedy": (1, {}),
-}
-
-
-@pytest.mark.parametrize(("name", "call"), cases(crossed(FALLBACKS, CALLS), QUICK))
-def test_output_is_plain(name, call, tmp_path):
-    rows, sampling = CALLS[call]
-    target, drafter = make(name, tmp_path)
-    options = OPTIONS | sampling | {"pad_token_id": 0}
-    for make_assistant in (
-        lambda plain: Assistant([drafter], budget=8),
-        lambda plain: SamAssistant(plain.tolist(), fallback=[drafter, "logit_ngrams"], budget=16),
-        lambda plain: SuffixDecoding(fallback=drafter),
-    ):
-        _, _, found = agreeing(target, padded(rows), seed=1, make=make_assistant, **options)
-        assert found.stats.total.drafted > 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient")

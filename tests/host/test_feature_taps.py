@@ -78,18 +78,6 @@ def test_the_last_forward_counts_and_nothing_stays(token_ids):
         taps.features  # noqa: B018
 
 
-def test_rows_get_the_hidden_states_of_their_own_tokens():
-    model = tiny_target()
-    taps = FeatureTaps(model, [(2,), (1, -1)])
-    with torch.no_grad(), taps:
-        model(torch.randint(3, 100, (2, 6)))
-    found = taps.of_rows([[0, 2, 3], [], [7, 11]])
-    for boundaries, features in taps.features.items():
-        of_all = features.flatten(0, 1)
-        for seen, places in zip(found, ([0, 2, 3], [], [7, 11]), strict=True):
-            assert torch.equal(seen[boundaries], of_all[torch.tensor(places, dtype=torch.long)])
-
-
 def test_a_module_that_is_no_decoder():
     with pytest.raises(ValueError, match="boundaries: expected"):
         FeatureTaps(tiny_target(num_layers=3), [(-2,)])
@@ -122,16 +110,3 @@ def test_another_threads_forward_is_not_captured(token_ids):
 @torch.no_grad()
 def test_wrapped_models(wrap, token_ids):
     assert_captured(wrap(tiny_target(num_layers=4)), token_ids, (1, 2, -1))
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_model_compiled_too_early_says_so(token_ids):
-    torch.compiler.reset()
-    model = tiny_target(num_layers=3)
-    model.forward = torch.compile(model.forward, backend="eager")
-    model(token_ids)
-    with FeatureTaps(model, [(1,)]) as taps:
-        model(token_ids)
-    with pytest.raises(RuntimeError, match="compiled before the tap was entered"):
-        taps.features  # noqa: B018

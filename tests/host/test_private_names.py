@@ -85,17 +85,10 @@ HOST = Path(transformers_private.__file__)
 SERVING = PACKAGE / "extensions" / "serving"
 # PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
 PYTORCH = {
-    "_C",
-    "_dynamo",
-    "_nn",
-    "_len_torch_function_stack",
-    "_parameters",
-    "_schema",
-    "_version",
+    *("_C", "_dynamo", "_nn", "_len_torch_function_stack", "_parameters", "_schema", "_version"),
+    *("_TensorMeta", "_buffers", "_unique2", "_local_scalar_dense", "_to_copy"),
+    *("_index_put_impl_", "_cuda_endAllocateToPool"),
 }
-PYTORCH |= {"_TensorMeta", "_buffers"}
-PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
-PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {
     "_getframe",  # the caller's line, which transformers' warnings name
     "_handle",  # where xgrammar keeps the vocabulary that it would otherwise list anew

@@ -1,6 +1,6 @@
 """What callers change of a Llama, within a call or between two: each a scope in which it is so."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -52,6 +52,14 @@ def swapped(layers):
         yield
     finally:
         layers[0], layers[1] = layers[1], layers[0]
+
+
+def shortened(model):
+    """Scope in which a model has fewer layers, and says so."""
+    scopes = ExitStack()
+    scopes.enter_context(exchanged(model.model, "layers", lambda layers: layers[:2]))
+    scopes.enter_context(exchanged(model.config, "num_hidden_layers", lambda _: 2))
+    return scopes
 
 
 OTHERS = torch.linspace(-2, 2, 64)
@@ -110,6 +118,7 @@ RECORDABLE = {
         m.model.layers[1].mlp, "down_proj", lambda _: first(m).mlp.down_proj
     ),
     "another order": lambda m: swapped(m.model.layers),
+    "fewer layers": shortened,
     "the configuration": lambda m: exchanged(m.config, "sliding_window", lambda _: 4),
 }
 # What becomes of these is Python's to decide, so that all forwards are computed.

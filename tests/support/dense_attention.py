@@ -54,13 +54,3 @@ def install(monkeypatch):
     monkeypatch.setitem(sys.modules, "hf_retrieval_assist.engines.cuda.triton_attention", module)
     DenseAttention.widths.clear()
     return DenseAttention.widths
-
-
-def flash_like(module, query, key, value, attention_mask, scaling, **options):
-    """Attends causally and takes no mask of four dimensions, as flash attention does."""
-    assert attention_mask is None
-    width, length, sharing = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    seen = torch.ones(width, length, dtype=torch.bool).tril(length - width)
-    key, value = (x.repeat_interleave(sharing, dim=1) for x in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
-    return out.transpose(1, 2), None

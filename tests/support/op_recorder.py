@@ -7,17 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda import fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.engines.cuda.fixed_memory import FixedMemory
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
-from hf_retrieval_assist.types.token_tree import TokenTree
 
-from .lossless import run
-from .oracle_drafter import OracleDrafter
-from .scripted import Scripted
 from .watching import a_librarys
 
 aten = torch.ops.aten
@@ -114,16 +108,3 @@ def growing(monkeypatch, slots):
 
     monkeypatch.setattr(FixedMemory, "grow", noted)
     return capacities
-
-
-def hidden_states_told(model, graphs, new_tokens=60):
-    """What a drafter is told of hidden states, where forwards are recorded or not."""
-    text, seen = run(model, max_new_tokens=new_tokens)[0].tolist(), []
-    collector = Scripted(
-        lambda budget: TokenTree.empty(),
-        lambda tokens, feedback: seen.append(feedback.hidden_states.clone()),
-        needs=FeedbackNeeds(hidden_layers=(1, -1)),
-    )
-    assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=graphs)
-    run(model, max_new_tokens=new_tokens, assistant=assistant)
-    return torch.cat(seen)

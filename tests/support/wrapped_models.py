@@ -1,8 +1,9 @@
-"""Models whose weights are adapted, elsewhere, or in eight bits, or whose forwards are another
-runtime's."""
+"""Models whose weights are adapted, elsewhere, or in eight bits, whose forwards are another
+runtime's, or whose attention takes no masks."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import GenerationMixin
 
 from .int8_weight import in_eight_bits
@@ -101,3 +102,13 @@ def rounding_activations(model, rounded, names=("",)):
                 torch.nn.Sequential(Around(torch.nn.Identity(), lambda x, _: rounded(x)), layer),
             )
     return model
+
+
+def flash_like(module, query, key, value, attention_mask, scaling, **options):
+    """Attends causally and takes no mask of four dimensions, as flash attention does."""
+    assert attention_mask is None
+    width, length, sharing = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    seen = torch.ones(width, length, dtype=torch.bool).tril(length - width)
+    key, value = (x.repeat_interleave(sharing, dim=1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
+    return out.transpose(1, 2), None

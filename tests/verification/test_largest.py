@@ -111,16 +111,11 @@ def test_what_may_be_among_the_largest_is_found(columns, k, seed, tolerance):
     least = (near - 0.5 * bounds).topk(k).values[-1] - 0.25
     least -= tolerance * least.abs() + 0.25
     expected = (near + 0.5 * bounds >= least).nonzero()[:, 0]
-    given = near.numpy(), bounds.numpy(), peaks_of(bounds.numpy())
+    peaks = torch.stack([block.amax() for block in bounds.split(BLOCK_COLUMNS)]).numpy()
+    np.testing.assert_array_equal(peaks_of(bounds.numpy()), peaks)
+    given = near.numpy(), bounds.numpy(), peaks
     found = reaching(*given, 0.5, k, 1e30, tolerance, 0.25)
     np.testing.assert_array_equal(found, expected)
     assert len(reaching(*given, 0.5, k, -1e3, tolerance, 0.25)) == columns
     with pytest.raises(ValueError, match="k: expected 1 to"):
         reaching(*given, 0.5, columns + 1, 1e30, tolerance, 0.25)
-
-
-@given(st.integers(1, 1200), st.integers(0, 2**32 - 1))
-def test_the_largest_of_each_block_is_told(columns, seed):
-    scores = scores_of(seed, 1, columns, torch.float32)[0]
-    largest = torch.stack([block.amax() for block in scores.split(BLOCK_COLUMNS)])
-    np.testing.assert_array_equal(peaks_of(scores.numpy()), largest)

@@ -1,6 +1,5 @@
 """Models whose forward depends on how many tokens it is fed, and verdicts that follow the model."""
 
-import threading
 from functools import partial, wraps
 
 import pytest
@@ -9,13 +8,11 @@ import torch
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.host.model_key import key_of
-from hf_retrieval_assist.verification import service
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
-from tests.support.lossless import PROMPT, build, knowing, outcome, run, same
+from tests.support.lossless import build, knowing, run, same
 from tests.support.quick import cases, crossed
-from tests.support.threads import in_threads
 from tests.support.wrapped_models import ROUNDINGS, rounding_activations
 
 CAPACITIES = [(8, 16, 40), (64, 16, 40), (64, 128, 110)]
@@ -141,52 +138,12 @@ def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
     assert choose_service(model, {}, demand=trusted).tier is Tier.TREE
 
 
-def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):
-    slow, other = build(), build()
-    began, ends = threading.Event(), threading.Event()
-    examined = service.run_self_test
-
-    def wait(model, *rest):
-        if model is slow:
-            began.set()
-            assert ends.wait(60)
-        return examined(model, *rest)
-
-    monkeypatch.setattr(service, "run_self_test", wait)
-
-    def choose(model):
-        if model is other:
-            assert began.wait(60)
-        try:
-            return choose_service(model, {}).tier
-        finally:
-            ends.set()
-
-    assert in_threads(choose, (slow, other)) == [Tier.TREE] * 2
-
-
 def test_a_text_that_is_not_finite_says_nothing_of_the_model():
     model = build()
     used = torch.randint(1, 67, (1, 18), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.get_input_embeddings().weight[used[0, 3]] = torch.nan
     assert choose_service(model, {}).tier is Tier.TREE
-
-
-@pytest.mark.parametrize(
-    ("model_class", "by"),
-    cases(crossed(["MixtralForCausalLM", "Qwen2MoeForCausalLM"], ["config", "call"])),
-)
-def test_mixtures_that_return_what_their_routers_compute(model_class, by):
-    model = build(model_class, output_router_logits=by == "config")
-    options = {"output_router_logits": True} if by == "call" else {}
-    for rows in (PROMPT, torch.cat([PROMPT, PROMPT.flip(1)])):
-        plain = outcome(lambda rows=rows: run(model, rows, **options))
-        if not isinstance(plain, torch.Tensor):
-            pytest.skip("this release computes a loss of routers, which raises behind the prompt")
-        assistant = knowing(plain)
-        assert torch.equal(run(model, rows, **options, assistant=assistant), plain)
-        assert assistant.stats.last.accepted > 0 or len(rows) > 1
 
 
 MASKS = {

@@ -16,7 +16,6 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification import traces
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
-from hf_retrieval_assist.verification.traces import REMEMBERS
 from tests.support.lossless import PROMPT, build, knowing, run, same
 
 WIDTH = 64
@@ -119,29 +118,10 @@ def with_norm_of_weights(wrap):
     return model.train()
 
 
-class Batched(nn.BatchNorm1d):
-    """A norm over all elements of a token."""
-
-    def forward(self, x):
-        return super().forward(x.view(-1, 1, WIDTH)).view_as(x)
-
-
-def with_batch_norm(part_in_train_mode):
-    """Whose statistics are read in another part than that in which they are written."""
-    model = build()
-    layer = model.model.layers[0]
-    written = Batched(1).train(part_in_train_mode)
-    layer.mlp = nn.Sequential(written, layer.mlp)
-    reads = lambda own, x: x - own.held[0].running_mean  # noqa: E731
-    model.model.layers[1].mlp = Part(model.model.layers[1].mlp, reads, held=[written]).eval()
-    return model
-
-
 REMEMBERING |= {
     "max_norm": partial(with_max_norm, True),
     "an observer": with_observer,
     "spectral norm": partial(with_norm_of_weights, nn.utils.parametrizations.spectral_norm),
-    "batch norm": partial(with_batch_norm, True),
 }
 
 
@@ -185,41 +165,32 @@ BENIGN = {
     "what is made anew": partial(with_part, cached, frequencies=ZEROS),
     "spectral norm in use": lambda: with_norm_of_weights(nn.utils.spectral_norm).eval(),
     "train mode": lambda: build().train(),
-    "batch norm in use": partial(with_batch_norm, False),
 }
+
+
+def kept(model):
+    """Attributes, parameters and buffers of all modules by value; lists are themselves."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    owned = [vars(module) for module in model.modules()]
+    lists = [(value, list(value)) for own in owned for value in own.values() if type(value) is list]
+    numbers = [(key, x) for own in owned for key, x in own.items() if type(x) in (bool, int, float)]
+    names = [own.keys() - {"_forward_hooks"} for own in owned]
+    return [(name, x.clone()) for name, x in tensors], lists, numbers, names
 
 
 @pytest.mark.parametrize("kind", BENIGN)
 def test_models_that_count_or_make_the_same_anew_are_assisted(kind, tests):
-    same(BENIGN[kind](), calls=12, tier="tree")
-    assert len(tests) <= 2
-
-
-def kept(model):
-    """Tensors and plain attributes of all modules, by value."""
-    tensors = {n: x.clone() for n, x in [*model.named_parameters(), *model.named_buffers()]}
-    plain = {
-        (name, key): str(value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | list) and key != "_forward_hooks"
-    }
-    return tensors, plain
-
-
-@pytest.mark.parametrize("kind", REMEMBERING | BENIGN)
-def test_the_test_leaves_nothing_behind(kind):
-    model = (REMEMBERING | BENIGN)[kind]()
-    logs = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
-    names = [set(vars(module)) for module in model.modules()]
-    tensors, plain = kept(model)
+    """And their test leaves nothing behind."""
+    model = BENIGN[kind]()
+    tensors, lists, *others = kept(model)
     verdict(model)
-    now, others = kept(model)
-    assert all(torch.equal(tensors[name], now[name]) for name in tensors)
-    assert others == plain
-    assert [set(vars(module)) for module in model.modules()] == names
-    after = [x for m in model.modules() for x in vars(m).values() if isinstance(x, list)]
-    assert all(one is other for one, other in zip(logs, after, strict=True))
+    now, held, *after = kept(model)
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(tensors, now, strict=True))
+    assert all(x is y for (x, _), (y, _) in zip(lists, held, strict=True))
+    assert [content for _, content in lists] == [content for _, content in held]
+    assert others == after
+    same(model, calls=12, tier="tree")
+    assert len(tests) <= 2
 
 
 def with_train_part(part):
@@ -250,6 +221,33 @@ DRAWING = {
 }
 
 
+def with_generator(make, forward):
+    def made():
+        model = build()
+        layer = model.model.layers[0]
+        layer.mlp = Part(layer.mlp, forward, generator=make()).eval()
+        return model
+
+    return made
+
+
+DRAWING |= {
+    "PyTorch's own": with_generator(
+        lambda: torch.Generator().manual_seed(0),
+        lambda own, x: x + torch.rand(x.shape, generator=own.generator),
+    ),
+    "NumPy's own": with_generator(
+        lambda: np.random.default_rng(0), lambda own, x: x * float(own.generator.random())
+    ),
+    "NumPy's older own": with_generator(
+        lambda: np.random.RandomState(0), lambda own, x: x * float(own.generator.rand())
+    ),
+    "Python's own": with_generator(
+        lambda: random.Random(0), lambda own, x: x * own.generator.random()
+    ),
+}
+
+
 def seeded(model, **options):
     random.seed(0)
     np.random.seed(0)
@@ -258,17 +256,8 @@ def seeded(model, **options):
 
 @pytest.mark.parametrize("kind", DRAWING)
 def test_models_that_draw_are_plain_under_each_seed(kind):
-    model = DRAWING[kind]()
-    plain = seeded(model)
-    for _ in range(2):
-        assistant = knowing(plain)
-        assert torch.equal(seeded(model, assistant=assistant), plain)
-        assert assistant.stats.last.tier == "plain"
-
-
-@pytest.mark.parametrize("kind", DRAWING)
-def test_the_test_draws_nothing(kind):
-    model = DRAWING[kind]()
+    """And their test draws nothing."""
+    plain, model = seeded(DRAWING[kind]()), DRAWING[kind]()
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
@@ -277,37 +266,9 @@ def test_the_test_draws_nothing(kind):
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert str(np.random.get_state()) == states[2]
-
-
-@pytest.mark.parametrize(
-    ("forward", "make"),
-    [
-        (
-            lambda own, x: x + torch.rand(x.shape, generator=own.generator),
-            lambda: torch.Generator().manual_seed(0),
-        ),
-        (lambda own, x: x * float(own.generator.random()), lambda: np.random.default_rng(0)),
-        (lambda own, x: x * float(own.generator.rand()), lambda: np.random.RandomState(0)),
-        (lambda own, x: x * own.generator.random(), lambda: random.Random(0)),
-    ],
-    ids=["PyTorch's", "NumPy's", "NumPy's older", "Python's"],
-)
-def test_numbers_of_a_models_own(forward, make):
-    def fresh():
-        model = build()
-        layer = model.model.layers[0]
-        layer.mlp = Part(layer.mlp, forward, generator=make()).eval()
-        return model
-
-    same(fresh(), plain=run(fresh()), tier="plain")
-
-
-def test_a_model_that_is_told_to_observe_later():
-    model = with_observer()
-    model.apply(quantization.disable_observer)
-    assert verdict(model).tier is not Tier.PLAIN
-    model.apply(quantization.enable_observer)
-    assert verdict(model).reason == REMEMBERS
+    assistant = knowing(plain)
+    assert torch.equal(seeded(model, assistant=assistant), plain)
+    assert assistant.stats.last.tier == "plain"
 
 
 def test_a_model_that_was_made_in_inference_mode():

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.cache.states import SavedStates
-from hf_retrieval_assist.engines.cpu.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
 from hf_retrieval_assist.engines.cpu.skinny import FEW_ROWS, MAX_ROWS
 from hf_retrieval_assist.engines.cpu.tree_verifier import CpuTreeVerifier
@@ -141,22 +140,6 @@ def test_what_is_packed(model):
     assert not served(model, row_scales=torch.ones(ROWS)).packed
     eager = build(type(model).__name__, attn_implementation="eager")
     assert (served(eager).tier, served(eager).packed) == (Tier.TREE, False)
-
-
-def test_neighbours_are_one_span_where_that_takes_little_filler():
-    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 9, 3, 1, 3], [9, 12, 13, 11, 10, 8])
-    assert spans == [
-        PackedSpan(0, [1, 1], 0, 12),
-        PackedSpan(2, [9], 2, 13),
-        PackedSpan(4, [3, 1], 11, 11),
-        PackedSpan(7, [3], 15, 8),
-    ]
-    packed = torch.arange(18.0)[None, None, :, None]
-    assert spans[0].rows(packed).flatten(1).tolist() == [[0], [1]]
-    assert spans[2].rows(packed).flatten(1).tolist() == [[11, 12, 13], [14, 14, 14]]
-    for span in spans:
-        back = span.behind_one_another(span.rows(packed).transpose(1, 2))
-        assert torch.equal(back, packed.transpose(1, 2)[:, span.begin : span.begin + span.tokens])
 
 
 def many(budget):

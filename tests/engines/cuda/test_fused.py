@@ -177,6 +177,18 @@ def test_what_is_off_when_fused_is_recorded_as_it_is(compiled, monkeypatch):
     assert not WORKSPACES.report(model).faults
 
 
+def test_a_compiler_of_pytorch(monkeypatch):
+    """It follows the functions, and none of what it runs is this package's."""
+    monkeypatch.setattr(fused, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(fused, "_attributes", {})
+    model = build(num_hidden_layers=1)
+    plain = model(PROMPT).logits
+    before = compilations()
+    with torch.no_grad(), fusing(model):
+        torch.testing.assert_close(model(PROMPT).logits, plain, **within(plain, OF_MODEL))
+    assert compilations() > before
+
+
 def test_other_models_are_other_functions_to_a_compiler(compile_as):
     """Which gives up compiling one when it has done so some times."""
     codes = {}
@@ -196,15 +208,3 @@ def test_other_models_are_other_functions_to_a_compiler(compile_as):
                     model(PROMPT[:, :width])
     assert len(codes) == len(set.union(*codes.values())) > 4
     assert {len(kinds) for kinds in codes.values()} == {1}
-
-
-def test_a_compiler_of_pytorch(monkeypatch):
-    """It follows the functions, and none of what it runs is this package's."""
-    monkeypatch.setattr(fused, "_BACKEND", "aot_eager")
-    monkeypatch.setattr(fused, "_attributes", {})
-    model = build(num_hidden_layers=1)
-    plain = model(PROMPT).logits
-    before = compilations()
-    with torch.no_grad(), fusing(model):
-        torch.testing.assert_close(model(PROMPT).logits, plain, **within(plain, OF_MODEL))
-    assert compilations() > before

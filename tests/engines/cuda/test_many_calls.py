@@ -12,7 +12,7 @@ from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.engines.cuda.arena import Arena, capacity_bucket
 from hf_retrieval_assist.engines.cuda.fixed_verifier import WIDTHS
 from hf_retrieval_assist.engines.cuda.packed_buffer import PackedBuffer
-from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES, LogitsBuffer
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, run
@@ -67,21 +67,6 @@ def alive():
     tensors += [states for one in own for states in (one.keys, one.values)]
     storages = [x.untyped_storage() for x in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-
-
-def test_logits_of_all_widths_share_memory_and_those_of_another_kind_do_not():
-    """Memory that a call made in inference mode can be written to outside of it."""
-    place = LogitsBuffer()
-    with torch.inference_mode():
-        first = place.of(torch.zeros(2, 3, 5))
-    assert place.of(torch.zeros(2, 9, 5)).data_ptr() == first.data_ptr()
-    for size, dtype in ((5, torch.float64), (6, torch.float64), (6, torch.float32)):
-        logits = torch.randn(2, 3, size).to(dtype)
-        assert place.of(logits).data_ptr() != first.data_ptr()
-        assert torch.equal(place.of(logits).copy_(logits), logits)
-        assert place.of(logits).dtype == dtype
-    assert place.of(torch.zeros(2, 300, 6)).shape == (2, 300, 6)
-    first.fill_(1.0)
 
 
 def test_static_buffers_and_recordings_are_given_back(assistant):

@@ -6,7 +6,7 @@ import torch
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models import growth
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
-from hf_retrieval_assist.engines.cuda import fixed_memory, fixed_verifier, replay
+from hf_retrieval_assist.engines.cuda import fixed_memory, fixed_verifier
 from hf_retrieval_assist.engines.cuda.fixed_masks import FixedMasks
 from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.verification import largest
@@ -95,32 +95,6 @@ def test_memory_grows_between_drafts(name, static_buffers, monkeypatch):
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8, 16))
     assert_same_drafts(case.conversation([0, 3], turns), expected)
     assert len({kept.shape.capacity for kept in idle(case)}) > 1
-
-
-def refused(compute):
-    raise RuntimeError("no capture today")
-
-
-def frozen(compute):
-    """A recording that goes on showing what it showed first."""
-    shown = compute()
-    shown.logits = shown.logits.clone()
-    return lambda: None, shown
-
-
-@pytest.mark.parametrize(
-    ("name", "record"), cases(crossed(["LlamaForCausalLM", "EAGLE"], [refused, frozen]), 2)
-)
-def test_a_recording_that_fails_is_told_once_and_does_without(
-    name, record, static_buffers, monkeypatch, told
-):
-    case = case_of(name)
-    expected = case.conversation(range(3))
-    static_buffers()
-    monkeypatch.setattr(replay, "recorder", lambda *_: record)
-    for _ in range(2):
-        assert_same_drafts(case.conversation(range(3)), expected)
-    assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
 
 
 @pytest.mark.parametrize("name", cases(["draft model", "EAGLE", "MTP"]))

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_retrieval_assist.engines.cuda import engine as cuda_engine
 from hf_retrieval_assist.engines.cuda import fixed_verifier, replay
@@ -101,11 +100,6 @@ def test_bounded_scores_and_sinks(model_class, config, attended):
     assert attended
 
 
-def with_mask_read(hidden, mask):
-    """The same, or NaN where a mask holds no numbers."""
-    return hidden if mask is None else hidden + 0 * mask[..., :1].mean().clamp(max=0)
-
-
 def test_layers_that_read_their_mask_are_served_with_one(attended):
     """Masks that tell kinds of layers apart hold no numbers: the model's test finds who reads."""
     model = build(transformers.LlamaForCausalLM)
@@ -113,7 +107,8 @@ def test_layers_that_read_their_mask_are_served_with_one(attended):
     forward = layer.forward
 
     def reads(hidden, attention_mask=None, **options):
-        hidden = with_mask_read(hidden, attention_mask)
+        if attention_mask is not None:
+            hidden = hidden + 0 * attention_mask[..., :1].mean().clamp(max=0)
         return forward(hidden, attention_mask=attention_mask, **options)
 
     layer.forward = reads
@@ -121,34 +116,3 @@ def test_layers_that_read_their_mask_are_served_with_one(attended):
         attended.clear()
         agreeing(model, CALLS["one row"], tier="tree", oracle=ORACLE, **OPTIONS)
     assert not attended
-
-
-class ByPosition(torch.nn.Module):
-    def forward(self, hidden, mask):
-        return hidden
-
-
-class Masked(LlamaDecoderLayer):
-    """Hands a part its mask by position, and no cache beside it."""
-
-    def forward(self, hidden_states, attention_mask=None, **options):
-        hidden_states = self.masked(hidden_states, attention_mask)
-        return super().forward(hidden_states, attention_mask=attention_mask, **options)
-
-
-def test_hooks_are_shown_masks_with_numbers(attended):
-    """No test tells what they read, and whether they change something with it."""
-    model, shown = build(transformers.LlamaForCausalLM), []
-    layer = model.model.layers[0]
-    layer.__class__, layer.masked = Masked, ByPosition()
-
-    def reads(module, arguments):
-        return with_mask_read(*arguments) * 1.0, arguments[1]  # every forward reads it
-
-    layer.masked.register_forward_pre_hook(reads)
-    layer.masked.register_forward_pre_hook(lambda _, arguments: shown.append(arguments[1]))
-    for tier in ("", "tree"):  # the first call finds out
-        shown.clear()
-        agreeing(model, CALLS["one row"], tier=tier, oracle=ORACLE, **OPTIONS)
-    assert attended
-    assert not any(mask.isnan().any() for mask in shown if mask is not None)
