@@ -125,18 +125,6 @@ def test_the_whole_memory_is_forgotten_only_if_it_is_told_to(store):
         check_memory(memory)
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_path):
-    path = tmp_path / "log"
-    memory = filled(OutputMemory(path=path))
-    path.write_bytes(b"something" * 1_000)
-    with pytest.raises(ValueError, match="expected a log of outputs"):
-        memory.namespace("a").forget()
-    assert found(memory) == [0, 1, 1]
-    memory.forget()
-    memory.add([1, 2])
-
-
 @pytest.mark.parametrize("name", [None, b"a", ["a"], ""])
 def test_what_is_no_name(name):
     with pytest.raises((TypeError, ValueError), match="tenant: expected a name"):
