@@ -15,32 +15,22 @@ from . import (
     accelerator,
     acceptance,
     beside,
-    first_contact,
-    forwards,
     groups,
-    kernel,
     machine,
     model,
-    own_drafts,
     replay,
-    spec_bench,
     structured,
 )
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
     "acceptance": acceptance,
-    "forwards": forwards,
     "replay": replay,
     "accelerator": accelerator,
-    "first-contact": first_contact,
     "beside": beside,
     "model": model,
-    "spec_bench": spec_bench,
     "groups": groups,
-    "kernel": kernel,
     "machine": machine,
-    "own-drafts": own_drafts,
     "structured": structured,
 }
 
@@ -102,7 +92,7 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     # The libraries of structured output lie in an environment of their own.
     left_out = {"structured"}
     if not torch.cuda.is_available():
-        left_out |= {"accelerator", "first-contact"}
+        left_out.add("accelerator")
     return [name for name in BENCHMARKS if name not in left_out]
 
 

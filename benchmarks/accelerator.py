@@ -1,15 +1,19 @@
-"""What a step costs where launching kernels takes longer than running them.
+"""What an accelerator makes of it: plain's texts, what is recorded, and what a step costs.
 
-A randomly initialised model of a real shape emits recorded text (:mod:`benchmarks.forced`) behind
+    python -m benchmarks accelerator --shape 0.6b
+
+Whether tokens are plain's is seen where nothing forces them (:mod:`benchmarks.unforced`). Then a
+randomly initialised model of a real shape emits recorded text (:mod:`benchmarks.forced`) behind
 prompts of given lengths, by plain decoding as it comes, with a static cache and compiled, by prompt
-lookup, and by an assistant whose forwards run one kernel at a time or as CUDA graphs; with token
-trees and with chains. A second table gives the cost of a step at equal width.
+lookup, and by an assistant whose forwards run one kernel at a time or as CUDA graphs. A table gives
+the cost of a step at equal width, for token trees and chains; the last one says what was recorded,
+or why not.
 
 Times are those of steps: a call less one that ends with its first token, over the forwards between.
 They stand beside the time in which the bytes that a step has to read, weights, keys and values, can
 be read. Every repeat has prompts of its own, of other lengths, so that no plan of a kernel library
 is warm because a call was repeated; the first call of each method, which compiles and captures, is
-told apart.
+told apart. It runs on a CPU too, where nothing is recorded.
 """
 
 from __future__ import annotations
@@ -27,18 +31,17 @@ import torch
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
+from hf_retrieval_assist.engines.cuda.workspace import WORKSPACES
 from hf_retrieval_assist.policy.cost_store import CostModels
-from hf_retrieval_assist.policy.policy import DraftingPolicy
-from hf_retrieval_assist.policy.step import DraftedStep
-from hf_retrieval_assist.types.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
 from .forced import forcing
 from .methods import Method, compiled, run_method
 from .replay import SHAPES, build, copy_bandwidth, dense_ids, settle_model
-from .report import Report, Table
+from .report import PACKAGES, Report, Table, version
 from .timing import orders
 from .traces import Ids, Trace, read_traces
+from .unforced import judge
 
 # The share of free memory that keys and values may take: they exist twice while a call begins.
 _CACHE_SHARE = 0.45
@@ -57,7 +60,9 @@ CALLS = {
     "roofline": "bytes: ms/step",
     "over": "x bytes",
     "first": "first call s",
-    "same": "recorded text",
+    "repeated": "recorded",
+    "held": "MiB held",
+    "same": "forced text",
 }
 STEPS = {
     "context": "context",
@@ -69,29 +74,9 @@ STEPS = {
     "roofline": "bytes: ms/step",
     "over": "x bytes",
 }
+RECORDINGS = {"capacity": "capacity", "width": "width", "state": "is", "fault": "because"}
 
 Options = Callable[[], dict[str, Any]]
-
-
-class Remembering(SamAssistant):
-    """Drafts from a new memory."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(memory=OutputMemory(), **options)
-
-
-class ChainPolicy(DraftingPolicy):
-    """Drafts best paths alone."""
-
-    def propose(self, step: DraftedStep, budget: int) -> Forest:
-        return super().propose(step, budget).best_paths()
-
-
-class Chained(Remembering):
-    """The same drafts, of which only the best path is verified."""
-
-    def _policy(self, drafters: Sequence[Drafter], **options: Any) -> DraftingPolicy:
-        return ChainPolicy(drafters, **options)
 
 
 class Filler(Drafter):
@@ -167,9 +152,10 @@ class Bench:
         settings = vars(self) | {n: getattr(arguments, n) for n in ("shape", "device", "dtype")}
         named = ("shape", "device", "dtype", "contexts", "rows", "widths", "new_tokens", "backend")
         self.report = Report("accelerator", {name: settings[name] for name in named})
-        self.report.settings |= software() | clocks()
+        self.report.settings |= software(arguments.device) | clocks()
 
     def run(self) -> Report:
+        judge(self.report, self.arguments, self.progress)
         config = SHAPES[self.arguments.shape]
         config.max_position_embeddings = max(self.contexts) + self.new_tokens + 1
         self.progress(f"building the {self.arguments.shape} model")
@@ -177,7 +163,7 @@ class Bench:
         self.bandwidth = copy_bandwidth(self.model.device)
         self.report.settings["copy_bytes_per_s"] = self.bandwidth
         self.report.settings["weight_bytes"] = weight_bytes(self.model)
-        calls = self.report.table("Recorded text", CALLS)
+        calls = self.report.table("Forced text", CALLS)
         steps = self.report.table("Steps at equal width", STEPS)
         trace = dense_ids(
             read_traces(self.arguments.replay_traces)[0], config.vocab_size - max(self.widths)
@@ -186,6 +172,7 @@ class Bench:
             with forcing(self.model, setting.texts):
                 self._calls(calls, setting)
                 self._steps(steps, setting)
+        tell_recordings(self.report, self.model)
         self.report.settings |= {f"{name}_after": value for name, value in clocks().items()}
         return self.report
 
@@ -221,9 +208,9 @@ class Bench:
         methods: dict[str, Options] = {"plain": dict}
         if batch == 1:
             methods["prompt lookup"] = lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-        methods |= self._variants(lambda graphs: Remembering(graphs=graphs, costs=self.costs))
-        chained = self._variants(lambda graphs: Chained(graphs=graphs, costs=self.costs))
-        methods |= {f"{name}, chains": options for name, options in chained.items()}
+        methods |= self._variants(
+            lambda graphs: SamAssistant(memory=OutputMemory(), graphs=graphs, costs=self.costs)
+        )
         return methods | {"plain, static and compiled": self._compiled}
 
     def _variants(self, make: Callable[[bool], Assistant]) -> dict[str, Options]:
@@ -248,6 +235,8 @@ class Bench:
                 ratio=None if plain is None else plain / per_token,
                 per_forward=found.per_forward,
                 first=found.first,
+                repeated=found.repeated,
+                held=found.held,
                 same="yes" if found.same else "NO",
             )
 
@@ -296,23 +285,19 @@ class Bench:
         for repeat, order in enumerate(orders(list(timed), self.arguments.repeats)):
             for name in order:
                 self.progress(f"{where}: {name}, run {repeat + 1} of {self.arguments.repeats}")
-                timed[name].add(
-                    *self._call(setting, 1 + repeat, methods[name], new_tokens),
-                    self._call(setting, 1 + repeat, methods[name], 1)[0],
-                )
+                call = self._call(setting, 1 + repeat, methods[name], new_tokens)
+                prefill = self._call(setting, 1 + repeat, methods[name], 1)
+                timed[name].add(call, prefill.seconds)
         return timed
 
-    def _call(
-        self, setting: Setting, repeat: int, options: Options, new_tokens: int
-    ) -> tuple[float, int, int, bool]:
-        """Seconds of one call, its forwards after the prefill, its tokens per row, and whether they
-        are the recorded ones."""
+    def _call(self, setting: Setting, repeat: int, options: Options, new_tokens: int) -> Call:
         prompt, following = setting.prompts[repeat]
         setting.texts[:, : prompt.shape[1]] = prompt
         end = prompt.shape[1] + following.shape[1]
         setting.texts[:, prompt.shape[1] : end] = following
+        own = options()
         run = run_method(
-            Method("", options),
+            Method("", lambda: own),
             self.model,
             {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)},
             max_new_tokens=new_tokens,
@@ -320,8 +305,34 @@ class Bench:
             eos_token_id=None,
             pad_token_id=0,
         )
+        repeated = held = None
+        if "assistant" in own:
+            last = own["assistant"].stats.last
+            repeated = f"{last.repeated} of {last.forwards}"
+        if self.model.device.type == "cuda":
+            held = torch.cuda.memory_allocated(self.model.device) / 2**20
         same = torch.equal(run.ids, following[:, :new_tokens].cpu())
-        return run.seconds, run.forwards - 1, new_tokens, same
+        return Call(run.seconds, run.forwards - 1, new_tokens, same, repeated, held)
+
+
+@dataclass
+class Call:
+    """One call of one method.
+
+    Attributes:
+        forwards: after the prefill.
+        tokens: per row.
+        same: whether they are the forced ones.
+        repeated: how many of an assistant's forwards were repeated from a recording.
+        held: MiB of a GPU that are held after it.
+    """
+
+    seconds: float
+    forwards: int
+    tokens: int
+    same: bool
+    repeated: str | None
+    held: float | None
 
 
 class Timed:
@@ -331,21 +342,25 @@ class Timed:
         first: seconds of the first call.
         step: seconds of a forward after the prefill, and of what belongs to it: a median.
         per_forward: tokens per row that such a forward brought.
-        same: whether all calls gave the recorded text.
+        same: whether all calls gave the forced text.
+        repeated, held: of the last call.
     """
 
     def __init__(self, first: float):
         self.first = first
         self.same = True
+        self.repeated: str | None = None
+        self.held: float | None = None
         self._steps: list[float] = []
         self._forwards = self._tokens = 0
 
-    def add(self, seconds: float, forwards: int, tokens: int, same: bool, prefill: float) -> None:
-        """Count a call, and one of the same prompt that ended with its first token."""
-        self._steps.append((seconds - prefill) / max(1, forwards))
-        self._forwards += forwards
-        self._tokens += tokens - 1
-        self.same = self.same and same
+    def add(self, call: Call, prefill: float) -> None:
+        """Count a call; one of the same prompt that ended with its first token took `prefill`."""
+        self._steps.append((call.seconds - prefill) / max(1, call.forwards))
+        self._forwards += call.forwards
+        self._tokens += call.tokens - 1
+        self.same = self.same and call.same
+        self.repeated, self.held = call.repeated, call.held
 
     @property
     def step(self) -> float:
@@ -354,6 +369,22 @@ class Timed:
     @property
     def per_forward(self) -> float:
         return self._tokens / max(1, self._forwards)
+
+
+def tell_recordings(report: Report, model: Any) -> None:
+    """What a model's forwards are repeated from, or why they are not."""
+    table = report.table("Recordings", RECORDINGS)
+    there = WORKSPACES.report(model)
+    for workspace in there.idle:
+        for step in workspace.kinds.values():
+            state = "repeated" if step.trusted else "computed" if step.fault else "new"
+            capacity, (width, *_) = workspace.shape.capacity, step.key
+            table.add(capacity=capacity, width=width, state=state, fault=step.fault or "")
+    for key, fault in there.faults.items():
+        report.note(f"not recorded: {key}: {fault}")
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        report.note(f"random numbers afterwards: {torch.rand(2, device=model.device).tolist()}")
 
 
 def prompts_of(
@@ -418,9 +449,14 @@ def token_bytes(model: Any) -> int:
     return 2 * config.num_hidden_layers * heads * depth * model.dtype.itemsize
 
 
-def software() -> dict[str, Any]:
+def software(device: str) -> dict[str, Any]:
     """What decides which kernels run."""
-    return {
+    found = {name: version(name) for name in (*PACKAGES, "triton")}
+    if device.startswith("cuda"):
+        found["card"] = torch.cuda.get_device_name(device)
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return found | {
+        "hip": torch.version.hip,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "sdpa": {

@@ -2,24 +2,20 @@
 
 The recorded next token of every position gets the largest logit inside the model's own forward, in
 a subclass, so that the forward can be compiled and captured as any other; it goes by the package's
-name, since code of others is decoded plainly. Drafts of the model itself are forced as well, so
-assisted calls on a CPU are forced where they choose.
+name, since code of others is decoded plainly.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 
-from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified
 from hf_retrieval_assist.host.written import PACKAGE
-from hf_retrieval_assist.verification.verified import Verified
 
 FORCE = 1e4
 
@@ -40,28 +36,6 @@ def forcing(model: torch.nn.Module, texts: torch.Tensor) -> Iterator[None]:
     finally:
         model.__class__ = own
         del model.forced_texts
-
-
-@contextmanager
-def choosing(output: Sequence[int]) -> Iterator[None]:
-    """Make greedy assisted calls choose these tokens, one behind the other, in every row.
-
-    What they would have chosen is found as ever, forwards and drafts are the model's own; only what
-    it writes is not. For calls on the CPU.
-    """
-    with ExitStack() as stack:
-        for kind in (Verified, ScreenedVerified):
-            chosen = _recorded(kind.choose, output)
-            stack.enter_context(mock.patch.object(kind, "choose", chosen))
-        yield
-
-
-def _recorded(choose: Callable[..., Any], output: Sequence[int]) -> Callable[..., list[int]]:
-    def recorded(verified: Any, rows: Sequence[Any], *given: Any) -> list[int]:
-        choose(verified, rows, *given)
-        return [output[len(row.generated)] for row in rows]
-
-    return recorded
 
 
 def _forced(own: type) -> type:

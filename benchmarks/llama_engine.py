@@ -1,11 +1,7 @@
-"""llama.cpp on the same CPU with a demo model's weights, for the benchmarks that run beside it.
-
-It runs as node-llama-cpp brings it, in a process of its own, or as llama-cpp-python binds it.
-"""
+"""llama.cpp on the same CPU with a demo model's weights, as node-llama-cpp brings it."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -20,10 +16,8 @@ from hf_retrieval_assist.tools.demo_model import demo_model, packed_weights
 
 from .methods import Run
 
-# ggml's numbers for what keys and values are kept in.
-CACHE_TYPES = {"float32": 0, "bfloat16": 30}
 # llama.cpp's numbers for files of weights.
-FILE_TYPES = {"float32": 0, "bfloat16": 32, "Q8_0": 7}
+FILE_TYPES = {"bfloat16": 32, "Q8_0": 7}
 SLOTS = 2048
 SCRIPT = Path(__file__).with_name("node_llama.mjs")
 
@@ -65,59 +59,13 @@ class NodeLlama:
         return Run(new.numel(), new.numel(), answer["seconds"], new, None, split)
 
 
-class LlamaCpp:
-    """A model under llama.cpp as llama-cpp-python binds it, one sequence at a time.
-
-    Args:
-        path: of the GGUF.
-        dtype: of the keys and values.
-        threads: that compute.
-    """
-
-    def __init__(self, path: Path, dtype: str, threads: int):
-        import llama_cpp.llama_cpp as library
-
-        self.library = library
-        self._silent = library.llama_log_callback(lambda *_: None)
-        library.llama_log_set(self._silent, ctypes.c_void_p(0))
-        model = library.llama_model_load_from_file(
-            str(path).encode(), library.llama_model_default_params()
-        )
-        if not model:
-            raise ValueError(f"gguf: expected a model, got {path}")
-        parameters = library.llama_context_default_params()
-        parameters.n_ctx = parameters.n_batch = SLOTS
-        parameters.n_threads = parameters.n_threads_batch = threads
-        parameters.type_k = parameters.type_v = CACHE_TYPES[dtype]
-        self._context = library.llama_init_from_model(model, parameters)
-        self._memory = library.llama_get_memory(self._context)
-        self._batch = library.llama_batch_init(SLOTS, 0, 1)
-
-    def decode(self, ids: list[int], past: int, answers: int) -> None:
-        """Process ids that stand behind `past` others, for the logits of the last `answers`."""
-        batch = self._batch
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i] = token, past + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = i >= len(ids) - answers
-        if self.library.llama_decode(self._context, batch):
-            raise RuntimeError(f"llama_decode: expected room for {past + len(ids)} tokens")
-        self.library.llama_synchronize(self._context)
-
-    def clear(self) -> None:
-        """Forget all tokens."""
-        self.library.llama_memory_clear(self._memory, True)
-
-
 def write_gguf(path: Path, kind: str, model: str) -> None:
     """A demo model for llama.cpp, its matrices of a kind of `FILE_TYPES`, made of the packaged ones
     of four bits, of which the demo model's are made as well."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
     full = GGMLQuantizationType.F32
-    matrices = {"float32": full, "bfloat16": GGMLQuantizationType.BF16}
-    matrices["Q8_0"] = GGMLQuantizationType.Q8_0
+    matrices = {"bfloat16": GGMLQuantizationType.BF16, "Q8_0": GGMLQuantizationType.Q8_0}
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         packed, written = Path(folder) / "packed.gguf", Path(folder) / "written.gguf"
         packed_weights(demo_model(model), packed)

@@ -30,15 +30,14 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, reroute
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.engines.cpu.linear import RepeatedLayers
 from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
 from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model
 from hf_retrieval_assist.verification.verifier import Verifier
 
-from .accelerator import weight_bytes
+from .accelerator import Filler, weight_bytes
 from .replay import SHAPES, build
 from .report import Report, Table
 from .timing import alternate, lock_memory, orders
@@ -93,20 +92,6 @@ BETWEEN = {
 }
 
 Show = Callable[[str], None]
-
-
-class Chains(Drafter):
-    """Drafts as many tokens as it may, whatever the text."""
-
-    def start(self, prompt_ids: Any, target: Any) -> DraftSession:
-        return DraftSession()
-
-    def propose(self, sessions: Sequence[Any], budgets: Sequence[int]) -> Sequence[TokenTree]:
-        rates = [0.5 ** (1 + i) for i in range(max(budgets))]
-        return [TokenTree.chain([1] * budget, rates[:budget]) for budget in budgets]
-
-    def commit(self, sessions: Sequence[Any], tokens: Any, feedbacks: Any) -> None:
-        """Nothing of it matters."""
 
 
 class ForwardClock:
@@ -244,7 +229,7 @@ def forwards_of(
         for n in map(int, order):
             progress(f"forwards of {n} rows")
             with found.watching():
-                assistant = Assistant([Chains()], budget=n - 1, extra_memory=0)
+                assistant = Assistant([Filler(branching=1)], budget=n - 1, extra_memory=0)
                 generate(model, inputs, FORWARDS, assistant=assistant)
     return {n: median(found.repeated[n]) for n in rows if n in found.repeated}
 

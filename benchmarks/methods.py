@@ -53,11 +53,6 @@ def baselines() -> list[Method]:
     return [Method("plain", dict), prompt_lookup()]
 
 
-def draft_model(model: Any) -> Method:
-    """transformers' assisted decoding with a smaller model."""
-    return Method("draft model", lambda: {"assistant_model": model}, 1)
-
-
 def assisted(name: str, make: Callable[[], Assistant]) -> Method:
     """One of our assistants."""
     return Method(name, lambda: {"assistant": make()})
@@ -113,7 +108,7 @@ def run_method(
     assistant = own.get("assistant")
     # Plain decoding runs a forward for each token, and what it compiles would see a hook.
     # Assistants count their forwards, and decode a model with hooks plainly.
-    hooked = clocked or bool(own.keys() & {"prompt_lookup_num_tokens", "assistant_model"})
+    hooked = clocked or "prompt_lookup_num_tokens" in own
     hooked = hooked and assistant is None
     with timed_forwards(model) if hooked else nullcontext([]) as timed, method.scope():
         wait(model.device)

@@ -1,9 +1,9 @@
 """Wall clock at any size of model, without its weights.
 
 A randomly initialised model of a real shape does the arithmetic, and gives the recorded next token
-the largest logit at every position (:mod:`benchmarks.forced`). Plain decoding, prompt lookup, a
-draft model and our assistants so emit the same recorded text, each at the true cost of its
-forwards: dense arithmetic takes the same time whatever the weights are.
+the largest logit at every position (:mod:`benchmarks.forced`). Plain decoding, prompt lookup and
+our assistants so emit the same recorded text, each at the true cost of its forwards: dense
+arithmetic takes the same time whatever the weights are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_retrieval_assist import OutputMemory, SamAssistant, reroute
 from hf_retrieval_assist.policy.cost_store import CostModels
 
 from .forced import forcing
-from .methods import Method, Run, assisted, baselines, draft_model, run_method, wait
+from .methods import Method, Run, assisted, baselines, run_method, wait
 from .report import Report, Table
 from .timing import alternate
 from .traces import SHIPPED, Ids, Trace, read_traces
@@ -89,9 +89,6 @@ SHAPES: dict[str, PreTrainedConfig] = {
         max_position_embeddings=8192,
     ),
 }
-# The draft model: of the target's vocabulary, and an eighth of the width.
-DRAFT_SHRINK = 8
-DRAFT_AGREEMENT = 0.7
 
 COLUMNS = {
     "batch": "batch",
@@ -117,19 +114,6 @@ def build(config: PreTrainedConfig, arguments: argparse.Namespace) -> Any:
             config, dtype=getattr(torch, arguments.dtype), attn_implementation=arguments.attention
         )
     return model.eval()
-
-
-def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The shape of a draft model for `config`."""
-    small = type(config)(**config.to_dict())
-    small.num_attention_heads = small.num_key_value_heads = 2
-    small.head_dim = 64
-    small.num_hidden_layers = max(1, config.num_hidden_layers // DRAFT_SHRINK)
-    small.hidden_size = max(64, config.hidden_size // DRAFT_SHRINK)
-    small.intermediate_size = max(128, config.intermediate_size // DRAFT_SHRINK)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[: small.num_hidden_layers]
-    return small
 
 
 def dense_ids(trace: Trace, vocab_size: int) -> Trace:
@@ -166,13 +150,6 @@ def batch_of(
     return {name: x.to(device) for name, x in inputs.items()}, forced.to(device)
 
 
-def disagreeing(texts: torch.Tensor, agreement: float, vocab_size: int, seed: int) -> torch.Tensor:
-    """The texts with a wrong token in a share 1 − `agreement` of the places: a draft model's."""
-    random = torch.Generator().manual_seed(seed)
-    wrong = (torch.rand(texts.shape, generator=random) >= agreement).to(texts.device)
-    return torch.where(wrong, (texts + 1) % vocab_size, texts)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, help="default: 270m; 8b with --device cuda")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -204,7 +181,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("replay", {name: getattr(arguments, name) for name in names})
     progress(f"building the {arguments.shape} model")
     config = SHAPES[arguments.shape]
-    model, draft = build(config, arguments), build(shrink(config), arguments)
+    model = build(config, arguments)
     _note_roofline(report, model)
     for trace in read_traces(arguments.replay_traces):
         trace = dense_ids(trace, config.vocab_size)
@@ -214,14 +191,13 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
         for size in arguments.batch:
             requests = longest[:size]
             if len(requests) == size:
-                _compare(table, model, draft, requests, arguments, progress)
+                _compare(table, model, requests, arguments, progress)
     return report
 
 
 def _compare(
     table: Table,
     model: Any,
-    draft: Any,
     requests: Sequence[tuple[Ids, Ids]],
     arguments: argparse.Namespace,
     progress: Callable[[str], None],
@@ -229,11 +205,10 @@ def _compare(
     """One batch through every method that takes it."""
     new_tokens = min(arguments.new_tokens, *(len(output) for _, output in requests))
     inputs, texts = batch_of(requests, new_tokens, arguments.device)
-    guesses = disagreeing(texts, DRAFT_AGREEMENT, model.config.vocab_size, arguments.seed)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
     options["pad_token_id"] = 0
-    methods = [m for m in _methods(draft) if m.max_batch is None or len(requests) <= m.max_batch]
-    with forcing(model, texts), forcing(draft, guesses):
+    methods = [m for m in _methods() if m.max_batch is None or len(requests) <= m.max_batch]
+    with forcing(model, texts):
         calls = {m.name: partial(run_method, m, model, inputs, **options) for m in methods}
         for method in methods:
             progress(f"{table.title}, batch {len(requests)}: warming up {method.name}")
@@ -257,15 +232,13 @@ def _recorded(output: Ids, new_tokens: int) -> torch.Tensor:
     return torch.from_numpy(output[:new_tokens].astype(np.int64))
 
 
-def _methods(draft: Any) -> list[Method]:
+def _methods() -> list[Method]:
     costs = CostModels()
     return [
         *baselines(),
-        draft_model(draft),
         Method("kernels", dict, scope=reroute),
         assisted("SamAssistant", partial(SamAssistant, costs=costs)),
         assisted("with a memory", lambda: SamAssistant(memory=OutputMemory(), costs=costs)),
-        assisted("draft model's trees", partial(SamAssistant, fallback=draft, costs=costs)),
     ]
 
 

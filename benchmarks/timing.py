@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import mean, median
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import TypeVar
 
 from .report import Report
 
 T = TypeVar("T")
 
-RUN = 20  # calls
 # What mlockall is told to lock: all that there is, and all that will be.
 LOCKED = 3
 
@@ -36,15 +35,6 @@ def alternate(
     return {name: typical(times) for name, times in seconds.items()}, results
 
 
-def steady_mean(seconds: Sequence[float]) -> float:
-    """The mean without the slowest tenth, in which the machine did something else.
-
-    For calls that are not all alike by design, of which a median shows one kind.
-    """
-    kept = sorted(seconds)[: -(-9 * len(seconds) // 10)]
-    return mean(kept)
-
-
 def orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
     """The names once for each repeat, every other time backwards.
 
@@ -52,25 +42,6 @@ def orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
     """
     for repeat in range(repeats):
         yield list(names) if repeat % 2 == 0 else list(reversed(names))
-
-
-def typical_us(calls: Iterable[Callable[[], object]], limit_s: float) -> float | None:
-    """Microseconds of a call: the median of the means over RUN calls in a row; None without any.
-
-    The mean keeps work that falls due every few calls, the median drops what other processes did.
-    Stops after `limit_s` seconds of calls.
-    """
-    seconds: list[float] = []
-    spent = 0.0
-    for call in calls:
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-        spent += seconds[-1]
-        if spent > limit_s:
-            break
-    means = [mean(seconds[i : i + RUN]) for i in range(0, len(seconds), RUN)]
-    return 1e6 * median(means) if means else None
 
 
 def lock_memory(report: Report) -> None:

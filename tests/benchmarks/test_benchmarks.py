@@ -8,14 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import (
-    accelerator,
-    acceptance,
-    inputs,
-    machine,
-    spec_bench,
-    traces,
-)
+from benchmarks import accelerator, acceptance, inputs, machine, traces
 from benchmarks.__main__ import BENCHMARKS, main
 from tests.support.benchmarks import phrases, quick, rows, silent
 from tests.support.byte_model import small_model
@@ -116,10 +109,7 @@ def test_shipped_prompts_are_three_of_each_kind(folder, kinds):
 
 COMMANDS = {
     "accelerator": ["--repeats", 1, "--steps", 12, "--rows", 1, 2, "--widths", 4],
-    "first-contact": [],
-    "forwards": ["--context", 9],
     "groups": [],
-    "kernel": ["--kernel-parts", "flips"],
     "replay": ["--repeats", 1, "--batch", 1, 3, "--new-tokens", 12],
     "structured": ["--structured-tokens", 4],
 }
@@ -141,19 +131,3 @@ def test_a_command_runs_on_whatever_model_is_named(name, trace_folder, monkeypat
         same = row.get("same", "yes")
         count, _, of = same.partition(" of ")
         assert same in ("yes", "100%") or count == of
-
-
-def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):
-    monkeypatch.setattr(spec_bench, "load", lambda arguments: small_model())
-    found = spec_bench.run(quick("--spec-nodes", 8), silent).tables[0].rows
-    names = [method.name for method in spec_bench.methods(8)]
-    whole = {row["method"]: row for row in found if row["category"] == "all"}
-    assert [*whole] == names
-    kinds = len(found) // len(names) - 1
-    assert all(row["prompts"] == kinds for row in whole.values())
-    assert whole["plain"]["per_forward"] == 1
-    for name in names[2:]:
-        assert whole[name]["same"] == f"{kinds} of {kinds}"
-        assert 1 <= whole[name]["per_forward"] <= 9
-    # A small random model repeats itself.
-    assert whole["SamAssistant"]["per_forward"] > 1.2

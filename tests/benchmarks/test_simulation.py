@@ -6,7 +6,6 @@ import pytest
 from benchmarks.simulation import simulate
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.logit_ngrams import LogitNgramDrafter
-from tests.support.memories import remembering, rollouts
 from tests.support.rounding import near
 
 TEXT = list(range(1, 11))
@@ -66,16 +65,6 @@ def test_the_planner_follows_the_cost():
     assert "9.00x" in str(flat)
 
 
-@pytest.mark.parametrize("make", [lambda: remembering(fallback=None), rollouts])
-def test_later_requests_profit_from_earlier_ones(make):
-    requests, assistant = [([1, 2, 3], list(range(20, 60)))], make()
-    first, second = (simulate(assistant, requests) for _ in range(2))
-    assert counts(first) == (39, 39, 0)
-    assert second.tokens == 39
-    assert second.steps < 8
-    assert simulate(make(), requests * 2).steps == first.steps + second.steps
-
-
 def test_of_logits_it_is_shown_which_token_came():
     """A text that is new goes on as an earlier one, in rows of other lengths."""
     output = list(range(20, 60))
@@ -95,16 +84,3 @@ def test_rows_of_a_batch_go_in_lockstep():
     # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
     assert report.cost == near((1 + 0.5 * 9) / 1.5 + 1)
     assert report.speedup == near(9 / report.cost)
-
-
-def test_rows_of_a_batch_draft_from_one_another():
-    # Two samples of one prompt, the second a token ahead: what it writes, the first may draft.
-    output = list(range(20, 60))
-    requests = [([1, 2, 3], [5, *output]), ([1, 2, 3], output)]
-    alone = simulate(rollouts(), requests[:1])
-    beside = simulate(rollouts(), requests, batch_size=2)
-    assert alone.steps == 40
-    assert beside.forwards < 40
-    apart = [requests[0], ([1, 2, 4], output)]
-    assert simulate(rollouts(fallback=None), apart, batch_size=2).forwards == 40
-    assert simulate(rollouts(fallback=None), apart).forwards == 40 + 39

@@ -1,4 +1,4 @@
-"""A memory that tenants share: nothing of one shows to another, and one is forgotten everywhere."""
+"""A memory that tenants or prompts share: nothing of one shows to another, and one is forgotten."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from benchmarks.simulation import simulate
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.papers import SuffixDecoding
 from hf_retrieval_assist.policy.cost_store import CostModels
-from tests.support.memories import check_memory, count, remembering
+from tests.support.memories import check_memory, count, remembering, rollouts
 from tests.support.redis_process import needs_redis
 from tests.support.stores import Alone, OnDisk, OnServer, sync
 
@@ -46,6 +46,17 @@ def test_no_step_tells_of_another_tenant(make, half_life):
     alone = steps_of_b()
     assert steps_of_b("a") == steps_of_b("a", "a") == alone
     assert steps_of_b("b") != alone
+
+
+def test_samples_of_a_prompt_are_drafted_from_one_another_and_not_for_other_prompts():
+    """The second is a token ahead: what it writes, the first may draft."""
+    output = list(range(20, 60))
+    samples = [([1, 2, 3], [5, *output]), ([1, 2, 3], output)]
+    assert simulate(rollouts(fallback=None), samples[:1]).steps == 40
+    assert simulate(rollouts(fallback=None), samples, batch_size=2).forwards < 40
+    apart = [samples[0], ([1, 2, 4], output)]
+    assert simulate(rollouts(fallback=None), apart, batch_size=2).forwards == 40
+    assert simulate(rollouts(fallback=None), apart).forwards == 40 + 39
 
 
 SECRET, OTHER, OPEN = [777777] * 8, [5, 6, 7], [8, 9]
@@ -123,18 +134,6 @@ def test_the_whole_memory_is_forgotten_only_if_it_is_told_to(store):
         assert found(memory) == [0, 0, 0]
         assert count(memory, OTHER, "m") == 1
         check_memory(memory)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_path):
-    path = tmp_path / "log"
-    memory = filled(OutputMemory(path=path))
-    path.write_bytes(b"something" * 1_000)
-    with pytest.raises(ValueError, match="expected a log of outputs"):
-        memory.namespace("a").forget()
-    assert found(memory) == [0, 1, 1]
-    memory.forget()
-    memory.add([1, 2])
 
 
 @pytest.mark.parametrize("name", [None, b"a", ["a"], ""])

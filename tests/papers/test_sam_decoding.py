@@ -59,15 +59,6 @@ def test_a_corpus_match_counts_less_by_its_bias(matched, options, length):
     assert found == (0, matched, CORPUS[matched : matched + length])
 
 
-@pytest.mark.parametrize(("skipped", "static_wins"), [(1, False), (0, True)])
-def test_the_corpus_drafts_where_its_match_is_longer_by_more_than_the_bias(skipped, static_wins):
-    # The text has met the last six tokens before, followed by 7.
-    prompt = [*CORPUS[6:12], 7, *CORPUS[skipped:11]]
-    dynamic, static, draft = first_draft(prompt, CORPUS[11])
-    assert (dynamic, static) == (6, 12 - skipped)
-    assert draft[0] == (CORPUS[12] if static_wins else 7)
-
-
 class Seven(Scripted):
     """A fallback that drafts 7, and counts the texts that it is asked for."""
 
@@ -99,12 +90,6 @@ def test_the_fallback_is_asked_for_no_text_but_those_below_the_threshold():
     assert asked == [1]
     assert [step.reached(place, [9, 7][place : place + 1]) for place in (0, 1)] == [[1, 0], [0, 1]]
     assert draft_rows([matching], max_draft=1)[:2] == ([[9]], [])
-
-
-def test_a_match_at_the_end_of_all_documents_leaves_the_step_to_the_fallback():
-    corpus = [[11, 12, 13, 14, 15]]
-    drafts, asked, _ = draft_rows([[9, *corpus[0]]], corpus=corpus, corpus_bias=0)
-    assert (drafts, asked) == ([[7]], [1])
 
 
 def ends(pattern, text):

@@ -18,12 +18,6 @@ def build(documents, path, **options):
     return Datastore.build(documents, path, **{"vocab_size": VOCAB, "progress": False, **options})
 
 
-def brute_count(documents, query):
-    n = len(query)
-    windows = (d[i : i + n] for d in map(list, documents) for i in range(len(d) - n + 1))
-    return sum(window == list(query) for window in windows)
-
-
 def assert_holds(datastore, documents):
     found = list(datastore.documents())
     assert [ids.tolist() for _, ids in found] == [list(d) for d in documents]

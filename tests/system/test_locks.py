@@ -97,18 +97,17 @@ def test_a_property_that_another_thread_computes_is_computed_in_the_child():
     entered, done = threading.Event(), threading.Event()
 
     class Lazy:
-        def __init__(self, waits):
-            self.waits, self.computed = waits, 0
+        computed = 0
 
         @cached_property
         def value(self):
             self.computed += 1
-            if self.waits:
+            if not entered.is_set():
                 entered.set()
                 done.wait()
             return self.computed
 
-    slow, quick = Lazy(True), Lazy(False)
+    slow, quick = Lazy(), Lazy()
     thread = threading.Thread(target=lambda: slow.value)
     thread.start()
     entered.wait()
