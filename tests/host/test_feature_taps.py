@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_retrieval_assist.extensions.heads.eagle_format import default_boundaries
+from hf_retrieval_assist.extensions.heads.published import default_boundaries
 from hf_retrieval_assist.host.feature_taps import FeatureTaps, find_blocks
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.lossless import build

@@ -89,7 +89,7 @@ def write_config(folder, config):
 def outputs(head):
     """Logits of three tokens after each other, for fixed features."""
     generator = torch.Generator().manual_seed(3)
-    features = torch.randn(1, 3, head.config.feature_width, generator=generator)
+    features = torch.randn(1, 3, head.feature_width, generator=generator)
     cache = DynamicCache()
     with torch.inference_mode():
         hidden = head.fuse(features.to(head.device, head.dtype))

@@ -10,11 +10,10 @@ from transformers.modeling_layers import MtpModel
 from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.extensions.heads import mtp
-from hf_retrieval_assist.extensions.heads.borrowed import BorrowedLayers, TargetShape
 from hf_retrieval_assist.extensions.heads.dflash import DFlashDrafter
 from hf_retrieval_assist.extensions.heads.eagle import EagleDrafter
-from hf_retrieval_assist.extensions.heads.eagle_format import HeadConfig, default_boundaries
 from hf_retrieval_assist.extensions.heads.mtp import MtpDrafter, MtpLayers
+from hf_retrieval_assist.extensions.heads.published import PublishedHead
 
 from .lossless import build
 from .mtp_models import FAMILIES, with_mtp
@@ -24,24 +23,25 @@ EVERY_SECOND = torch.arange(1, VOCAB, 2)
 
 
 @torch.no_grad()
-def eagle_head(target, draft_ids=None, **changes):
+def eagle_head(target, draft_ids=None):
     """An EAGLE-3 head, whose output layer is the target's for the ids that it may draft."""
-    shape, config = TargetShape.of(target), target.config.get_text_config(decoder=True)
-    ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
-    width, heads = shape.hidden_size, config.num_attention_heads
-    fields = {"generation": 3, "num_layers": 1, "hidden_size": width, "target_width": width}
-    fields |= {"num_heads": heads, "num_kv_heads": config.num_key_value_heads}
-    fields |= {"head_dim": width // heads, "intermediate_size": config.intermediate_size}
-    fields |= {"vocab_size": shape.vocab_size, "draft_vocab_size": len(ids)}
-    fields |= {"norm_before_residual": True, "boundaries": default_boundaries(shape.num_layers)}
-    fields["tensors"] = frozenset({"input_norm.weight", "lm_head.weight"})
-    head = EagleHead(HeadConfig(**(fields | changes)), BorrowedLayers(target))
+    config = target.config.get_text_config(decoder=True)
+    rows = len(target.get_input_embeddings().weight)
+    ids = torch.arange(rows) if draft_ids is None else draft_ids
+    names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {"norm_before_residual": True, "norm_before_fc": True}
+    settings["max_position_embeddings"] = 512
+    tensors = dict.fromkeys(("layers.0.hidden_norm.weight", "lm_head.weight"), torch.empty(0))
+    if len(ids) < rows:
+        tensors["d2t"] = ids
+    head = EagleHead(PublishedHead("eagle3", False, settings, None, tensors), target)
     head.requires_grad_(False).eval()
     for layer in head.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.weight.normal_(std=0.02)
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[ids.to(target.device)])
-    if len(ids) < shape.vocab_size:
+    if len(ids) < rows:
         head.d2t.copy_(ids - torch.arange(len(ids)))
         head.t2d[ids] = True
     return head.to(target.device)

@@ -19,13 +19,11 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from ...draft_models.growth import Chosen, Level
 from ...host.transformers_private import compute_device
 from ...verification.largest import largest
-from .borrowed import BorrowedLayers, TargetShape
+from .borrowed import BorrowedLayers
 from .checkpoints import load_weights
-from .published import PublishedHead, Settings, count, number, rope_parameters
+from .published import PublishedHead, Settings, count, layer_settings, number, reading
 
 _LONGEST = 1024  # slots of a block
-# Settings of the layers, as transformers names them.
-_COUNTS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 class BlockHead(nn.Module):
@@ -85,7 +83,7 @@ class BlockHead(nn.Module):
         """
         with torch.device("meta"):
             head = cls(_body(published))
-            head._add_parts(published, TargetShape.of(target).vocab_size)
+            head._add_parts(published, len(target.get_input_embeddings().weight))
         load_weights(head, published.tensors)
         device = compute_device(target.get_input_embeddings())
         head.to(device, target.dtype).requires_grad_(False).eval()
@@ -105,8 +103,7 @@ class BlockHead(nn.Module):
         self.fc, self.hidden_norm = body.encoder.fc, body.encoder.output_norm_enc
         self.layers, self.norm = body.layers, body.norm
         width = body.config.hidden_size
-        known = len(published.tensors.get("d2t", range(rows)))
-        drafted = count(settings, "draft_vocab_size", known)
+        drafted = published.drafted_ids(rows)
         if "embed_tokens.weight" in published.tensors:
             self.embed_tokens = nn.Embedding(rows, width)
         if "lm_head.weight" in published.tensors or drafted != rows:
@@ -164,8 +161,6 @@ def _drafts_with_all_slots(published: PublishedHead) -> bool:
 def _body(published: PublishedHead) -> Any:
     """transformers' DFlash model of the settings, without weights."""
     settings = published.settings
-    sizes = {name: count(settings, name) for name in _COUNTS}
-    share = max(1, sizes["hidden_size"] // sizes["num_attention_heads"])
     if published.layers is None:
         raise ValueError("target_layer_ids: expected them in config.json, found none")
     # A layer too many, so that what is missing of it is named.
@@ -173,15 +168,10 @@ def _body(published: PublishedHead) -> Any:
     kinds, windowed = settings.get("layer_types"), settings.get("use_sliding_window", True)
     if kinds is None or not (windowed and settings.get("sliding_window")):
         kinds = ["full_attention"] * layers
-    try:
+    with reading("DFlash layers"):
         config = MuseGlimmerAssistantConfig(
-            **sizes,
+            **layer_settings(settings),
             num_hidden_layers=layers,
-            head_dim=count(settings, "head_dim", share),
-            rms_norm_eps=float(number(settings, "rms_norm_eps", 0, 1, default=1e-6)),
-            rope_parameters=rope_parameters(settings),
-            max_position_embeddings=count(settings, "max_position_embeddings", 32768),
-            hidden_act=settings.get("hidden_act", "silu"),
             layer_types=kinds[:layers],
             # That of DFlash 2 counts the token itself.
             sliding_window=count(settings, "sliding_window", 4096) - (published.kind == "dflash2"),
@@ -190,10 +180,6 @@ def _body(published: PublishedHead) -> Any:
             target_layer_ids=[layer - 1 for layer in published.layers],
         )
         return MuseGlimmerAssistantModel(config)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever values of another kind make of it
-        raise ValueError(f"config.json: expected settings of DFlash layers ({error})") from error
 
 
 class MarkovHead(nn.Module):

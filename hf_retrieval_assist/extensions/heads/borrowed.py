@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,22 +10,6 @@ from torch import Tensor
 
 from ...host.ranks import require_whole
 from ...host.transformers_private import compute_device, is_offloaded, onloaded
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """Width of the residual stream, number of blocks, rows of the embedding matrix."""
-
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, target: Any) -> TargetShape:
-        """The shape of a transformers causal language model."""
-        config = target.config.get_text_config(decoder=True)
-        vocab_size = target.get_input_embeddings().weight.shape[0]
-        return cls(config.hidden_size, config.num_hidden_layers, vocab_size)
 
 
 class BorrowedLayers:

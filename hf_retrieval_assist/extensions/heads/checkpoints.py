@@ -6,7 +6,6 @@ Nothing is unpickled beyond tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -102,21 +101,28 @@ def load_weights(head: nn.Module, tensors: Tensors) -> None:
     """Give a head, which may be on the meta device, the tensors of its checkpoint.
 
     Raises:
-        ValueError: see `check_fit`; or the ids that it drafts are not the target's.
+        ValueError: a tensor is missing, misshapen, unknown or no weights (`check_numbers`); or the
+            ids that it drafts are not the target's.
     """
     expected = head.state_dict()
     if "d2t" not in expected:
         tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
-    check_fit(expected, tensors)
+    for name, tensor in tensors.items():
+        floating = expected.get(name, tensor).is_floating_point()
+        if tensor.is_floating_point() != floating:
+            wanted = "floating point" if floating else "integers"
+            raise ValueError(f"{name}: expected {wanted}, found {tensor.dtype}")
+        check_numbers(name, tensor)
+    try:
+        head.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"expected the tensors that the settings ask for ({error})") from error
     if "d2t" in tensors:
         _check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
-    head.load_state_dict(tensors, assign=True)
 
 
 def _check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
     """d2t holds offsets: draft id i stands for the target id i + d2t[i], a member of t2d."""
-    if d2t.is_floating_point() or t2d.is_floating_point():
-        raise ValueError(f"d2t: expected integers, found {d2t.dtype} (t2d: {t2d.dtype})")
     ids = torch.arange(len(d2t)) + d2t
     inside = (ids >= 0) & (ids < len(t2d))
     if not inside.all():
@@ -125,26 +131,6 @@ def _check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
         )
     if not torch.equal(ids, t2d.nonzero().flatten()):
         raise ValueError("d2t: expected offsets to the ids that t2d marks, found others")
-
-
-def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Compare a checkpoint with the tensors that a module has.
-
-    Raises:
-        ValueError: a tensor is missing, misshapen, unknown or no weights (`check_numbers`); the
-            message names the first one.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    for name in [*shapes, *(name for name in tensors if name not in shapes)]:
-        wanted = shapes.get(name, "no such tensor")
-        found = tuple(tensors[name].shape) if name in tensors else "no such tensor"
-        if wanted != found:
-            raise ValueError(f"{name}: expected {wanted}, found {found}")
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() != expected[name].is_floating_point():
-            wanted = "floating point" if expected[name].is_floating_point() else "integers"
-            raise ValueError(f"{name}: expected {wanted}, found {tensor.dtype}")
-        check_numbers(name, tensor)
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:

@@ -12,12 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...drafters.base import Drafter, DraftSession, FeedbackNeeds, Target
-from ...host.feature_taps import HiddenLayers
 from ...system.locks import Lock
 from .block_head import BlockHead
 from .dflash import DFlashDrafter
 from .eagle import EagleDrafter, EagleHead
-from .eagle_format import default_boundaries, generation_of
 from .features import FeatureDrafter, is_dflash
 from .published import BLOCKS, read_published
 
@@ -51,10 +49,7 @@ class FolderDrafter(FeatureDrafter):
         self._drafters: weakref.WeakKeyDictionary[Any, FeatureDrafter] = weakref.WeakKeyDictionary()
         self._lock = Lock()
         self.name = published.kind if published.kind in BLOCKS else "eagle"
-        layers: HiddenLayers = published.layers or default_boundaries
-        if self.name == "eagle" and generation_of(published) == 1:
-            layers = (-1,)
-        self.needs = FeedbackNeeds(hidden_layers=layers)
+        self.needs = FeedbackNeeds(hidden_layers=published.hidden_layers)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         model = target.require_model("the head in a folder")

@@ -8,11 +8,13 @@ configuration of the layers. Files are untrusted input: every value is checked b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from ...host.feature_taps import HiddenLayers
 from .checkpoints import Tensors, local_folder, read_json, read_tensors
 
 Settings = Mapping[str, Any]
@@ -40,6 +42,8 @@ _LAYER_IDS = (
 _LARGEST = 1e12
 # The kinds of RoPE whose frequencies do not change with the length of the text.
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# Settings of the layers, as transformers names them.
+_COUNTS = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,25 @@ class PublishedHead:
     tensors: Tensors
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+    def generation(self) -> int:
+        """1 for EAGLE-1 and EAGLE-2, which have the same weights; 3 for EAGLE-3, whose first block
+        norms hidden states apart, and attends from twice their width."""
+        queries = self.tensors.get("layers.0.self_attn.q_proj.weight")
+        twice = (2 * self.settings.get("hidden_size", 0),)
+        doubled = queries is not None and queries.shape[-1:] == twice
+        return 3 if doubled or "layers.0.hidden_norm.weight" in self.tensors else 1
+
+    @property
+    def hidden_layers(self) -> HiddenLayers:
+        """What of a target feeds it. EAGLE-1 is fed what the target's output layer is fed."""
+        if self.kind == "eagle" and self.generation == 1:
+            return (-1,)
+        return self.layers or default_boundaries
+
+    def drafted_ids(self, vocab_size: int) -> int:
+        """How many ids of the target's it may draft."""
+        known = len(self.tensors.get("d2t", range(vocab_size)))
+        return count(self.settings, "draft_vocab_size", known)
 
     @property
     def num_layers(self) -> int:
@@ -82,8 +103,22 @@ class PublishedHead:
             return None
 
 
-def read_published(path_or_hub_id: str | PathLike[str]) -> PublishedHead:
+def default_boundaries(num_layers: int) -> tuple[int, ...]:
+    """The residual stream before blocks 2, n//2 and n−3, in ascending order, as EAGLE-3 has it.
+
+    Targets of fewer than 7 blocks have fewer distinct ones among these (n = 5 has one, n = 6 has
+    two); the reference captures each once and in the order of the forward, and so does this.
+    """
+    wanted = {2, num_layers // 2, num_layers - 3}
+    return tuple(sorted(k for k in wanted if 0 <= k < num_layers))
+
+
+def read_published(path_or_hub_id: str | PathLike[str], **overrides: Any) -> PublishedHead:
     """The head in a folder, or in a repository of the hub.
+
+    Args:
+        path_or_hub_id: folder with `config.json` and the weights, or a hub repository id.
+        overrides: settings that the folder is wrong or silent about.
 
     Raises:
         ValueError: the files are damaged, or are of a head that no loader knows; names it.
@@ -97,12 +132,18 @@ def read_published(path_or_hub_id: str | PathLike[str]) -> PublishedHead:
         if not isinstance(nested, Mapping):
             raise ValueError(f"{folder}: {part}: expected an object, got {nested!r}")
         settings |= nested
+    settings |= overrides
     tensors = {}
     for name, tensor in read_tensors(folder).items():
         for pattern, replacement in RENAMED:
             name = pattern.sub(replacement, name)
         if not IGNORED.search(name):
             tensors[name] = tensor
+    if "fc.weight" not in tensors:
+        raise ValueError(
+            f"{folder}: expected the tensors of a head, found no fc.weight (a whole model is given "
+            "as the model, not as its folder)"
+        )
     named = raw.get("speculators_model_type")
     kind = _kind_of(settings, tensors) if named is None else named
     # A block's layers with another output, of which only its name tells.
@@ -159,6 +200,33 @@ def count(
     if not isinstance(value, int):
         raise ValueError(f"{name}: expected a whole number, got {value!r}")
     return value
+
+
+@contextmanager
+def reading(layers: str) -> Iterator[None]:
+    """A scope in which settings make layers: whatever values of another kind make of it is a
+    ValueError."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"config.json: expected settings of {layers} ({error})") from error
+
+
+def layer_settings(settings: Settings) -> dict[str, Any]:
+    """What layers of all kinds are configured by, in the fields of transformers 5."""
+    sizes = {name: count(settings, name) for name in _COUNTS}
+    heads = sizes["num_attention_heads"]
+    return {
+        **sizes,
+        "num_key_value_heads": count(settings, "num_key_value_heads", heads),
+        "head_dim": count(settings, "head_dim", max(1, sizes["hidden_size"] // heads)),
+        "rms_norm_eps": float(number(settings, "rms_norm_eps", 0, 1, default=1e-6)),
+        "rope_parameters": rope_parameters(settings),
+        "max_position_embeddings": count(settings, "max_position_embeddings", 32768),
+        "hidden_act": settings.get("hidden_act", "silu"),
+    }
 
 
 def rope_parameters(layer: Settings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...drafters.expected import came_out
@@ -17,7 +17,7 @@ _Object = dict[str, Any]
 
 
 class Answer(ABC):
-    """An answer to one request.
+    """An answer to one request, as a whole or as the events of a stream.
 
     Args:
         fields: of the request.
@@ -29,22 +29,21 @@ class Answer(ABC):
     def __init__(self, fields: Any, written: Sequence[Written], request_id: str, model: str):
         self.fields, self.written, self.id, self.model = fields, written, request_id, model
         self.created = int(time.time())
-        self.ended = 0
 
     @abstractmethod
     def whole(self) -> _Object:
         """The answer, once everything is written."""
 
     @abstractmethod
-    def begin(self) -> Iterable[str]:
+    def begin(self) -> Iterator[_Object]:
         """What a stream begins with."""
 
     @abstractmethod
-    def go_on(self, number: int, piece: Piece) -> Iterable[str]:
+    def go_on(self, number: int, piece: Piece) -> Iterator[_Object | str]:
         """What a piece of a text adds to a stream."""
 
     @abstractmethod
-    def fail(self, refusal: RefusedError) -> Iterable[str]:
+    def fail(self, refusal: RefusedError) -> Iterator[_Object]:
         """What a stream ends with that cannot go on."""
 
     @property
@@ -73,6 +72,7 @@ class _Choices(Answer):
 
     kind: str
     chunk_kind: str
+    ended = 0
 
     def usage(self) -> _Object:
         prompt, own = self.prompt_tokens, self.tokens
@@ -81,70 +81,67 @@ class _Choices(Answer):
         if cached := self.cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if self.fields.prediction is not None:
-            came = left = 0
-            for one in self.written:
-                counts = came_out(one.form.expected, one.token_ids)
-                came, left = came + counts[0], left + counts[1]
+            counts = [came_out(one.form.expected, one.token_ids) for one in self.written]
+            came, left = map(sum, zip(*counts, strict=True))
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": came,
                 "rejected_prediction_tokens": left,
             }
         return usage
 
-    def _of(self, kind: str, choices: list[_Object]) -> _Object:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
     def whole(self) -> _Object:
-        choices = [self.choice(number, one) for number, one in enumerate(self.written)]
-        return self._of(self.kind, choices) | {"usage": self.usage()}
+        choices = [
+            self._choice(number, self.body(number, one), one.likely, one.reason)
+            for number, one in enumerate(self.written)
+        ]
+        return self._of(self.kind, choices, self.usage())
 
-    def begin(self) -> Iterable[str]:
-        return ()
+    def begin(self) -> Iterator[_Object]:
+        yield from ()
 
-    def go_on(self, number: int, piece: Piece) -> Iterator[str]:
+    def go_on(self, number: int, piece: Piece) -> Iterator[_Object | str]:
         if not isinstance(piece, End):
-            yield self._chunk(number, self.delta(number, piece), getattr(piece, "logprobs", ()))
+            likely = getattr(piece, "logprobs", ())
+            yield self._chunk(self._choice(number, self.delta(number, piece), likely or None))
             return
         self.ended += 1
         last = self.ended == len(self.written)
         apart = self._asks("include_usage")
-        usage = self.usage() if last and not apart else None
-        yield self._chunk(number, self.delta(number, Text("")), (), piece.reason, usage)
+        end = self._choice(number, self.delta(number, Text("")), None, piece.reason)
+        yield self._chunk(end, last and not apart)
         if last:
             if apart:
-                yield _event(self._of(self.chunk_kind, []) | {"usage": self.usage()})
-            yield "data: [DONE]\n\n"
+                yield self._of(self.chunk_kind, [], self.usage())
+            yield "[DONE]"
 
-    def fail(self, refusal: RefusedError) -> Iterable[str]:
-        return [_event(refusal.body)]
+    def fail(self, refusal: RefusedError) -> Iterator[_Object]:
+        yield refusal.body
 
     def _asks(self, option: str) -> bool:
         return bool(getattr(self.fields.stream_options, option, None))
 
-    def _chunk(
+    def _chunk(self, choice: _Object, counts: bool = False) -> _Object:
+        counts |= self._asks("continuous_usage_stats")
+        return self._of(self.chunk_kind, [choice], self.usage() if counts else None)
+
+    def _of(self, kind: str, choices: list[_Object], usage: _Object | None) -> _Object:
+        held = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        held["choices"] = choices
+        return held if usage is None else held | {"usage": usage}
+
+    def _choice(
         self,
         number: int,
-        delta: _Object,
-        likely: Sequence[Likely] = (),
+        body: _Object,
+        likely: Sequence[Likely] | None,
         reason: str | None = None,
-        usage: _Object | None = None,
-    ) -> str:
-        told = self.probabilities(number, likely) if likely else None
-        choice = {"index": number, **delta, "logprobs": told, "finish_reason": reason}
-        chunk = self._of(self.chunk_kind, [choice])
-        if usage is None and self._asks("continuous_usage_stats"):
-            usage = self.usage()
-        return _event(chunk if usage is None else chunk | {"usage": usage})
+    ) -> _Object:
+        told = None if likely is None else self.probabilities(number, likely)
+        return {"index": number, **body, "logprobs": told, "finish_reason": reason}
 
     @abstractmethod
-    def choice(self, number: int, written: Written) -> _Object:
-        """A whole one."""
+    def body(self, number: int, written: Written) -> _Object:
+        """What a whole choice says."""
 
     @abstractmethod
     def delta(self, number: int, piece: Any) -> _Object:
@@ -161,27 +158,21 @@ class ChatAnswer(_Choices):
     fields: ChatFields
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def begin(self) -> Iterator[str]:
-        for number in range(len(self.written)):
-            yield self._chunk(number, {"delta": {"role": "assistant", "content": ""}})
+    def begin(self) -> Iterator[_Object]:
         self._called = [0] * len(self.written)
+        for number in range(len(self.written)):
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk(self._choice(number, {"delta": delta}, None))
 
-    def choice(self, number: int, written: Written) -> _Object:
-        found = written.message()
-        message: _Object = {"role": "assistant", "content": found.content, "refusal": None}
-        if found.reasoning is not None:
-            message["reasoning_content"] = found.reasoning
-        if found.calls:
+    def body(self, number: int, written: Written) -> _Object:
+        message: _Object = {"role": "assistant", "content": written.text(), "refusal": None}
+        if reasoning := written.text(is_reasoning=True):
+            message["reasoning_content"] = reasoning
+        if calls := written.calls:
             message["tool_calls"] = [
-                self._call(number, place, call) for place, call in enumerate(found.calls)
+                self._call(number, place, call) for place, call in enumerate(calls)
             ]
-        likely = written.likely
-        return {
-            "index": number,
-            "message": message,
-            "logprobs": None if likely is None else self.probabilities(number, likely),
-            "finish_reason": "tool_calls" if found.calls else written.reason,
-        }
+        return {"message": message}
 
     def delta(self, number: int, piece: Any) -> _Object:
         if isinstance(piece, Call):
@@ -195,7 +186,7 @@ class ChatAnswer(_Choices):
 
     def _call(self, number: int, place: int, call: Call) -> _Object:
         name = f"call_{self.id}_{number}_{place}"
-        return {"id": name, "type": "function", "function": _spelt(call)}
+        return {"id": name, "type": "function", "function": call._asdict()}
 
     def probabilities(self, number: int, likely: Sequence[Likely]) -> _Object:
         return {"content": [_told(one) for one in likely], "refusal": None}
@@ -211,14 +202,8 @@ class CompletionAnswer(_Choices):
         super().__init__(*arguments)
         self._offsets = [0] * len(self.written)  # where the next token of each begins
 
-    def choice(self, number: int, written: Written) -> _Object:
-        likely = written.likely
-        return {
-            "index": number,
-            "text": written.text,
-            "logprobs": None if likely is None else self.probabilities(number, likely),
-            "finish_reason": written.reason,
-        }
+    def body(self, number: int, written: Written) -> _Object:
+        return {"text": written.text()}
 
     def delta(self, number: int, piece: Any) -> _Object:
         return {"text": piece.text}
@@ -253,30 +238,15 @@ class ResponseAnswer(Answer):
         self._likely: list[Likely] = []
 
     def whole(self) -> _Object:
-        found = self._text.message()
-        if found.reasoning:
-            self._add("reasoning", found.reasoning)
-        if found.content or not found.calls:
-            self._likely = [*(self._text.likely or ())]
-            self._add("message", found.content)
-        for call in found.calls:
-            self._items.append(self._call(call))
-        return self._response(*self._status())
+        *_, last = (event for piece in self._text.parts for event in self.go_on(0, piece))
+        response: _Object = last["response"]
+        return response
 
-    def _add(self, kind: str, text: str) -> None:
-        self._open = self._item(kind)
-        self._open["content"] = [self._part(kind, text)]
-        self._items.append(self._open | {"status": "completed"})
-        self._open = None
-
-    def _status(self) -> tuple[str, _Object | None]:
-        if self._text.reason == "length":
-            return "incomplete", {"reason": "max_output_tokens"}
-        return "completed", None
-
-    def _response(self, status: str, details: _Object | None = None, **more: Any) -> _Object:
-        fields = self.fields
-        ended = status in ("completed", "incomplete")
+    def _response(self, status: str, **more: Any) -> _Object:
+        fields, ended = self.fields, status in ("completed", "incomplete")
+        choice: Any = fields.tool_choice or "auto"
+        if isinstance(choice, tuple):
+            choice = {"type": "function", "name": choice[0]}
         usage = {
             "input_tokens": self.prompt_tokens,
             "output_tokens": self.tokens,
@@ -284,6 +254,7 @@ class ResponseAnswer(Answer):
             "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": f"resp_{self.id}",
             "object": "response",
@@ -292,76 +263,50 @@ class ResponseAnswer(Answer):
             "model": self.model,
             "output": self._items if ended else [],
             "error": None,
-            "incomplete_details": details,
+            "incomplete_details": cut,
             "instructions": fields.instructions,
             "metadata": fields.metadata or {},
             "temperature": fields.temperature,
             "top_p": fields.top_p,
             "max_output_tokens": fields.max_output_tokens,
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "tool_choice": self._choice,
+            "tool_choice": choice,
             "tools": [{"type": "function", **one["function"]} for one in fields.tools or ()],
             "usage": usage if ended else None,
             **more,
         }
 
-    @property
-    def _choice(self) -> Any:
-        choice = self.fields.tool_choice or "auto"
-        return {"type": "function", "name": choice[0]} if isinstance(choice, tuple) else choice
-
-    def _item(self, kind: str) -> _Object:
-        number = len(self._items)
-        if kind == "reasoning":
-            return {"id": f"rs_{self.id}_{number}", "type": kind, "summary": [], "content": []}
-        name = f"msg_{self.id}_{number}"
-        return {
-            "id": name,
-            "type": kind,
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
-
-    def _part(self, kind: str, text: str) -> _Object:
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        likely = [_told(one) for one in self._likely]
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": likely}
-
-    def _call(self, call: Call) -> _Object:
-        name = f"call_{self.id}_{len(self._items)}"
-        kind = {"id": f"fc_{name}", "call_id": name, "type": "function_call"}
-        return {**kind, **_spelt(call), "status": "completed"}
-
-    def begin(self) -> Iterator[str]:
+    def begin(self) -> Iterator[_Object]:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
-    def go_on(self, number: int, piece: Piece) -> Iterator[str]:
+    def go_on(self, number: int, piece: Piece) -> Iterator[_Object]:
         if isinstance(piece, Text):
             yield from self._grow("reasoning" if piece.is_reasoning else "message", piece)
         elif isinstance(piece, Call):
             yield from self._done()
-            item = self._call(piece)
-            at = {"output_index": len(self._items)}
-            pending = item | {"status": "in_progress", "arguments": ""}
-            yield self._event("response.output_item.added", item=pending, **at)
-            about = {"item_id": item["id"], **at}
-            kind = "response.function_call_arguments"
-            yield self._event(f"{kind}.delta", delta=piece.arguments, **about)
-            told = {"arguments": piece.arguments, "name": piece.name}
-            yield self._event(f"{kind}.done", **told, **about)
-            yield self._event("response.output_item.done", item=item, **at)
-            self._items.append(item)
+            yield from self._call(piece)
         elif isinstance(piece, End):
             if not self._items and self._open is None:
                 yield from self._grow("message", Text(""))
             yield from self._done()
-            status, details = self._status()
-            yield self._event(f"response.{status}", response=self._response(status, details))
+            status = "incomplete" if piece.reason == "length" else "completed"
+            yield self._event(f"response.{status}", response=self._response(status))
 
-    def _grow(self, kind: str, piece: Text) -> Iterator[str]:
+    def _call(self, call: Call) -> Iterator[_Object]:
+        """An item of its own."""
+        name, at = f"call_{self.id}_{len(self._items)}", {"output_index": len(self._items)}
+        item = {"id": f"fc_{name}", "call_id": name, "type": "function_call", **call._asdict()}
+        about = {"item_id": item["id"], **at}
+        begun = item | {"status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", item=begun, **at)
+        kind = "response.function_call_arguments"
+        yield self._event(f"{kind}.delta", delta=call.arguments, **about)
+        yield self._event(f"{kind}.done", **call._asdict(), **about)
+        self._items.append(item | {"status": "completed"})
+        yield self._event("response.output_item.done", item=self._items[-1], **at)
+
+    def _grow(self, kind: str, piece: Text) -> Iterator[_Object]:
         """More of an item, which begins with it where the last one was another."""
         if self._open is None or self._open["type"] != kind:
             yield from self._done()
@@ -379,12 +324,25 @@ class ResponseAnswer(Answer):
         if piece.text or piece.logprobs:
             yield self._event(f"response.{_PART_OF[kind]}.delta", **more)
 
+    def _item(self, kind: str) -> _Object:
+        number = len(self._items)
+        if kind == "reasoning":
+            return {"id": f"rs_{self.id}_{number}", "type": kind, "summary": [], "content": []}
+        item = {"id": f"msg_{self.id}_{number}", "type": kind, "role": "assistant"}
+        return item | {"status": "in_progress", "content": []}
+
+    def _part(self, kind: str, text: str) -> _Object:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        likely = [_told(one) for one in self._likely]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": likely}
+
     def _place(self) -> _Object:
         assert self._open is not None
         item = self._open["id"]
         return {"item_id": item, "output_index": len(self._items), "content_index": 0}
 
-    def _done(self) -> Iterator[str]:
+    def _done(self) -> Iterator[_Object]:
         """The end of the item that grows."""
         if self._open is None:
             return
@@ -400,17 +358,16 @@ class ResponseAnswer(Answer):
         self._items.append(item)
         self._open = None
 
-    def fail(self, refusal: RefusedError) -> Iterator[str]:
+    def fail(self, refusal: RefusedError) -> Iterator[_Object]:
         error = refusal.body["error"]
         told = {name: error[name] for name in ("message", "param", "code")}
         yield self._event("error", **told)
         about = {"code": "server_error", "message": refusal.message}
         yield self._event("response.failed", response=self._response("failed", error=about))
 
-    def _event(self, kind: str, **held: Any) -> str:
-        event = {"type": kind, "sequence_number": self._events, **held}
+    def _event(self, kind: str, **held: Any) -> _Object:
         self._events += 1
-        return f"event: {kind}\n{_event(event)}"
+        return {"type": kind, "sequence_number": self._events - 1, **held}
 
 
 _PART_OF = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -422,19 +379,18 @@ ANSWERS: dict[type[Fields], type[Answer]] = {
 """What answers a request with these fields."""
 
 
-def _spelt(call: Call) -> _Object:
-    return {"name": call.name, "arguments": call.arguments}
-
-
 def _told(one: Likely) -> _Object:
     """A token as chats and responses tell its probability."""
-    told: _Object = {"token": one.text, "bytes": one.bytes, "logprob": one.logprob}
-    return told | {"top_logprobs": [_bare(top) for top in one.top]}
+    return _bare(one) | {"top_logprobs": [_bare(top) for top in one.top]}
 
 
 def _bare(one: Likely) -> _Object:
     return {"token": one.text, "bytes": one.bytes, "logprob": one.logprob}
 
 
-def _event(held: _Object) -> str:
-    return f"data: {json.dumps(held)}\n\n"
+def event_of(held: _Object | str) -> str:
+    """What a stream sends, as an event of a server's."""
+    if isinstance(held, str):
+        return f"data: {held}\n\n"
+    kind = f"event: {held['type']}\n" if "type" in held else ""
+    return f"{kind}data: {json.dumps(held)}\n\n"

@@ -26,7 +26,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers import __version__
+from transformers import ContinuousBatchingConfig, __version__
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 
@@ -87,10 +87,24 @@ def build_app(
         OSError, ValueError: the model cannot be loaded, or tenants are asked for where requests
             are decoded side by side.
     """
-    service = _loaded(model, assistant, limits, tenants, continuous_batching, cb_config, loading)
-    figures = _Figures(assistant.stats)
+    if continuous_batching and tenants is not None:
+        raise ValueError("tenants: expected none beside continuous batching, which has one account")
+    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # 5.23 and later
+        loading["continuous_batching"] = continuous_batching
+    # A model that is forced is loaded at once, and is not unloaded when it is idle.
+    manager = ModelManager(force_model=model, **loading)
+    found, processor = manager.load_model_and_processor(manager.process_model_name(model))
+    attach(found, assistant)
+    modality = manager.get_model_modality(found, processor)
+    batching = (cb_config or ContinuousBatchingConfig()) if continuous_batching else None
+    bounds = limits or Limits()
+    service = Service(found, processor, model, modality, assistant, bounds, batching, tenants)
+    return _application(service, assistant.stats, enable_cors)
+
+
+def _application(service: Service, stats: Stats, enable_cors: bool) -> FastAPI:
     registry = CollectorRegistry()
-    registry.register(figures)
+    registry.register(_Figures(stats))
     histogram = partial(Histogram, namespace=_PREFIX, registry=registry, buckets=_SECONDS)
     seconds = histogram("http_seconds", "Of requests.", ["route", "status"])
     about = "Of answers, until they begin; side by side, until their first token."
@@ -111,11 +125,7 @@ def build_app(
     def test() -> None:
         """Have the model tested, unless that was begun."""
         if not testing:
-            testing.append(asyncio.ensure_future(warm_up()))
-
-    async def warm_up() -> None:
-        await service.warm_up()
-        figures.begin()
+            testing.append(asyncio.ensure_future(service.warm_up()))
 
     app = FastAPI(
         title="hf-retrieval-assist",
@@ -143,34 +153,6 @@ def build_app(
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-def _loaded(
-    model: str,
-    assistant: Assistant,
-    limits: Limits | None,
-    tenants: Tenants | None,
-    continuous_batching: bool,
-    cb_config: Any,
-    loading: dict[str, Any],
-) -> Service:
-    if continuous_batching and tenants is not None:
-        raise ValueError("tenants: expected none beside continuous batching, which has one account")
-    if "continuous_batching" in inspect.signature(ModelManager).parameters:  # 5.23 and later
-        loading["continuous_batching"] = continuous_batching
-    # A model that is forced is loaded at once, and is not unloaded when it is idle.
-    manager = ModelManager(force_model=model, **loading)
-    name = manager.process_model_name(model)
-    found, processor = manager.load_model_and_processor(name)
-    attach(found, assistant)
-    batching = None
-    modality = manager.get_model_modality(found, processor)
-    if continuous_batching:
-        from transformers import ContinuousBatchingConfig
-
-        batching = ContinuousBatchingConfig() if cb_config is None else cb_config
-    wanted = Limits() if limits is None else limits
-    return Service(found, processor, model, modality, assistant, wanted, batching, tenants)
 
 
 def _answer(app: FastAPI, service: Service, test: Callable[[], None]) -> None:
@@ -296,32 +278,19 @@ class _Bounded:
 
 
 class _Figures(Collector):
-    """What assistants did since the model was tested."""
+    """What assistants have done."""
 
     def __init__(self, stats: Stats):
         self._stats = stats
-        self._before: dict[Any, float] = {}
-
-    def begin(self) -> None:
-        """Count from here on."""
-        self._before = dict(self._counts())
-
-    def _counts(self) -> Iterator[tuple[Any, float]]:
-        total = self._stats.total
-        for name, (attribute, _) in _COUNTED.items():
-            yield name, getattr(total, attribute)
-        for name, (_, _, counts) in _LABELLED.items():
-            yield from (((name, key), value) for key, value in [*counts(self._stats).items()])
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        now = {key: value - self._before.get(key, 0) for key, value in self._counts()}
-        for name, (_, about) in _COUNTED.items():
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", about, now[name])
-        for name, (about, label, _) in _LABELLED.items():
+        for name, (attribute, about) in _COUNTED.items():
+            value = getattr(self._stats.total, attribute)
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", about, value)
+        for name, (about, label, counts) in _LABELLED.items():
             family = CounterMetricFamily(f"{_PREFIX}_{name}", about, labels=[label])
-            for key, value in now.items():
-                if key[0] == name:
-                    family.add_metric([key[1]], value)
+            for key, value in [*counts(self._stats).items()]:
+                family.add_metric([key], value)
             yield family
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchFeature, PreTrainedTokenizerBase
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, Modality
 
@@ -88,19 +88,16 @@ class Prompts:
     def _encoded(self, prompt: str | Sequence[int]) -> dict[str, Any]:
         if isinstance(prompt, str):
             bound_text("prompt", prompt, self._most)
-            return self._tensors(self.tokenizer(prompt, return_tensors="pt"))
+            return self._moved(self.tokenizer(prompt, return_tensors="pt"))
         self._bound("prompt", len(prompt))
         last = self._model.get_input_embeddings().weight.shape[0] - 1
         if max(prompt) > last:
             raise RefusedError(f"prompt: expected ids up to {last}, got {max(prompt)}", "prompt")
         ids = torch.tensor([prompt])
-        return self._tensors({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        return self._moved({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
-    def _tensors(self, inputs: Any) -> dict[str, Any]:
-        return {
-            name: value.to(self._model.device) if isinstance(value, torch.Tensor) else value
-            for name, value in inputs.items()
-        }
+    def _moved(self, inputs: Any) -> dict[str, Any]:
+        return dict(BatchFeature(inputs).to(self._model.device))
 
     def _rendered(self, fields: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """A conversation, as the chat template writes it."""
@@ -151,11 +148,9 @@ class Prompts:
                 field, read, lambda other: render(other, tools=tools, tokenize=False, **common)
             )
             # Its own beginning of a text is in the template.
-            return self._tensors(
-                self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-            )
+            return self._moved(self.tokenizer(text, add_special_tokens=False, return_tensors="pt"))
         options = {"return_dict": True, "tokenize": True, "return_tensors": "pt"}
-        return self._tensors(render(read, tools=tools, **options, **common))
+        return self._moved(render(read, tools=tools, **options, **common))
 
     def _check(self, place: str, field: str, message: Mapping[str, Any]) -> None:
         """Refuse what would be left out of a message in silence."""

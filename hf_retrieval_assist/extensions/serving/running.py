@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from ...system.log import get_logger
-from .answers import Answer
+from .answers import Answer, event_of
 from .refusals import FAILED, RefusedError
 from .workers import Job, Worker
 from .written import End, Failed, Form, Piece, Written
 
 logger = get_logger(__name__)
+
+LIGHT = 1 << 16  # bytes of a body that takes milliseconds to read
 
 T = TypeVar("T")
 
@@ -120,6 +124,30 @@ class Running:
                 self._worker.leave(job)
 
 
+class Readers:
+    """Two threads: one reads requests that take milliseconds, the other one those that may take
+    seconds, which so hold each other alone. In either the tenants have their turns."""
+
+    def __init__(self) -> None:
+        self._threads = [ThreadPoolExecutor(1, f"reading {kind}") for kind in ("light", "heavy")]
+        self._turns: WeakValueDictionary[Any, asyncio.Lock] = WeakValueDictionary()
+        self._work: set[Future[None]] = set()
+
+    async def read(self, tenant: str | None, heavy: bool, function: Callable[[], None]) -> None:
+        """Run a function in its turn; not at all where the caller is cancelled before."""
+        # A tenant has one request in a thread's queue, behind at most one of each other's.
+        async with self._turns.setdefault((tenant, heavy), asyncio.Lock()):
+            work = self._threads[heavy].submit(function)
+            self._work.add(work)
+            work.add_done_callback(self._work.discard)
+            await asyncio.wrap_future(work)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread reads."""
+        return not any(work.running() for work in [*self._work])
+
+
 class Stream(StreamingResponse):
     """Is left with its client, even before its first event."""
 
@@ -136,17 +164,17 @@ class Stream(StreamingResponse):
 
 async def events(running: Running, answer: Answer) -> AsyncIterator[str]:
     try:
-        yield "".join(answer.begin())
+        yield "".join(map(event_of, answer.begin()))
         while running.open:
             found = await running.next()
-            yield "".join(text for came in found for text in answer.go_on(*came))
+            yield "".join(event_of(one) for came in found for one in answer.go_on(*came))
         return
     except RefusedError as error:
         refusal = error
     except Exception as error:
         logger.error("an answer failed", exc_info=error)
         refusal = FAILED
-    yield "".join(answer.fail(refusal))
+    yield "".join(map(event_of, answer.fail(refusal)))
 
 
 class GoneError(Exception):

@@ -10,7 +10,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import unquote
 
 _Schema = Mapping[str, Any]
@@ -37,7 +37,7 @@ _TYPICAL = {
     "object": {"properties", "additionalProperties", "unevaluatedProperties"},
     "array": {"items", "prefixItems", "unevaluatedItems"},
 }
-# What it reads alone; beside the first two a type may stand that their values have.
+# What it reads alone; beside the first two a type may stand.
 _ALONE = ("const", "enum", "$ref", "anyOf", "oneOf", "allOf")
 _UNREAD = frozenset(
     (
@@ -47,10 +47,14 @@ _UNREAD = frozenset(
     )
 )
 _KNOWN = _UNREAD.union(_ALONE, *_OF_TYPES.values())
+# Where a schema holds others: in an object by their names, in a list, alone.
+_BY_NAME, _LISTED = ("properties", "patternProperties"), ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties")
+# Constraints of a text of which it holds one alone.
+_OF_TEXTS = ({"minLength", "maxLength"}, {"pattern"}, {"format"})
 # Formats of JSON Schema that it does not know. Other unknown ones say nothing about a text.
 _UNREAD_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex")
 _LOOKAHEAD = re.compile(r"(?<!\\)(?:\\\\)*\(\?[=!]")
-_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
 def check_schema(schema: _Schema) -> None:
@@ -63,92 +67,71 @@ def check_schema(schema: _Schema) -> None:
     seen: set[str] = set()
     while waiting:
         place, found = waiting.popleft()
-        if not isinstance(found, Mapping):
+        if place in seen or not isinstance(found, Mapping):
             continue  # true, or what xgrammar refuses
-        for name, inner in _inside(schema, place, found):
-            if name.startswith("#"):
-                if name in seen:
-                    continue
-                seen.add(name)
-            waiting.append((name, inner))
+        seen.add(place)
+        for fault in _faults(schema, found):
+            raise ValueError(
+                f"expected a schema that text can be held to, got {fault} at {place[1:] or '#'}"
+            )
+        waiting += _inside(schema, place, found)
 
 
-def _refuse(place: str, found: str) -> NoReturn:
-    raise ValueError(
-        f"expected a schema that text can be held to, got {found} at {place[1:] or '#'}"
-    )
-
-
-def _inside(root: _Schema, place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
-    """The schemas inside of one, by their places."""
+def _faults(root: _Schema, schema: _Schema) -> Iterator[str]:
+    """What of a schema would be passed over."""
     keywords = {name for name in schema if name in _KNOWN}
     if schema.get("uniqueItems") is False:
         keywords.remove("uniqueItems")
-    if unread := keywords & _UNREAD:
-        _refuse(place, min(unread))
-    whole = next((name for name in _ALONE if name in keywords), None)
+    yield from sorted(keywords & _UNREAD)
     types = _types(schema)
-    if whole is not None:
-        if beside := keywords - {whole}:
-            _refuse(place, f"{min(beside)} beside {whole}")
-        if whole in ("const", "enum"):
-            values = [schema[whole]] if whole == "const" else schema[whole]
-            if "type" in schema and not _kinds_of(values) <= _kinds(types):
-                _refuse(place, f"a type that not all values of {whole} have")
-        elif "type" in schema:
-            _refuse(place, f"a type beside {whole}")
-        elif whole == "$ref":
-            yield str(schema[whole]), _referred(root, place, schema[whole])
-        else:
-            branches = schema[whole] if isinstance(schema[whole], list) else []
-            if whole == "allOf" and len(branches) > 1:
-                _refuse(place, "several schemas in allOf")
-            if whole == "oneOf" and not _apart([_followed(root, one) for one in branches]):
-                _refuse(place, "schemas in oneOf that one value may fulfil together")
-            yield from _numbered(f"{place}.{whole}", branches)
+    if whole := next((name for name in _ALONE if name in keywords), None):
+        yield from (f"{name} beside {whole}" for name in sorted(keywords - {whole}))
+        if "type" in schema and whole not in ("const", "enum"):
+            yield f"a type beside {whole}"
+        if whole == "$ref" and _referred(root, schema["$ref"]) is None:
+            yield f"a $ref to {schema['$ref']!r:.80}, where there is nothing in this schema"
+        branches = schema[whole] if isinstance(schema[whole], list) else []
+        if whole == "allOf" and len(branches) > 1:
+            yield "several schemas in allOf"
+        if whole == "oneOf" and not _apart([_followed(root, one) for one in branches]):
+            yield "schemas in oneOf that one value may fulfil together"
         return
     if "type" not in schema:
         types = [name for name, typical in _TYPICAL.items() if keywords & typical]
     for name in sorted(keywords):
         if not any(name in _OF_TYPES[kind] for kind in types):
-            _refuse(place, f"{name} without the type that has it")
+            yield f"{name} without the type that has it"
     if "multipleOf" in keywords and ("number" in types or keywords & _OF_TYPES["number"]):
-        _refuse(place, "multipleOf of a number, or beside a bound")
-    _check_text(place, schema)
-    yield from _members(place, schema)
-    for name in ("items", "unevaluatedItems"):
-        if name in schema:
-            yield f"{place}.{name}", schema[name]
-    yield from _numbered(f"{place}.prefixItems", schema.get("prefixItems"))
-
-
-def _check_text(place: str, schema: _Schema) -> None:
-    kinds = [{"minLength", "maxLength"}, {"pattern"}, {"format"}]
-    if sum(bool(kind & schema.keys()) for kind in kinds) > 1:
-        _refuse(place, "more than one of a length, a pattern and a format")
+        yield "multipleOf of a number, or beside a bound"
+    if sum(bool(kind & keywords) for kind in _OF_TEXTS) > 1:
+        yield "more than one of a length, a pattern and a format"
     if schema.get("format") in _UNREAD_FORMATS:
-        _refuse(place, f"the format {schema['format']}")
+        yield f"the format {schema['format']}"
     if _LOOKAHEAD.search(str(schema.get("pattern"))):
-        _refuse(place, "a pattern that looks ahead")
-
-
-def _members(place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
-    """The schemas inside of an object's."""
-    properties = _object(schema.get("properties"))
-    patterns = _object(schema.get("patternProperties"))
-    required = schema.get("required")
-    for name in required if isinstance(required, list) else ():
+        yield "a pattern that looks ahead"
+    properties, patterns = (_object(schema.get(name)) for name in _BY_NAME)
+    for name in _texts(schema.get("required")):
         if name not in properties:
-            _refuse(place, f"required {name!r:.80}, which is none of the properties")
+            yield f"required {name!r:.80}, which is none of the properties"
     if len(patterns) > 1 or (patterns and (properties or "propertyNames" in schema)):
-        _refuse(place, "patternProperties beside other names")
+        yield "patternProperties beside other names"
     if (properties or schema.get("additionalProperties") is False) and "propertyNames" in schema:
-        _refuse(place, "propertyNames beside properties")
-    yield from ((f"{place}.properties.{name}", one) for name, one in properties.items())
-    yield from ((f"{place}.patternProperties.{name}", one) for name, one in patterns.items())
-    for name in ("additionalProperties", "unevaluatedProperties"):
-        if name in schema:
-            yield f"{place}.{name}", schema[name]
+        yield "propertyNames beside properties"
+
+
+def _inside(root: _Schema, place: str, schema: _Schema) -> Iterator[tuple[str, Any]]:
+    """The schemas inside of one, by their places."""
+    if "$ref" in schema:
+        yield str(schema["$ref"]), _referred(root, schema["$ref"])
+    for name in _SINGLE:
+        yield f"{place}.{name}", schema.get(name)
+    for name in _BY_NAME:
+        for key, inner in _object(schema.get(name)).items():
+            yield f"{place}.{name}.{key}", inner
+    for name in _LISTED:
+        found = schema.get(name)
+        for number, inner in enumerate(found if isinstance(found, list) else ()):
+            yield f"{place}.{name}.{number}", inner
     if names := _object(schema.get("propertyNames")):
         text = {} if names.keys() & {*_ALONE} else {"type": "string"}
         yield f"{place}.propertyNames", {**text, **names}
@@ -158,38 +141,27 @@ def _object(found: Any) -> _Schema:
     return found if isinstance(found, Mapping) else {}
 
 
-def _numbered(place: str, schemas: Any) -> Iterator[tuple[str, Any]]:
-    for number, one in enumerate(schemas if isinstance(schemas, list) else ()):
-        yield f"{place}.{number}", one
+def _texts(found: Any) -> list[str]:
+    """A text alone, or those of a list."""
+    several = found if isinstance(found, list) else [found]
+    return [one for one in several if isinstance(one, str)]
 
 
-def _types(schema: _Schema) -> Sequence[str]:
-    named = schema.get("type")
-    several = named if isinstance(named, list) else [] if named is None else [named]
-    return [one for one in several if isinstance(one, str) and one in _OF_TYPES]
+def _types(schema: _Schema) -> list[str]:
+    return [one for one in _texts(schema.get("type")) if one in _OF_TYPES]
 
 
-def _kinds(types: Iterable[str]) -> set[str]:
-    """Types, of which none is a part of another."""
-    return {kind for one in types for kind in ((one, "integer") if one == "number" else (one,))}
-
-
-def _kinds_of(values: Any) -> set[str]:
-    values = values if isinstance(values, list) else []
-    return {_TYPES.get(type(one), "array" if isinstance(one, list) else "object") for one in values}
-
-
-def _referred(root: _Schema, place: str, reference: Any) -> Any:
-    """What a reference names inside of the whole schema."""
+def _referred(root: _Schema, reference: Any) -> Any:
+    """What a reference names inside of the whole schema; None: nothing."""
     if not isinstance(reference, str) or not re.match("#(/|$)", reference):
-        _refuse(place, f"a $ref to {reference!r:.80}, which is no place in this schema")
+        return None
     found: Any = root
     for part in reference.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         try:
             found = found[int(name) if isinstance(found, list) else name]
         except (KeyError, IndexError, TypeError, ValueError):
-            _refuse(place, f"a $ref to {reference!r:.80}, where there is nothing")
+            return None
     return found
 
 
@@ -198,7 +170,7 @@ def _followed(root: _Schema, schema: Any) -> _Schema:
     for _ in range(len(_KNOWN)):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
-        schema = _referred(root, "", schema["$ref"])
+        schema = _referred(root, schema["$ref"])
     return _object(schema)
 
 
@@ -210,13 +182,16 @@ def _apart(branches: Sequence[_Schema]) -> bool:
     if all("const" in one for one in branches):
         return _differ(one["const"] for one in branches)
     objects = [one for one in branches if one.get("type") == "object"]
-    others = [one for one in branches if one.get("type") != "object"]
-    kinds = [kind for one in others for kind in _kinds(_types(one)) or [""]]
-    kinds += ["object"] if objects else []
+    kinds = ["object"] if objects else []
+    for one in branches:
+        if one.get("type") != "object":
+            # Integers are numbers.
+            of_types = ["number" if kind == "integer" else kind for kind in _types(one)]
+            kinds += {*of_types} or ["", ""]
     tags = [_tags(one) for one in objects]
     common = set.intersection(*map(set, tags)) if tags else set()
     told = any(_differ(own[name] for own in tags) for name in common)
-    return _differ(kinds) and "" not in kinds and (len(objects) < 2 or told)
+    return _differ(kinds) and (len(objects) < 2 or told)
 
 
 def _differ(values: Iterable[Any]) -> bool:
@@ -227,7 +202,5 @@ def _differ(values: Iterable[Any]) -> bool:
 def _tags(schema: _Schema) -> dict[str, Any]:
     """The properties that are required and have one value."""
     properties = _object(schema.get("properties"))
-    named = schema.get("required")
-    required = [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
-    found = {name: _object(properties.get(name)) for name in required}
+    found = {name: _object(properties.get(name)) for name in _texts(schema.get("required"))}
     return {name: one["const"] for name, one in found.items() if "const" in one}

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -23,9 +23,8 @@ from .answers import ANSWERS
 from .fields import MOST_ANSWERS, ChatFields, CompletionFields, Conversation, Fields
 from .held import Held, Holding, Penalties
 from .prompts import Prompts, bound_text
-from .reading import LIGHT, Readers
 from .refusals import RefusedError
-from .running import GoneError, Running, Stream, events, unless_gone
+from .running import LIGHT, GoneError, Readers, Running, Stream, events, unless_gone
 from .tenants import Tenants
 from .workers import Job, OneByOne, SideBySide, Worker
 from .written import Call, Form
@@ -38,13 +37,12 @@ _GREEDY = 1e-5  # a temperature that logits are divided by is above this
 _WARM_UP = 8  # tokens
 LONGEST_STEP = 60.0
 """Seconds that any step may take, of a CPU or a GPU that compiles something first."""
-_LONGEST_WAIT = 60  # seconds that a client is asked to wait at most
-_COUNTING = 100  # looks whether that answer was counted, as side by side the next step does
+_WAIT = 5  # seconds after which a client that is one too many is asked to come again
 # Where answers are decoded together, they share how tokens are chosen.
 _ALONE = ("logit_bias", "presence_penalty", "frequency_penalty", "min_tokens")
-# Fields that say what tokens are drawn from, and what continuous batching draws from where neither
-# a request nor the model's configuration says anything.
-_OF_DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_TOLD = ("logprobs", "top_logprobs", "include")
+# Settings that all share, and what continuous batching takes where the model's say nothing.
+_SHARED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -132,33 +130,18 @@ class Service:
 
     async def warm_up(self) -> None:
         """Have the model tested, by an answer that nobody learns from."""
+        running = Running(self.worker, math.inf, assistant=self.assistant.private())
+        most = min(_WARM_UP, self.most_answer)
         try:
-            await self._warm_up()
+            self._read(CompletionFields(prompt=[[0]], max_tokens=most), running)
+            running.begin()
+            await running.rest()
         except Exception as error:
             logger.error("the model could not be tested", exc_info=error)
             self.is_sound = False
         else:
             self.is_ready = True
             self.on_ready()
-
-    async def _warm_up(self) -> None:
-        ids = self.tokenizer("a", return_tensors="pt")["input_ids"][:, :1]
-        ids = ids if ids.numel() else ids.new_zeros(1, 1)
-        config = self._configured(None)
-        config.max_new_tokens = _WARM_UP
-        running = Running(self.worker, math.inf)
-        form = Form(self.tokenizer, self.model, ids[0].tolist(), self._ends, _WARM_UP)
-        inputs = {"input_ids": ids.to(self.model.device)}
-        job = running.add(form, inputs, config)
-        self._draft_for(job, self.assistant.private())
-        total = self.assistant.stats.total
-        before = total.calls
-        running.begin()
-        await running.rest()
-        for _ in range(_COUNTING):
-            if total.calls > before:
-                break
-            await asyncio.sleep(0.01)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -246,14 +229,13 @@ class Service:
             field = "n" if getattr(fields, "n", None) not in (None, 1) else fields.text_field
             message = f"{field}: expected at most {most} answers to a request, got {answers}"
             raise RefusedError(message, field)
-        waiting = [(one.tenant, one.waiting) for one in self._open]
-        if sum(own for name, own in waiting if name == tenant) + answers > self.limits.waiting:
-            after = self.worker.seconds * sum(own for _, own in waiting)
+        waiting = sum(one.waiting for one in self._open if one.tenant == tenant)
+        if waiting + answers > self.limits.waiting:
             raise RefusedError(
                 f"expected at most {self.limits.waiting} answers waiting, got more",
                 code="rate_limit_exceeded",
                 status=429,
-                retry_after=min(_LONGEST_WAIT, max(1, math.ceil(after))),
+                retry_after=_WAIT,
             )
         running = Running(self.worker, self.limits.seconds, tenant, assistant, answers)
         self._open.add(running)
@@ -299,8 +281,8 @@ class Service:
             for _ in range(getattr(fields, "n", None) or 1):
                 if running.left:
                     return
-                own = copy.copy(config)
-                own.max_new_tokens = most
+                settings = copy.copy(config)
+                settings.max_new_tokens = most
                 form = Form(
                     self.tokenizer, self.model, prompt_ids, self._ends, most, top=fields.top
                 )
@@ -312,7 +294,7 @@ class Service:
                 form.forced = read
                 form.echo = self.tokenizer.decode(text) if isinstance(text, list) else text
                 form.expected = () if expected is None else (expected,)
-                job = running.add(form, inputs, own)
+                job = running.add(form, inputs, settings)
                 job.queued = self.queued
                 job.processors = self._processors(fields, len(prompt_ids))
                 if hold is not None:
@@ -320,7 +302,9 @@ class Service:
                 if fields.seed is not None:
                     seed = fields.seed + len(running.jobs) - 1
                     job.seed = seed if seed < 2**64 else seed - 2**64
-                self._give(job, expected, running.assistant)
+                if expected is not None or running.assistant is not self.assistant:
+                    own = running.assistant
+                    self._draft_for(job, own if expected is None else own.expecting(expected))
 
     def _holding(
         self, fields: Fields, tenant: str | None
@@ -337,13 +321,6 @@ class Service:
             self._refuse_longer(fields, field)
             return self._held.to_schema(field, fields.schema_in_json, tenant), None
         return None, None
-
-    def _give(self, job: Job, expected: Any, assistant: Any) -> None:
-        """Give an answer the assistant of its request, and what it is expected to resemble."""
-        if expected is not None:
-            assistant = assistant.expecting(expected)
-        if assistant is not self.assistant:
-            self._draft_for(job, assistant)
 
     def _draft_for(self, job: Job, assistant: Any) -> None:
         """Let an assistant draft for an answer, where the way of decoding leaves room for it."""
@@ -365,17 +342,19 @@ class Service:
 
     def _refuse_alone(self, fields: Fields) -> None:
         """Refuse what answers that are decoded together cannot have each for itself."""
+        config, shared = self._configured(fields), self._shared
         asked = [name for name in _ALONE if getattr(fields, name, None)]
         if fields.top is not None:
-            told = ("logprobs", "top_logprobs", "include")
-            asked += [name for name in told if getattr(fields, name, None) is not None]
-        if fields.schema_in_json is not None:
-            asked.append(_schema_field(fields))
-        elif self._holds(fields):
-            asked.append("tool_choice")
-        if fields.repetition_penalty not in (None, 1):
-            asked.append("repetition_penalty")
-        asked += self._draws_alone(fields)
+            asked += [name for name in _TOLD if getattr(fields, name, None) is not None]
+        if self._holds(fields):
+            held = fields.schema_in_json is not None
+            asked.append(_schema_field(fields) if held else "tool_choice")
+        for name in _SHARED:
+            differs = _setting(config, name) != _setting(shared, name)
+            if differs and getattr(fields, name) is not None:
+                asked.append(name)
+        if config.do_sample and fields.seed is not None:
+            asked.append("seed")
         if asked:
             raise RefusedError(
                 f"{asked[0]}: expected none, since this server decodes answers together "
@@ -384,21 +363,6 @@ class Service:
                 asked[0],
                 "unsupported_parameter",
             )
-
-    def _draws_alone(self, fields: Fields) -> Iterator[str]:
-        """The fields by which a text would be drawn in another way than those beside it."""
-        config, shared = self._configured(fields), self._shared
-        if config.do_sample != shared.do_sample and fields.temperature is not None:
-            yield "temperature"
-        if not config.do_sample:
-            return
-        for name, usual in _OF_DRAWS.items():
-            common = getattr(shared, name) if shared.do_sample else None
-            differs = (getattr(config, name) or usual) != (common or usual)
-            if differs and getattr(fields, name) is not None:
-                yield name
-        if fields.seed is not None:
-            yield "seed"
 
     def _configured(self, fields: Fields | None) -> Any:
         """The settings of `generate` for a request; None: of one that says nothing."""
@@ -455,6 +419,13 @@ class Service:
             message = f"min_tokens: expected at most {most}, which the answer may have, got {least}"
             raise RefusedError(message, "min_tokens")
         return most
+
+
+def _setting(config: Any, name: str) -> Any:
+    """By which tokens are chosen; None: a greedy choice has no such setting."""
+    if name != "repetition_penalty" and not config.do_sample:
+        return None
+    return getattr(config, name) or _SHARED[name]
 
 
 def _schema_field(fields: Fields) -> str:

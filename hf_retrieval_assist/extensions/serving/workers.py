@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import secrets
 import threading
@@ -10,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from transformers import (
@@ -94,35 +93,6 @@ class Job:
         return len(self.written.form.prompt_ids)
 
 
-class Worker(Protocol):
-    """Generates answers, in a thread of its own.
-
-    Attributes:
-        most_tokens: of prompt and answer.
-        seconds: that an answer takes, the later ones the more.
-    """
-
-    most_tokens: int
-    seconds: float
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Generate these answers of one request."""
-
-    def leave(self, job: Job) -> None:
-        """Nobody waits for an answer any more."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it serves requests."""
-
-    @property
-    def going_on(self) -> Collection[Job]:
-        """The answers that are generated."""
-
-    def close(self) -> bool:
-        """End all answers; whether the thread has ended."""
-
-
 _CLOSING = RefusedError("the server ends", code="server_error", status=503, retry_after=5)
 
 
@@ -134,6 +104,9 @@ class OneByOne:
         model: with an assistant attached.
         tokenizer: the model's.
         assistant: that is attached.
+
+    Attributes:
+        most_tokens: of prompt and answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, assistant: Any):
@@ -148,20 +121,22 @@ class OneByOne:
         self._changed = threading.Condition()
         self._running: set[Job] = set()
         self._closed = False
-        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
+        """Whether it serves requests."""
         return self._thread.is_alive()
 
     @property
     def going_on(self) -> Collection[Job]:
+        """The answers that are generated."""
         with self._changed:
             return [*self._running]
 
     def submit(self, jobs: Sequence[Job]) -> None:
+        """Generate these answers of one request; RefusedError where the server ends."""
         with self._changed:
             if self._closed:
                 raise _CLOSING
@@ -170,12 +145,14 @@ class OneByOne:
             self._changed.notify()
 
     def leave(self, job: Job) -> None:
+        """Nobody waits for an answer any more."""
         job.left = True
         with self._changed:
             self._waiting = [one for one in self._waiting if one is not job]
             self._keep_turns()
 
     def close(self) -> bool:
+        """End all answers; whether the thread has ended."""
         with self._changed:
             self._closed = True
             for job in [*self._waiting, *self._running]:
@@ -194,9 +171,7 @@ class OneByOne:
                     return
                 job = self._by_turns()[0]
                 self._begin(job)
-            began = time.perf_counter()
             self._serve(job)
-            self.seconds += (time.perf_counter() - began - self.seconds) / 8
 
     def _keep_turns(self) -> None:
         """Know the turns of those that wait, and of no others."""
@@ -235,19 +210,20 @@ class OneByOne:
         model, written, config = self._model, job.written, job.config
         own: dict[str, Any] = {"assistant": job.assistant} if job.assistant is not None else {}
         processors, criteria = LogitsProcessorList(job.processors), StoppingCriteriaList()
-        streamer = _Streamer(job)
+        # Other ways of decoding have no streamer.
         by_tokens = config.get_generation_mode() in _BY_TOKENS
-        watched = written.form.may_end or not by_tokens  # other ways of decoding have no streamer
+        likely = None
         if written.form.top is not None and by_tokens:
-            streamer.likely = _Likely(self._alphabet, written.form.top)
-            processors.insert(0, streamer.likely)
-        if watched:
-            criteria.append(_Ended(job, streamer if by_tokens else None))
+            likely = _Likely(self._alphabet, written.form.top)
+            processors.insert(0, likely)
+        tokens = _Tokens(job, likely, by_tokens)
+        if watched := written.form.may_end or not by_tokens:
+            criteria.append(tokens)
         if hasattr(model, "has_talker"):
             own["generation_mode"] = "text"
         with _numbers_of(job.seed, model.device), self._in_parts(job) as between:
-            likely, cache = self._prompt_told(job, between)
-            written.begin(likely)
+            told, cache = self._prompt_told(job, between)
+            written.begin(told)
             if not written.form.most:
                 return
             if by_tokens and not config.cache_implementation:
@@ -255,7 +231,7 @@ class OneByOne:
             ids = model.generate(
                 **job.inputs,
                 generation_config=config,
-                streamer=None if watched else streamer,
+                streamer=None if watched else tokens,
                 tokenizer=self._tokenizer,
                 logits_processor=processors,
                 stopping_criteria=criteria,
@@ -325,52 +301,39 @@ def _numbers_of(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Streamer(BaseStreamer):
-    """Hands tokens on as they are generated.
+class _Tokens(BaseStreamer, StoppingCriteria):
+    """Hands tokens on as they are generated: as a streamer, or as a criterion, which also ends an
+    answer whose text is whole. Either ends one that nobody waits for.
 
-    Attributes:
-        likely: knows their probabilities, where these are asked for.
+    Args:
+        job: the answer.
+        likely: knows the tokens' probabilities; None: they are not asked for.
+        by_tokens: whether the text is made token by token.
     """
 
-    likely: _Likely | None = None
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._began = job, False
+    def __init__(self, job: Job, likely: _Likely | None, by_tokens: bool) -> None:
+        self._job, self._likely, self._by_tokens = job, likely, by_tokens
+        self._began = False
 
     def put(self, value: torch.Tensor) -> None:
         """One token, or first of all the prompt."""
         self._job.step()
-        if not self._began:
-            self._began = True
-            return
-        self.hand_on(value)
-
-    def hand_on(self, value: torch.Tensor) -> None:
-        """One token."""
-        likely = [] if self.likely is None else [self.likely.of(value)]
-        self._job.written.put(value.tolist(), likely)
+        if self._began:
+            self._hand_on(value)
+        self._began = True
 
     def end(self) -> None:
         """Nothing follows."""
 
-
-class _Ended(StoppingCriteria):
-    """Ends an answer whose text is whole, or that nobody waits for.
-
-    Args:
-        job: the answer.
-        streamer: takes its tokens, which it is not handed before a criterion is asked; None: the
-            text is not made token by token.
-    """
-
-    def __init__(self, job: Job, streamer: _Streamer | None) -> None:
-        self._job, self._streamer = job, streamer
-
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         self._job.step()
-        if self._streamer is not None:
-            self._streamer.hand_on(input_ids[0, -1:])
+        if self._by_tokens:
+            self._hand_on(input_ids[0, -1:])
         return input_ids.new_full((len(input_ids),), self._job.written.ended, dtype=torch.bool)
+
+    def _hand_on(self, token: torch.Tensor) -> None:
+        likely = [] if self._likely is None else [self._likely.of(token)]
+        self._job.written.put(token.tolist(), likely)
 
 
 class _Likely(LogitsProcessor):
@@ -406,7 +369,7 @@ def _told(
 
 
 class SideBySide:
-    """Generates answers side by side, by transformers' continuous batching.
+    """Generates answers side by side, by transformers' continuous batching; as `OneByOne`.
 
     Args:
         model: with an assistant attached.
@@ -417,17 +380,9 @@ class SideBySide:
     _numbers = itertools.count()
 
     def __init__(self, model: Any, config: Any, batching: Any):
-        self._model, self._config, self._batching = model, config, batching
         self._open: dict[str, Job] = {}
-        self.seconds = 0.0
-        self._manager: Any = None
-        self._start()
-
-    def _start(self) -> None:
-        if self._manager is not None:
-            self._manager.stop(block=True, timeout=2)
-        self._manager = self._model.init_continuous_batching(
-            generation_config=self._config, continuous_batching_config=self._batching
+        self._manager = model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=batching
         )
         # A thread is a daemon where the one is that starts it; any other would keep a process that
         # does not close this worker.
@@ -438,8 +393,7 @@ class SideBySide:
         while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)
         scheduler = getattr(self._manager.batch_processor, "scheduler", None)
-        positions = position_limit(self._model)
-        self.most_tokens: int = getattr(scheduler, "most_tokens", positions)
+        self.most_tokens: int = getattr(scheduler, "most_tokens", position_limit(model))
 
     @property
     def is_alive(self) -> bool:
@@ -451,7 +405,7 @@ class SideBySide:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         if not self.is_alive:
-            self._start()
+            raise _CLOSING
         for job in jobs:
             job.written.begin()
             if not job.written.form.most:
@@ -460,7 +414,7 @@ class SideBySide:
             # An id of one answer alone: clients give theirs to several.
             name = f"answer {next(self._numbers)}"
             self._open[name], job.stepped = job, time.monotonic()
-            handler = self._handler(name, job, time.perf_counter())
+            handler = self._handler(name, job)
             self._manager.register_result_handler(name, handler)
             drafts = isinstance(self._manager, DraftingManager)
             with adding_for(job.assistant if drafts else None):
@@ -472,7 +426,7 @@ class SideBySide:
                     eos_token_id=job.config.eos_token_id,
                 )
 
-    def _handler(self, name: str, job: Job, began: float) -> Callable[[Any], None]:
+    def _handler(self, name: str, job: Job) -> Callable[[Any], None]:
         """What is told of an answer, by the event loop that asks for it."""
         written = job.written
 
@@ -485,22 +439,13 @@ class SideBySide:
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 if output.is_finished() or written.ended:
-                    self.seconds += (time.perf_counter() - began - self.seconds) / 8
                     self._close(name, not output.is_finished())
                     written.end()
             except Exception as error:
                 self._close(name, True)
                 written.deliver(Failed(error))
-                # Requests that came while the worker died are nobody's.
-                asyncio.get_running_loop().call_later(_ENDING, self._fail_if_dead)
 
         return handle
-
-    def _fail_if_dead(self) -> None:
-        if not self.is_alive:
-            for name, job in [*self._open.items()]:
-                self._close(name, False)
-                job.written.deliver(Failed(RuntimeError("the worker has died")))
 
     def _close(self, name: str, goes_on: bool) -> None:
         del self._open[name]
@@ -519,3 +464,6 @@ class SideBySide:
             job.written.deliver(Failed(_CLOSING))
         self._manager.stop(block=True, timeout=_ENDING)
         return not self._manager.is_running()
+
+
+Worker: TypeAlias = OneByOne | SideBySide

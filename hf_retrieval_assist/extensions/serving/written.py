@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from tokenizers.decoders import DecodeStream
@@ -15,7 +15,6 @@ from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
     build_response_parser,
-    get_response_template,
     response_events_to_chunks,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -24,7 +23,6 @@ from ...types.token_tree import Int32Array
 
 # Parsers are told the tools from 5.23 on.
 _WITH_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _LEAST = -9999.0  # stands for a probability of nothing, which JSON cannot hold as a logarithm
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -61,14 +59,9 @@ class Call(NamedTuple):
 
 
 class End(NamedTuple):
-    """Nothing follows.
-
-    Attributes:
-        tokens: that were generated.
-    """
+    """Nothing follows."""
 
     reason: Reason
-    tokens: int
 
 
 class Failed(NamedTuple):
@@ -78,14 +71,6 @@ class Failed(NamedTuple):
 
 
 Piece: TypeAlias = Text | Call | End | Failed
-
-
-class Message(NamedTuple):
-    """A whole answer, taken apart."""
-
-    content: str
-    reasoning: str | None
-    calls: list[Call]
 
 
 @dataclass
@@ -138,17 +123,19 @@ class Written:
 
     Args:
         form: of the answer.
-        deliver: takes each piece.
+        send: takes each piece.
 
     Attributes:
         token_ids: what was generated.
+        pieces: what was sent.
         ended: whether nothing more is wanted: a text that stops it came, or the only call.
         read_before: tokens of the prompt that an earlier answer had read.
     """
 
     form: Form
-    deliver: Callable[[Piece], None]
+    send: Callable[[Piece], None]
     token_ids: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     ended: bool = False
     read_before: int = 0
 
@@ -166,6 +153,11 @@ class Written:
         self._likely: list[tuple[int, Likely]] = []  # and where each one's text ends
         self._shown: list[Likely] = []
         self._calls = 0
+
+    def deliver(self, piece: Piece) -> None:
+        """Send a piece, which may be one of a fault."""
+        self.pieces.append(piece)
+        self.send(piece)
 
     def begin(self, likely: Sequence[Likely] = ()) -> None:
         """Deliver what the prompt has begun, or the prompt with its tokens' probabilities."""
@@ -240,7 +232,7 @@ class Written:
             call = self.form.forced(self._whole)
             self._calls += call is not None
             self.deliver(Text(self._whole) if call is None else call)
-        self.deliver(End(self.reason, len(self.token_ids)))
+        self.deliver(End(self.reason))
 
     @property
     def reason(self) -> Reason:
@@ -252,55 +244,37 @@ class Written:
         return "stop" if whole or len(self.token_ids) < self.form.most else "length"
 
     @property
-    def text(self) -> str:
-        """What was delivered, before it was taken apart."""
-        return self._whole
+    def calls(self) -> list[Call]:
+        return [piece for piece in self.pieces if isinstance(piece, Call)]
 
     @property
-    def likely(self) -> Sequence[Likely] | None:
+    def likely(self) -> list[Likely] | None:
         """The probabilities of its tokens; None where they are not asked for."""
         return self._shown if self.form.top is not None else None
 
-    def message(self) -> Message:
-        """The whole answer, as transformers' server takes it apart."""
-        form, text = self.form, self._whole
-        if form.forced is not None and (call := form.forced(text)) is not None:
-            return Message("", None, [call])
-        if self._parser is None:
-            return Message(text, None, [])
-        found = _taken_apart(form, text)
-        if found is None:
-            first, text = (
-                form.tokenizer.decode(ids, skip_special_tokens=True)
-                for ids in (self.token_ids[: form.least], self.token_ids)
-            )
-            cuts = (at for stop in form.stops if (at := text.find(stop, len(first))) >= 0)
-            return Message(text[: min(cuts, default=len(text))], None, [])
-        return found
+    @property
+    def parts(self) -> Iterator[Piece]:
+        """The pieces of the whole answer: what follows each other of a text is one, and begins and
+        ends with no space where transformers takes it apart."""
+        for (kind, is_reasoning), run in groupby(self.pieces, _kind_of):
+            if kind is not Text:
+                yield from run
+                continue
+            texts: list[Any] = [*run]
+            whole = "".join(one.text for one in texts)
+            likely = [one for text in texts for one in text.logprobs]
+            text = whole if self._parser is None else whole.strip()
+            if text or likely:
+                yield Text(text, likely, is_reasoning)
+
+    def text(self, is_reasoning: bool = False) -> str:
+        """Its text, or its reasoning."""
+        texts = (part for part in self.parts if _kind_of(part) == (Text, is_reasoning))
+        return "".join(part.text for part in texts if isinstance(part, Text))
 
 
-def _taken_apart(form: Form, text: str) -> Message | None:
-    """The parts of an answer; None where a call of a tool is none: one that was cut by the length,
-    or one that the model got wrong."""
-    template = get_response_template(form.tokenizer, form.model)
-    prefix = form.tokenizer.decode([*form.prompt_ids])
-    try:
-        found = form.tokenizer.parse_response(text, template, prefix=prefix, tools=form.tools)
-    except (LookupError, TypeError, ValueError):
-        return None
-    calls = found.get("tool_calls") or []
-    if not all(map(_is_call, calls)):
-        return None
-    reasoning = next((found[name] for name in _REASONING if found.get(name)), None)
-    wanted = calls[:1] if form.single else calls
-    return Message(found.get("content", ""), reasoning, [_call(one["function"]) for one in wanted])
-
-
-def _call(function: dict[str, Any]) -> Call:
-    arguments = function["arguments"]
-    return Call(
-        function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
-    )
+def _kind_of(piece: Piece) -> tuple[type[Piece], bool]:
+    return type(piece), getattr(piece, "is_reasoning", False)
 
 
 def _is_call(found: Any) -> bool:
@@ -322,16 +296,20 @@ class Parser:
     def __init__(self, parser: Any) -> None:
         self._parser, self.initial_events = parser, parser.initial_events
         self._held = ""  # text of a call that goes on
+        self._fed = ""  # what has brought no event yet
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """The events that a piece of text brings."""
         if self._parser is None:
             return [_content(text)]
+        self._fed += text
         try:
-            return [self._seen(event) for event in self._parser.feed(text)]
+            if events := self._parser.feed(text):
+                self._fed = ""
+            return [self._seen(event) for event in events]
         except (LookupError, TypeError, ValueError):
             self._parser = None
-            return [_content(self._held + text)]
+            return [_content(self._held + self._fed)]
 
     def finalize(self) -> list[dict[str, Any]]:
         """The events that the end brings."""

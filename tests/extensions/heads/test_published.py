@@ -203,7 +203,7 @@ def test_a_head_in_a_folder_is_fitted_to_each_target_once(target, tmp_path):
             expected = run(model, ids, **options)
             assert torch.equal(run(model, ids, assistant=assistant, **options), expected)
             assert assistant.stats.last.drafted > 0
-    found = {model: one.head.config.boundaries for model, one in drafter._drafters.items()}
+    found = {model: one.head.boundaries for model, one in drafter._drafters.items()}
     assert found == {target: (2, 5, 7), other: (2, 4, 5)}
 
 
@@ -222,7 +222,7 @@ REFUSED = {
     ),
     "block_size: expected a number": ("DSpark of DeepSpec", {"block_size": 10**9}),
     "mask_token_id below the target's 128": ("DSpark of DeepSpec", {"mask_token_id": 128}),
-    "layers.2.self_attn.q_proj.weight: expected": ("DSpark of DeepSpec", {"num_hidden_layers": 3}),
+    '"layers.2.self_attn.q_proj.weight"': ("DSpark of DeepSpec", {"num_hidden_layers": 3}),
     "settings of DFlash layers": ("DSpark of DeepSpec", {"hidden_act": "none"}),
     "rope_type to be one of": ("DSpark of DeepSpec", {"rope_scaling": {"type": "dynamic"}}),
     "boundaries: expected -1 or 0 to 9": ("DSpark of DeepSpec", {"target_layer_ids": [1, 90]}),

@@ -25,14 +25,14 @@ from hf_retrieval_assist.extensions.serving.fields import (
 from hf_retrieval_assist.extensions.serving.prompts import _called
 from hf_retrieval_assist.extensions.serving.refusals import RefusedError, of_faults
 from hf_retrieval_assist.extensions.serving.service import Service
-from hf_retrieval_assist.extensions.serving.written import Parser, Written
+from hf_retrieval_assist.extensions.serving.workers import OneByOne
+from hf_retrieval_assist.extensions.serving.written import Written
 from tests.support.memories import wait_until
 from tests.support.served import (
     ANSWERS,
     ASKED,
     BODIES,
     CALL,
-    TEMPLATE,
     TOOL,
     changed_model,
     get,
@@ -91,25 +91,21 @@ def test_how_tokens_are_chosen(alone, folder, asked, plain):
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_every_route_draws_behind_a_seed(alone, route):
-    most = "max_output_tokens" if route == "responses" else "max_tokens"
-    drawn = {"temperature": 2.5, "seed": 7, most: 40}
-    asked = (drawn, drawn, drawn | {"seed": 8}, drawn | {"temperature": 0})
-    first, again, other, greedy = (text_of(posted(alone, route, **one)[1]) for one in asked)
-    assert first == again
-    assert len({first, other, greedy}) == 3
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", BODIES)
-def test_an_answer_goes_on_behind_its_end(served, route, stream):
-    """Of which no text is shown, and which ends by its length."""
-    most = "max_output_tokens" if route == "responses" else "max_tokens"
-    body = BODIES[route] | {"ignore_eos": True, most: 40, "temperature": 0, "stream": stream}
-    _, text = get(f"{served.url}/v1/{route}", body)
-    assert "<|im_end|>" not in text
-    assert ("incomplete" if route == "responses" else '"length"') in text
-    assert '_tokens": 40' in text or '_tokens":40' in text
+def test_every_route_draws_behind_a_seed_and_goes_on_behind_its_end(served, route):
+    """Of which no text is shown, and behind which the length ends it."""
+    most = {"max_output_tokens" if route == "responses" else "max_tokens": 40}
+    if isinstance(served.service.worker, OneByOne):
+        drawn = most | {"temperature": 2.5, "seed": 7}
+        asked = (drawn, drawn, drawn | {"seed": 8}, most | {"temperature": 0})
+        first, again, other, greedy = (text_of(posted(served, route, **one)[1]) for one in asked)
+        assert first == again
+        assert len({first, other, greedy}) == 3
+    for stream in (False, True):
+        body = BODIES[route] | {"ignore_eos": True, "temperature": 0, "stream": stream} | most
+        _, text = get(f"{served.url}/v1/{route}", body)
+        assert "<|im_end|>" not in text
+        assert ("incomplete" if route == "responses" else '"length"') in text
+        assert '_tokens": 40' in text or '_tokens":40' in text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +130,6 @@ def test_the_least_is_no_more_than_the_most(alone, monkeypatch):
     assert (status, answer["usage"]["completion_tokens"]) == (200, 12)
 
 
-@pytest.mark.parametrize("field", [{"min_tokens": 3}, {"ignore_eos": True}], ids=str)
 @pytest.mark.parametrize(
     ("route", "held"),
     [
@@ -143,48 +138,51 @@ def test_the_least_is_no_more_than_the_most(alone, monkeypatch):
         ("responses", {"text": {"format": {"type": "json_object"}}}),
     ],
 )
-def test_what_ends_an_answer_is_not_ignored_silently(alone, route, held, field):
-    status, answer = posted(alone, route, **held, **field)
-    assert (status, answer["error"]["param"]) == (400, *field)
+def test_what_ends_an_answer_is_not_ignored_silently(alone, route, held):
+    for field in ({"min_tokens": 3}, {"ignore_eos": True}):
+        status, answer = posted(alone, route, **held, **field)
+        assert (status, answer["error"]["param"]) == (400, *field)
 
 
-def test_what_is_drawn_side_by_side_is_the_models_own(folder, tmp_path):
+# What answers that are decoded together cannot have each for itself.
+ALONE = {"logit_bias": {"40": 100}, "frequency_penalty": 1, "presence_penalty": 1, "seed": 0}
+ALONE |= {"logprobs": True, "repetition_penalty": 1.2, "min_tokens": 3, "temperature": 0.5}
+ALONE |= {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "response_format": {"type": "json_object"}}
+
+
+def test_what_all_share_side_by_side_is_the_models_own(folder, tmp_path):
     """What asks for the same as the configuration is served, said or left out there."""
     draws = changed_model(folder, tmp_path / "draws", do_sample=True, top_k=4)
     with serving(draws, batching=True) as served:
         same = {"temperature": 1, "top_p": 1, "top_k": 4, "min_p": 0, "repetition_penalty": 1}
         status, answer = posted(served, **same)
         assert status == 200, answer
-        for field, value in (
-            *(("temperature", 0), ("temperature", 0.5), ("top_p", 0.9)),
-            *(("top_k", -1), ("top_k", 5), ("min_p", 0.1), ("seed", 0)),
-        ):
+        asked = [*ALONE.items(), ("temperature", 0), ("top_k", -1), ("tool_choice", "required")]
+        for field, value in asked:
             status, answer = posted(served, **{field: value})
-            assert (status, answer["error"]["param"]) == (400, field)
+            told = status, answer["error"]["param"], answer["error"]["code"]
+            assert told == (400, field, "unsupported_parameter")
+            assert "--continuous-batching" in answer["error"]["message"]
+    with serving(folder, batching=True) as served:  # nothing is drawn
+        assert posted(served, temperature=0, seed=7)[0] == 200
+        status, answer = posted(served, "completions", logprobs=0)
+        assert (status, answer["error"]["param"]) == (400, "logprobs")
 
 
 @pytest.mark.parametrize(
     "own",
     [
         {"num_beams": 2},
-        {"cache_implementation": "static"},
+        {"cache_implementation": "static", "repetition_penalty": 1.7},
         {"num_return_sequences": 2, "do_sample": True},
-        *(
-            pytest.param(own, marks=pytest.mark.slow)
-            for own in (
-                {"repetition_penalty": 1.7},
-                {"prompt_lookup_num_tokens": 3},
-                {"pad_token_id": None, "min_new_tokens": 30},
-            )
-        ),
+        pytest.param({"pad_token_id": None, "min_new_tokens": 30}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_the_models_own_settings_are_those_of_answers(folder, tmp_path, own):
     """Other ways of decoding, too, beside which predictions are told; a request has its say."""
     path = changed_model(folder, tmp_path / "model", **own)
-    model = Qwen2ForCausalLM.from_pretrained(path)
-    tokenizer = tokenizer_of_bytes()
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(path), tokenizer_of_bytes()
     prompt = BODIES["completions"]["prompt"]
     inputs = tokenizer(prompt, return_tensors="pt")
     set_seed(5)
@@ -193,11 +191,9 @@ def test_the_models_own_settings_are_those_of_answers(folder, tmp_path, own):
     prediction = {"type": "content", "content": "hello"}
     with serving(path) as served:
         body = {"max_tokens": 40, "seed": 5, "prediction": prediction}
-        status, answer = posted(served, "completions", **body)
-        assert (status, text_of(answer)) == (200, plain)
-        assert answer["usage"]["completion_tokens_details"]
         status, answer = posted(served, "completions", echo=True, logprobs=0, **body)
         assert (status, text_of(answer)) == (200, prompt + plain)
+        assert answer["usage"]["completion_tokens_details"]
         neutral = {"repetition_penalty": 1, "min_tokens": 0, "temperature": 0, "ignore_eos": True}
         status, answer = posted(served, "completions", max_tokens=40, **neutral)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 40)
@@ -251,13 +247,13 @@ def test_calls_without_arguments_are_read(served):
 
 def test_calls_that_cannot_be_read_are_named(alone):
     messages = calling("{}")
-    calls = messages[1]["tool_calls"]
+    expected = ": expected a function with a name and arguments"
     for bad, place in (
         ({"function": {"name": "f", "arguments": "{"}}, ".function.arguments: expected JSON"),
-        ({"function": {"name": "f"}}, ": expected a function with a name and arguments"),
-        (5, ": expected a function with a name and arguments, got 5"),
+        ({"function": {"name": "f"}}, expected),
+        (5, f"{expected}, got 5"),
     ):
-        calls[1:] = [bad]
+        messages[1]["tool_calls"][1:] = [bad]
         status, answer = posted(alone, messages=messages)
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert answer["error"]["message"].startswith(f"messages.1.tool_calls.1{place}")
@@ -277,29 +273,16 @@ def test_answers_come_back_as_clients_parse_them(served):
     added = {"parsed": {"a": 1}, "refusal": None, "audio": None, "function_call": None}
     added |= {"annotations": [{"type": "url_citation"}], "tool_calls": None, "id": "msg_1"}
     added |= {"provider_specific_fields": {"refusal": None}}
-    texts = [
+    first, second = (
         text_of(posted(served, messages=[*ASKED, message, *ASKED])[1])
         for message in (plain, plain | added)
-    ]
-    assert texts[0] == texts[1]
+    )
+    assert first == second
     call = calling('{"city": "Ghent"}')[1]["tool_calls"][0]
     parsed = call["function"] | {"parsed_arguments": {"city": "Ghent"}}
     found = _called("x", "messages", call | {"index": 0, "function": parsed})
-    expected = call["function"] | {"arguments": {"city": "Ghent"}}
-    assert found == call | {"function": expected}
-
-
-def test_reasoning_comes_back_by_either_name(tmp_path, folder):
-    place = "<|im_start|>{{ m.role }}\n"
-    thought = "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-    template = TEMPLATE.replace(place, place + thought)
-    with serving(changed_model(folder, tmp_path / "model", template)) as served:
-        lengths = []
-        for more in ({}, {"reasoning": "why"}, {"reasoning_content": "why"}):
-            back = {"role": "assistant", "content": "x", **more}
-            _, answer = posted(served, messages=[*ASKED, back, *ASKED])
-            lengths.append(answer["usage"]["prompt_tokens"])
-        assert lengths == [lengths[0], lengths[0] + 5, lengths[0] + 5]
+    assert found["function"] == call["function"] | {"arguments": {"city": "Ghent"}}
+    assert "index" not in found
 
 
 # Names that a template has, a request's effort, and what it means; None: it is refused.
@@ -316,18 +299,16 @@ EFFORTS = [
 @pytest.mark.parametrize(("name", "effort", "told"), EFFORTS)
 def test_who_asks_for_no_reasoning_gets_none(alone, monkeypatch, name, effort, told):
     """Or is refused, by a model that could not do without."""
-    tokenizer = alone.service.tokenizer
+    tokenizer, prompts = alone.service.tokenizer, alone.service._prompts
     shown = f"{{{{ {name} }}}}" if name else ""
     monkeypatch.setattr(tokenizer, "chat_template", shown + tokenizer.chat_template)
-    prompts = alone.service._prompts
     fields = ResponseFields(input="hello", reasoning={"effort": effort, "summary": "auto"})
     if told is None:
         with pytest.raises(RefusedError):
             prompts.of(fields)
-        return
-    (inputs,) = prompts.of(fields)
-    text = tokenizer.decode(inputs["input_ids"][0])
-    assert text.startswith(f"{told}<|im_start|>user")
+    else:
+        text = tokenizer.decode(prompts.of(fields)[0]["input_ids"][0])
+        assert text.startswith(f"{told}<|im_start|>user")
 
 
 UNSEEN = [{"type": "web_search"}, {"type": "namespace", "name": "x", "tools": []}]
@@ -384,48 +365,36 @@ def test_a_client_may_ask_for_one_call_alone(alone, monkeypatch, parallel):
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1 + parallel
 
 
-# Where a fault may be, and whether an answer that is not streamed meets it.
-FAULTS = [
-    (Service, "_configured", True),
-    (Service, "answer", True),
-    (Qwen2ForCausalLM, "forward", True),
-    (ChatAnswer, "whole", True),
-    (ChatAnswer, "begin", False),
-    (ChatAnswer, "go_on", False),
-    (Parser, "feed", False),
-]
+# Where a fault may be.
+FAULTS = [(Service, "_configured"), (Qwen2ForCausalLM, "forward"), (ChatAnswer, "body")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_connection_outlives_a_fault(alone, monkeypatch, stream):
-    """Wherever in the server it is; nothing of it is told."""
+def test_nothing_of_a_fault_is_told(alone, monkeypatch, stream):
+    """A stream that has begun tells of it in its last event; and the connection outlives it."""
     where = urlsplit(alone.url)
     connection = http.client.HTTPConnection(where.hostname, where.port)
     connection.auto_open = 0
     connection.connect()
 
-    def ask():
-        body = json.dumps({"messages": ASKED, "max_tokens": 4, "stream": stream})
-        kind = {"content-type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", body, kind)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-
     def fail(*_, **__):
         raise TypeError("the disk at /secret")
 
-    for owner, name, is_whole in FAULTS:
-        if is_whole is stream and name != "forward" and owner is not Service:
-            continue
+    for owner, name in [*FAULTS, (ChatAnswer, "begin"), (ChatAnswer, "go_on")]:
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fail)
-            status, text = ask()
-        # A stream that has begun tells of it in its last event.
-        assert status == (200 if stream and owner is not Service else 500), name
+            body = json.dumps({"messages": ASKED, "max_tokens": 4, "stream": stream})
+            kind = {"content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, kind)
+            response = connection.getresponse()
+            text = response.read().decode()
+        if name in (("body",) if stream else ("begin", "go_on")):
+            assert response.status == 200
+            continue
+        assert response.status == (200 if stream and owner is not Service else 500), name
         told = json.loads(text.strip().split("\n")[-1].removeprefix("data: "))
         assert told["error"]["message"] == "the answer could not be completed"
         assert "secret" not in text
-    assert ask()[0] == 200
     connection.close()
 
 
@@ -443,15 +412,12 @@ def test_an_application_that_is_never_served_keeps_no_process(folder, batching):
     assert not {*threading.enumerate()} & started
 
 
-@pytest.mark.parametrize("batching", [False, True])
-def test_an_application_may_be_mounted_into_another(folder, batching):
+def test_an_application_may_be_mounted_into_another(folder):
     """Whose lifespan alone runs: the first probe has the model tested."""
-    inner = make(folder, SamAssistant(), continuous_batching=batching, cb_config=BLOCKS)
-    ran = []
+    inner = make(folder, SamAssistant())
 
     @asynccontextmanager
     async def lifespan(_):
-        ran.append(True)
         yield
         inner.state.service.close()
 
@@ -462,5 +428,4 @@ def test_an_application_may_be_mounted_into_another(folder, batching):
         status, text = get(f"{url}/llm/v1/chat/completions", body)
         assert (status, text_of(json.loads(text))) == (200, ANSWERS["hello"])
         wait_until(lambda: get(f"{url}/llm/ready")[0] == 200)
-    assert ran
-    assert not inner.state.service.worker.is_alive or batching
+    assert not inner.state.service.worker.is_alive

@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.extensions.serving import workers
 from hf_retrieval_assist.extensions.serving.app import build_app
-from hf_retrieval_assist.extensions.serving.service import Limits, Service
+from hf_retrieval_assist.extensions.serving.service import Limits
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
 from tests.support.served import (
@@ -107,7 +107,6 @@ def test_a_request_takes_no_longer_than_it_may(folder, tmp_path, held, settings,
         assert served.ask("hello", max_tokens=2).choices[0].message.content == "he"
 
 
-@pytest.mark.slow
 def test_prompts_and_answers_keep_to_their_bounds(folder):
     limits = Limits(prompt_tokens=60, answer_tokens=30)
     with serving(folder, limits=limits) as served:
@@ -115,48 +114,32 @@ def test_prompts_and_answers_keep_to_their_bounds(folder):
             assert refusal(served.ask, bad, **options).code == "context_length_exceeded"
         cut = served.ask("list", max_tokens=None)
         assert (cut.usage.completion_tokens, cut.choices[0].finish_reason) == (30, "length")
-    # The owner may serve more than the model was trained for.
-    with serving(folder, limits=Limits(prompt_tokens=50_000)) as served:
-        served.ask("x" * 33_000, max_tokens=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batching", [False, True])
 def test_streams_of_which_half_are_left(folder, batching):
     """Nothing of those that left goes on, and the others are whole."""
     with serving(folder, batching=batching) as served:
 
         def ask(number):
-            stream = served.ask("list", stream=True)
-            texts = []
-            for chunk in stream:
-                texts.append(chunk.choices[0].delta.content or "")
-                if number % 2 and len(texts) == 5 + number % 40:
+            # A client may hand on the id of what it was asked itself.
+            headers = {"x-request-id": "trace"}
+            stream, text = served.ask("list", stream=True, extra_headers=headers), ""
+            for count, chunk in enumerate(stream):
+                assert chunk.id == "trace"
+                text += chunk.choices[0].delta.content or ""
+                if number % 2 and count == 5 + number % 40:
                     stream.close()
                     return None
-            return "".join(texts)
+            return text
 
-        with ThreadPoolExecutor(96) as clients:
-            found = [*clients.map(ask, range(96))]
-        assert found == [None if number % 2 else LIST.strip() for number in range(96)]
-        wait_until(lambda: not served.service.worker.going_on)
+        with ThreadPoolExecutor(24) as clients:
+            found = [*clients.map(ask, range(24))]
+        assert found == [None if number % 2 else LIST.strip() for number in range(24)]
         worker = served.service.worker
-        left = worker._manager.output_router.result_handlers if batching else worker._waiting
-        assert not left
+        wait_until(lambda: not worker.going_on)
+        assert not (worker._manager.output_router.result_handlers if batching else worker._waiting)
         assert served.ask("list").choices[0].message.content == LIST.strip()
-
-
-def test_an_answer_that_is_left_is_not_generated_to_its_end(folder):
-    with serving(folder, batching=True) as served:
-        stream = served.ask("what else?", stream=True, max_tokens=3000)
-        next(chunk for chunk in stream if chunk.choices[0].delta.content)
-        stream.close()
-        wait_until(lambda: not served.service.worker.going_on)
-        served.ask("hello")
-        scheduler = served.service.worker._manager.batch_processor.scheduler
-        wait_until(lambda: not scheduler.active_requests)
-        wait_until(lambda: served.metrics()["requests_total",] == 2)
-        assert served.metrics()["tokens_total",] < 2000
 
 
 def test_a_server_that_ends_tells_those_who_wait(folder, held):
@@ -172,17 +155,6 @@ def test_a_server_that_ends_tells_those_who_wait(folder, held):
         wait_until(served.service.close)
         assert get(f"{served.url}/health")[0] == 503
         assert refusal(served.ask, "hello").status_code == 503
-
-
-def test_requests_that_come_before_the_model_is_tested_wait(folder, held, monkeypatch):
-    tested = []
-    monkeypatch.setattr(Service, "on_ready", staticmethod(lambda: tested.append(True)))
-    with serving(folder) as served:
-        assert tested == [True]
-        assert get(f"{served.url}/health")[0] == get(f"{served.url}/ready")[0] == 200
-        served.service.is_ready = False
-        assert get(f"{served.url}/ready")[0] == 503
-        assert served.ask("hello").choices[0].message.content == ANSWERS["hello"]
 
 
 def test_a_model_that_cannot_be_tested_is_to_be_started_again(folder, monkeypatch):

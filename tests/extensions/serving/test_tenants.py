@@ -7,7 +7,6 @@ from urllib.parse import quote
 
 import pytest
 
-from hf_retrieval_assist import OutputMemory
 from hf_retrieval_assist.extensions.serving.refusals import RefusedError
 from hf_retrieval_assist.extensions.serving.tenants import Tenants, read_keys
 from hf_retrieval_assist.extensions.serving.workers import OneByOne
@@ -110,22 +109,6 @@ def test_keys_of_tenants_are_read_from_a_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match="expected a tenant's name and"):
             read_keys(path)
-
-
-@pytest.mark.parametrize("kept", ["log", "memory"])
-def test_what_is_erased_is_counted(tmp_path, kept):
-    memory = OutputMemory(path=tmp_path / "log") if kept == "log" else OutputMemory()
-    for tenant, count in (("acme", 3), ("globex", 2)):
-        for number in range(count):
-            memory.namespace(tenant).add([number, 5, 6, 7])
-    running = memory.namespace("acme").start()
-    running.extend([1, 2])
-    # One that goes on is forgotten, and is no row yet.
-    assert memory.namespace("acme").forget() == 4
-    running.close()
-    other = OutputMemory(path=tmp_path / "log") if kept == "log" else memory
-    assert other.namespace("acme").forget() == 0
-    assert other.forget() == 2
 
 
 def test_an_erasure_reaches_requests_that_wait(folder, monkeypatch):
