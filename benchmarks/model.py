@@ -162,8 +162,8 @@ class Compared:
             lookup,
             Method("prompt lookup in reroute", lookup.options, 1, reroute),
             Method(KERNELS, dict, scope=reroute),
-            assisted("+ copies", partial(without, graphs=False)),
-            assisted("+ recordings", without),
+            assisted("+ recordings", partial(without, extra_memory=0)),
+            assisted("+ copies", without),
             assisted("+ drafts", partial(SamAssistant, costs=self._costs)),
             assisted("+ drafts, a dozen before", lambda: self._known),
         ]

@@ -4,8 +4,8 @@ The scheduler, the blocks, prefix sharing and chunked prefill stay transformers'
 ours makes what serves its requests of subclasses, which are the only places that spell names of
 transformers' that are not public. A decoding request is fed its last token and a draft behind it;
 the step reads the logits of all of these places, chooses a token at each, keeps the ones that plain
-decoding would have chosen, and takes the rest back before the next step. A step that fails with
-drafts is computed again without them.
+decoding would have chosen, and takes the rest back before the next step. A request that cannot be
+served fails alone, and a step that fails with drafts is computed again without them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import math
 import queue
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -36,9 +37,6 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 from ...host.positions import position_limit
 from ...system.log import get_logger
 
-if TYPE_CHECKING:
-    from .drafts import RequestDrafts
-
 logger = get_logger(__name__)
 
 Ours = TypeVar("Ours")
@@ -47,6 +45,21 @@ _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
 # The assistant of what the running thread, or task, adds.
 _assistant: ContextVar[Any] = ContextVar("assistant of a request", default=None)
+
+
+class Drafts(Protocol):
+    """What drafts for the requests of a manager; `RequestDrafts` says how."""
+
+    def check_twin(self, assistant: Any) -> None: ...
+    def scope(self, requests: int) -> AbstractContextManager[Any]: ...
+    def propose(
+        self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
+    ) -> list[list[int]]: ...
+    def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None: ...
+    def close_others(self, requests: Sequence[DraftedRequest]) -> None: ...
+    def begin_step(self) -> None: ...
+    def end_step(self, grown: Sequence[DraftedRequest], fed: int | None) -> None: ...
+    def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None: ...
 
 
 def _taken_over(kind: type[Ours], theirs: Any, **own: Any) -> Ours:
@@ -63,6 +76,7 @@ class DraftedRequest(RequestState):
     Attributes:
         assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
         text: what drafts for it; None before anything does.
+        checked: whether it is known that it can be served.
         draft: what a step may feed behind the last token, and feeds where it is scheduled.
         place: of the logits behind the last fed token; those behind its draft follow.
         kept: tokens that its text got by the last step.
@@ -70,6 +84,7 @@ class DraftedRequest(RequestState):
 
     assistant: Any = None
     text: Any = None
+    checked: bool = False
     draft: Sequence[int] = ()
     place: int = 0
     kept: int = 0
@@ -77,7 +92,8 @@ class DraftedRequest(RequestState):
     def create_equivalent_initial_request(self) -> RequestState:
         state = super().create_equivalent_initial_request()
         text, self.text = self.text, None
-        return _taken_over(DraftedRequest, state, assistant=self.assistant, text=text)
+        own = {"assistant": self.assistant, "checked": True, "text": text}
+        return _taken_over(DraftedRequest, state, **own)
 
     @property
     def left(self) -> float:
@@ -104,7 +120,7 @@ def adding_for(assistant: Any) -> Iterator[None]:
         _assistant.reset(token)
 
 
-def drafting(manager: Any, drafts: RequestDrafts | None) -> Any:
+def drafting(manager: Any, drafts: Drafts | None) -> Any:
     """A manager that has not started, as one whose steps carry drafts; None: none.
 
     A model may keep its manager from one call to the next.
@@ -127,7 +143,7 @@ def drafting(manager: Any, drafts: RequestDrafts | None) -> Any:
 class DraftingManager(ContinuousBatchingManager):
     """A manager whose steps carry drafts, where there are any."""
 
-    drafts: RequestDrafts | None
+    drafts: Drafts | None
 
     def add_request(self, *args: Any, assistant: Any = None, **options: Any) -> str | None:
         """transformers' own, with an assistant for this request alone.
@@ -162,6 +178,7 @@ class DraftingManager(ContinuousBatchingManager):
             _drafting(kind),
             processor.scheduler,
             drafts=self.drafts,
+            vocab_size=len(self.model.get_input_embeddings().weight),
             most_tokens=_most_tokens(processor.cache, position_limit(self.model)),
         )
         processor.offloading_manager.scheduler = scheduler
@@ -213,13 +230,38 @@ class _DraftingScheduler(Scheduler):
     """Schedules a decoding request with a draft behind its last token, where there is room.
 
     Attributes:
+        vocab_size: ids that the model can be fed.
         most_tokens: of one request.
         proposes: whether drafts are still to be proposed for this step.
     """
 
-    drafts: RequestDrafts
+    drafts: Drafts
+    vocab_size: int
     most_tokens: int
     proposes = False
+
+    def add_waiting_request(self, state: DraftedRequest) -> None:
+        if not state.checked:
+            self._check(state)
+        super().add_waiting_request(state)
+
+    def _check(self, state: RequestState) -> None:
+        """ValueError for a request that would end the loop, and with it all other requests."""
+        name, wanted, ids = state.request_id, state.max_new_tokens, np.asarray(state.initial_tokens)
+        if name in self.active_requests or name in self.waiting_requests:
+            raise ValueError(f"request_id: expected one that no running request has, got {name!r}")
+        if not 0 < len(ids) <= self.most_tokens:
+            raise ValueError(
+                f"input_ids: expected 1 to {self.most_tokens} tokens, as many as the cache holds "
+                f"and the model has positions for, got {len(ids)}"
+            )
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"input_ids: expected integers, got {ids.ndim}-d {ids.dtype}")
+        least, most, last = ids.min(), ids.max(), self.vocab_size - 1
+        if not 0 <= least <= most <= last:
+            raise ValueError(f"input_ids: expected ids from 0 to {last}, got {least} to {most}")
+        if not isinstance(wanted, (int, float, type(None))):
+            raise ValueError(f"max_new_tokens: expected a number, got {wanted!r}")
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         if self.proposes:
@@ -321,14 +363,26 @@ class DraftingProcessor(ContinuousBatchProcessor):
         scheduler = self.scheduler
         scheduler.proposes = True
         scheduler.drafts.begin_step()
-        for state in scheduler.active_requests.values():
+        for state in [*scheduler.active_requests.values()]:
             state.draft = ()
+            if state.position_offset >= scheduler.most_tokens:
+                error = ValueError(
+                    f"expected at most {scheduler.most_tokens} tokens of prompt and output, as "
+                    "many as the cache holds and the model has positions for"
+                )
+                self._handle_request_error(error, state)
+                scheduler.finish_request(state.request_id)
         if not scheduler.active_requests:  # the last one was cancelled, or failed
             scheduler.block_new_requests = False
         ready = super().prepare_next_batch()
         running = chain(scheduler.active_requests.values(), scheduler.waiting_requests.values())
         scheduler.drafts.close_others([*running])
         return ready
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        # The tokens are this request's; transformers looks them up by the id, which another
+        # request may have.
+        self.output_router.fail_and_deliver(state, error)
 
     def _generation_step(self, model: torch.nn.Module) -> None:
         drafts, requests = self.scheduler.drafts, self.inputs_and_outputs.requests_in_batch

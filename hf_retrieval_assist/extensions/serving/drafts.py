@@ -1,4 +1,4 @@
-"""Drafts for transformers' continuous batching.
+"""Drafts for transformers' continuous batching: `generate_batch`, managers, `transformers serve`.
 
 Each request is a text of its own, which drafts from the prompt, from its output and from what other
 requests have finished. The account of time decides for all requests of a step together how many
@@ -106,8 +106,18 @@ class RequestDrafts:
         account = self._policy.account(replace(self._key, batch_size=size_bucket(len(depths))))
         limits = partial(Limits, [*depths.values()], total=room, chains=True, packed=True)
         sessions = [text.session for text in depths if text.session]
-        self._step = self._policy.draft(Ask(sessions, cost, account, limits=limits, apart=True))
-        for text, chain in zip(depths, self._step.trees, strict=True):
+        try:
+            step = self._policy.draft(Ask(sessions, cost, account, limits=limits, apart=True))
+        except Exception:
+            # Whose drafts failed is found out one by one; the step does without any.
+            for text, session in zip(depths, sessions, strict=True):
+                with self._at_the_cost_of(text):
+                    self._policy.draft(Ask([session]))
+            if all(text.session for text in depths):
+                raise
+            return
+        self._step = step
+        for text, chain in zip(depths, step.trees, strict=True):
             text.chain = chain
 
     def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None:

@@ -8,11 +8,14 @@ _USED = {
     "continuous_api:ContinuousBatchingManager": ("add_request", "_create_batch_processor"),
     "continuous_api:ContinuousBatchProcessor": (
         *("prepare_next_batch", "_generation_step", "update_batch"),
-        "fail_all_requests",
+        *("fail_all_requests", "_handle_request_error"),
     ),
     "continuous_api:ContinuousMixin": ("init_continuous_batching",),
     "model_runner:ModelRunner": ("_sample", "compute_batch"),
-    "scheduler:Scheduler": (*("schedule_batch", "_infer_request_tokens", "_schedule_request"),),
+    "scheduler:Scheduler": (
+        *("schedule_batch", "add_waiting_request", "finish_request"),
+        *("_infer_request_tokens", "_schedule_request"),
+    ),
     "cache:PagedAttentionCache": ("can_store_request_tokens", "count_new_complete_blocks"),
     "cache_allocators": ("SLIDING_ATTENTION",),
     "cache_allocators:SlidingAttentionCacheAllocator": ("get_write_indices",),

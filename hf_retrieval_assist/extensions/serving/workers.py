@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 import threading
@@ -380,9 +381,16 @@ class SideBySide:
     _numbers = itertools.count()
 
     def __init__(self, model: Any, config: Any, batching: Any):
+        self._model, self._config, self._batching = model, config, batching
         self._open: dict[str, Job] = {}
-        self._manager = model.init_continuous_batching(
-            generation_config=config, continuous_batching_config=batching
+        self._manager: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=2)
+        self._manager = self._model.init_continuous_batching(
+            generation_config=self._config, continuous_batching_config=self._batching
         )
         # A thread is a daemon where the one is that starts it; any other would keep a process that
         # does not close this worker.
@@ -393,7 +401,8 @@ class SideBySide:
         while self._manager.batch_processor is None and self._manager.is_running():
             time.sleep(0.01)
         scheduler = getattr(self._manager.batch_processor, "scheduler", None)
-        self.most_tokens: int = getattr(scheduler, "most_tokens", position_limit(model))
+        positions = position_limit(self._model)
+        self.most_tokens: int = getattr(scheduler, "most_tokens", positions)
 
     @property
     def is_alive(self) -> bool:
@@ -405,7 +414,7 @@ class SideBySide:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         if not self.is_alive:
-            raise _CLOSING
+            self._start()
         for job in jobs:
             job.written.begin()
             if not job.written.form.most:
@@ -444,8 +453,16 @@ class SideBySide:
             except Exception as error:
                 self._close(name, True)
                 written.deliver(Failed(error))
+                # Requests that came while the worker died are nobody's.
+                asyncio.get_running_loop().call_later(_ENDING, self._fail_if_dead)
 
         return handle
+
+    def _fail_if_dead(self) -> None:
+        if not self.is_alive:
+            for name, job in [*self._open.items()]:
+                self._close(name, False)
+                job.written.deliver(Failed(RuntimeError("the worker has died")))
 
     def _close(self, name: str, goes_on: bool) -> None:
         del self._open[name]

@@ -1,7 +1,10 @@
-"""What a fault in drafting must not do to requests of continuous batching."""
+"""What one request of continuous batching, or a fault in drafting, must not do to the others."""
 
 import functools
+import gc
 import itertools
+import logging
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -41,6 +44,44 @@ SMALL = {"num_blocks": 16}  # 256 tokens
 
 
 LONE = [5, 6, 7]
+SPOILING = {
+    "no tokens wanted": ([LONE], {"max_new_tokens": 0}, None),
+    "less than none": ([LONE], {"max_new_tokens": -3}, None),
+    "a text for a number": ([LONE], {"max_new_tokens": "5"}, "max_new_tokens: expected a number"),
+    "an id that is running": ([LONE] * 3, {"request_id": "a"}, "request_id: expected one"),
+    "no prompt": ([[]], {}, "input_ids: expected 1 to 256 tokens"),
+    "larger than the cache": ([[5] * 3000], {}, "input_ids: expected 1 to 256 tokens"),
+    "as large as the cache": ([[5] * 256], {"max_new_tokens": 1}, None),
+    "outgrows the cache": ([[5] * 100], {"max_new_tokens": 500}, "at most 256 tokens"),
+    "two outgrow it": ([[5] * 100, [7] * 100], {"max_new_tokens": 500}, "at most 256 tokens"),
+    "an unknown token": ([[5, VOCAB]], {}, f"ids from 0 to {VOCAB - 1}, got 5 to {VOCAB}"),
+    "a negative token": ([[5, -1]], {}, "got -1 to 5"),
+    "a huge token": ([[5, 10**30]], {}, "input_ids: expected integers"),
+    "words": (["hello"], {}, "input_ids: expected integers"),
+    "an unknown option": ([LONE], {"warmth": 1}, "warmth"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILING)
+def test_a_request_that_cannot_be_served_fails_alone(llama, case):
+    spoiling, options, message = SPOILING[case]
+    inputs, plain, assistant = half_known(llama, 3, memory=OutputMemory())
+    with manager_of(llama, assistant, **SMALL) as manager:
+        manager.add_request(inputs[0], request_id="before")
+        for prompt in spoiling:
+            manager.add_request(prompt, **options)
+        manager.add_request(inputs[1], request_id="beside")
+        found = finished(manager, 2 + len(spoiling))
+        manager.add_request(inputs[2], request_id="after")
+        found += finished(manager, 1)
+        settled(manager)
+        assert manager.batch_processor.cache.compute_free_capacity() > 0.5
+    served = {out.request_id: out.generated_tokens for out in found if out.error is None}
+    assert [served[name] for name in ("before", "beside", "after")] == plain
+    errors = [out.error for out in found if out.error is not None]
+    assert len(errors) == (0 if message is None else len(spoiling) - case.startswith("an id"))
+    assert all(message in error for error in errors)
+    assert assistant.stats.total.accepted > 0
 
 
 def test_requests_behind_a_cancelled_one_go_on(llama):
@@ -57,7 +98,8 @@ def test_requests_behind_a_cancelled_one_go_on(llama):
 
 
 def test_an_id_may_be_used_again(llama):
-    """Each time it is another text, and a private one teaches nobody."""
+    """Each time it is another text, and a private one teaches nobody. An error of one that is
+    running shows no other request's tokens."""
     inputs = prompts(4)
     plain = run(llama, inputs)
     memory = OutputMemory()
@@ -72,6 +114,12 @@ def test_an_id_may_be_used_again(llama):
         kept = [tree.tokens(output.sequence).tolist() for output in memory._outputs]
         assert sorted(kept) == sorted(plain[::2])
         assert assistant.stats.total.calls == 4
+        manager.add_request(LONE, request_id="a", max_new_tokens=60)
+        manager.add_request([9, 10], request_id="a")
+        failed, served = sorted(finished(manager, 2), key=lambda out: len(out.generated_tokens))
+    assert "request_id" in failed.error
+    assert failed.generated_tokens == []
+    assert len(served.generated_tokens) == 60
 
 
 def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
@@ -91,41 +139,68 @@ def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
     assert len(memory) == 1
 
 
+def test_assistants_of_requests_that_never_began_are_let_go(llama, monkeypatch):
+    # pytest would keep the errors that it logs, whose frames know the requests.
+    monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
+    assistant = SamAssistant(budget=8)
+    twins = []
+
+    def twin():
+        made = assistant.expecting(range(1, 60))
+        twins.append(weakref.ref(made))
+        return made
+
+    with manager_of(llama, assistant, max_requests_per_batch=1) as manager:
+        manager.add_request(LONE, request_id="long", max_new_tokens=100)
+        for number in range(20):
+            manager.add_request(LONE, request_id=f"r{number}", assistant=twin())
+            manager.cancel_request(f"r{number}")
+        manager.add_request([], assistant=twin())
+        manager.add_request(LONE, assistant=twin(), warmth=1)
+        manager.add_request(LONE, assistant=twin(), max_new_tokens=2)
+        manager.add_request(LONE, request_id="last", max_new_tokens=2)
+        finished(manager, 5)
+        settled(manager)
+        gc.collect()
+        assert not any(made() for made in twins)
+
+
 # Where a drafter may fail.
 PLACES = ("start", "prepare", "propose", "commit", "close", "restrict")
 
 
 class Faulty(Scripted):
-    """Fails at one place."""
+    """Fails at one place: in texts whose prompt has a token; None: in all."""
 
     name, costly = "faulty", True
 
-    def __init__(self, place):
+    def __init__(self, place, prompt_token=None):
         super().__init__(*guess(4).functions)
-        self.place, self.faults = place, 0
+        self.place, self.prompt_token, self.faults = place, prompt_token, 0
 
     def start(self, prompt_ids, target):
         session = super().start(prompt_ids, target)
-        self.reach("start")
-        if self.place in ("close", "restrict"):
+        session.fails = self.prompt_token in (None, *prompt_ids.tolist())
+        self.reach("start", session)
+        if session.fails and self.place in ("close", "restrict"):
             # Whether a session restricts is told by its class.
             session.__class__ = type("Faulty", (type(session),), {self.place: self.fail})
         return session
 
     def prepare(self, sessions, curve):
-        self.reach("prepare")
+        self.reach("prepare", *sessions)
 
     def propose(self, sessions, budgets):
-        self.reach("propose")
+        self.reach("propose", *sessions)
         return super().propose(sessions, budgets)
 
     def commit(self, sessions, tokens, feedbacks):
-        self.reach("commit")
+        self.reach("commit", *sessions)
         super().commit(sessions, tokens, feedbacks)
 
-    def reach(self, place):
-        """Fail here, if it is the place."""
-        if place == self.place:
+    def reach(self, place, *sessions):
+        """Fail here, if it is the place, for texts of which one fails."""
+        if place == self.place and any(session.fails for session in sessions):
             self.fail()
 
     def fail(self, *_):
@@ -145,6 +220,19 @@ def test_a_fault_in_drafting_costs_no_answer(llama, place, told):
     assert not isinstance(faulty, Faulty) or faulty.faults
     assert told.text.count("requests go on without drafts") == 1
     assert (total.calls, total.tokens) == (6, 6 * LENGTH)
+
+
+@pytest.mark.parametrize("place", ["start", "propose"])
+def test_a_fault_for_one_request_leaves_the_others_their_drafts(llama, place):
+    inputs, faulty = [[1, 2, 3, 63], [4, 5, 6], [7, 8, 9]], Faulty(place, 63)
+
+    def make(*known):
+        return Assistant([*half_knowing(*known).drafters, faulty], budget=5)
+
+    total = drafted(llama, inputs, greedy(max_new_tokens=40), make)
+    assert faulty.faults in (1, 2)  # one with the others, and then one alone
+    assert total.accepted > 15
+    assert total.calls == 3
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"])
@@ -192,6 +280,13 @@ def test_drafts_end_where_positions_do(told):
     inputs = [[5, 9, 33] * 3, [7, 8] * 4]
     make = functools.partial(half_knowing, budget=16)
     assert drafted(model, inputs, greedy(max_new_tokens=31), make).accepted > 0
+    # Whatever it guesses behind the last position would be a fault.
+    guessing = Assistant([guess(4)], budget=2)
+    with manager_of(model, guessing, greedy(max_new_tokens=90)) as manager:
+        manager.add_request(inputs[0])
+        manager.add_request([5] * 41)
+        assert all("40 tokens" in output.error for output in finished(manager, 2))
+        assert manager.is_running()
     assert "without drafts" not in told.text
 
 

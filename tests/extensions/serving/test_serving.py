@@ -32,7 +32,7 @@ from hf_retrieval_assist.extensions.serving.fields import (
     CompletionFields,
     ResponseFields,
 )
-from hf_retrieval_assist.extensions.serving.written import Form, Written
+from hf_retrieval_assist.extensions.serving.written import Failed, Form, Written
 from hf_retrieval_assist.tools.cli import main
 from tests.support.memories import wait_until
 from tests.support.redis_process import free_port
@@ -504,16 +504,26 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, folder):
         answered(served)
 
 
-def test_a_worker_that_died_is_told(folder, monkeypatch):
+def test_a_worker_that_died_is_replaced(folder, monkeypatch):
     def broken(*_, **__):
         raise ValueError("the disk at /secret")
 
     with serving(folder, batching=True) as served:
         answered(served)
-        monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
-        assert hello(served)[0] == 500
+        with monkeypatch.context() as patched:
+            patched.setattr(Qwen2ForCausalLM, "forward", broken)
+            status, _ = hello(served)
+        assert status in (500, 503)
         wait_until(lambda: get(f"{served.url}/health")[0] == 503)
-        assert hello(served)[0] == 503
+        # One that came while the worker died, and that nobody looks at, is not left waiting.
+        worker, failed = served.service.worker, []
+        job = SimpleNamespace(written=SimpleNamespace(deliver=failed.append))
+        worker._open["nobody's"] = job
+        worker._fail_if_dead()
+        assert [type(one) for one in failed] == [Failed]
+        assert not worker._open
+        answered(served)
+        assert get(f"{served.url}/health")[0] == 200
 
 
 def test_prompts_end_where_the_cache_does(folder):
