@@ -12,7 +12,7 @@ from benchmarks.simulation import simulate
 from benchmarks.tool_calls import CALLS, FORMATS, TOOLS, recorded
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.extensions.structured.forms import Form, Forms, schema_forms, tool_forms
-from hf_retrieval_assist.extensions.structured.grammar import FormText
+from hf_retrieval_assist.extensions.structured.form_text import FormText
 from hf_retrieval_assist.papers import SamDecoding
 from tests.support.byte_model import byte_tokenizer
 from tests.support.memories import remembering
