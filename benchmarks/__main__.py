@@ -24,7 +24,6 @@ from . import (
     own_drafts,
     replay,
     spec_bench,
-    structured,
 )
 from .report import environment
 
@@ -41,7 +40,6 @@ BENCHMARKS: dict[str, ModuleType] = {
     "kernel": kernel,
     "machine": machine,
     "own-drafts": own_drafts,
-    "structured": structured,
 }
 
 
@@ -99,11 +97,8 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     """The named benchmarks, or all that this machine is for."""
     if names:
         return names
-    # The libraries of structured output lie in an environment of their own.
-    left_out = {"structured"}
-    if not torch.cuda.is_available():
-        left_out |= {"accelerator", "first-contact"}
-    return [name for name in BENCHMARKS if name not in left_out]
+    for_gpus = set() if torch.cuda.is_available() else {"accelerator", "first-contact"}
+    return [name for name in BENCHMARKS if name not in for_gpus]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -121,7 +121,6 @@ COMMANDS = {
     "groups": [],
     "kernel": ["--kernel-parts", "flips"],
     "replay": ["--repeats", 1, "--batch", 1, 3, "--new-tokens", 12],
-    "structured": ["--structured-tokens", 4],
 }
 
 

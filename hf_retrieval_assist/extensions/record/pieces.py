@@ -47,10 +47,13 @@ class PieceStream:
         return self._decoded(self._known + self._unfinished)[len(before) :]
 
     def _decoded(self, ids: list[int]) -> str:
-        if not ids:
+        if self._tokenizer is None or not ids:
             return ""
-        kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(ids, **kept))
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def text_pieces(
