@@ -204,7 +204,7 @@ def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> Inputs:
 
 def _call(generate: Any, inputs: Inputs, name: str, assistant: Any) -> tuple[float, torch.Tensor]:
     """Seconds and token ids of a call under a seed, decoded as a trial's name says."""
-    lookup = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}  # as in its documentation
+    lookup = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}
     torch.manual_seed(0)
     with engine_of(inputs["input_ids"].device).scope(name == KERNELS):
         started = time.perf_counter()

@@ -18,15 +18,15 @@ _SKIPPED = 3  # parts that an output may leave out before another one of its for
 _TELLING = 4  # characters of a part that is recognised out of turn
 _CHOICES = 16  # ways to fill in a blank that are drafted at once
 _PROMPT = 32  # tokens at the end of a prompt in which a form may begin
-_LONGEST = 1000  # characters that are kept of what fills in a blank
+_LONGEST = 4000  # characters of a text in which a part is found
 _UNFINISHED = "\ufffd"  # stands for a character of which some bytes are missing
 _MOST_BYTES = 4  # a character's
 
 # What a draft rests on: that the text ends with some of the part that is due; with some of a first
 # part, or of a choice; nothing but that a part is due, or one character.
 _DUE, _BEGUN, _GUESS = range(3)
-# How likely the text is to go on with a token that is the only one drafted in its place, one of two,
-# or one of more.
+# How likely the text is to go on with a token that is the only one drafted in its place, one of
+# two, or one of more.
 _RATES = np.array([[0.95, 0.9, 0.8], [0.95, 0.6, 0.2], [0.3, 0.1, 0.05]], np.float32)
 FORM_PRIORS = _RATES.ravel()
 
@@ -38,7 +38,8 @@ class FormText:
         self._forms = forms
         self._vocab_size = vocab_size
         self._due: dict[int, int] = {}  # the next part of each form being filled in
-        self._typed = ""  # the text behind the last part
+        self._text = ""  # its last characters
+        self._behind = 0  # where in them the last part has ended
         self._unread: tuple[int, ...] = ()  # tokens of a character that is not complete
         # A prompt may end with the beginning of the output.
         self.append(prompt_ids[-_PROMPT:].tolist())
@@ -50,20 +51,24 @@ class FormText:
             text = self._forms.text_of(self._unread)
             if not text.endswith(_UNFINISHED) or len(self._unread) == _MOST_BYTES:
                 self._unread = ()
-                self._typed = self._typed[-_LONGEST:] + text
+                self._text += text
                 while self._read_part():
                     pass
+                cut = max(len(self._text) - _LONGEST, 0)
+                self._text, self._behind = self._text[cut:], max(self._behind - cut, 0)
 
     def _read_part(self) -> bool:
         """Whether one of the expected parts has come; what comes next is looked for behind it."""
         ends: dict[int, list[tuple[int, int]]] = {}
         for form, number in self._expected():
             part = self._forms.forms[form].parts[number]
-            if (start := self._typed.find(part)) >= 0:
+            # The first part of a form may begin with that of another one.
+            since = self._behind if number else max(self._behind + 1 - len(part), 0)
+            if (start := self._text.find(part, since)) >= 0:
                 ends.setdefault(start + len(part), []).append((form, number + 1))
         if ends:
-            first = min(ends)
-            self._due, self._typed = dict(ends[first]), self._typed[first:]
+            self._behind = min(ends)
+            self._due = dict(ends[self._behind])
         return bool(ends)
 
     def _expected(self) -> Iterator[tuple[int, int]]:
@@ -85,21 +90,22 @@ class FormText:
 
     def _continuations(self) -> Iterator[tuple[int, str]]:
         """What may follow, and the kind of evidence for it."""
+        typed = self._text[self._behind :]
         for number, index in self._expected():
             form = self._forms.forms[number]
             part, is_due = form.parts[index], index > 0 and index == self._due[number]
-            met = _overlap(self._typed, part)
+            met = _overlap(typed if index else self._text, part)
             if met:
                 begun = _BEGUN if met > 1 and not index else _GUESS
                 yield _DUE if is_due else begun, part[met:]
             if is_due:
                 choices = form.choices[index - 1]
-                fitting = [c for c in choices if c.startswith(self._typed) and c != self._typed]
+                fitting = [c for c in choices if c.startswith(typed) and c != typed]
                 for choice in fitting[:_CHOICES]:
-                    yield _BEGUN, choice[len(self._typed) :] + part
-                if self._typed in choices:
+                    yield _BEGUN, choice[len(typed) :] + part
+                if typed in choices:
                     yield _DUE, part
-                elif self._typed and not choices and not met:
+                elif typed and not choices and not met:
                     yield _GUESS, part
 
 
