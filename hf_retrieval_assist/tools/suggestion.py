@@ -65,6 +65,7 @@ class Suggestion:
         return self.trials[0]
 
     def __repr__(self) -> str:
+        rows: list[tuple[str, ...]]
         rows = [("decoded by", "x plain", "in repeats", "tokens/forward", "identical")]
         rows += [self._cells(trial) for trial in (*self.baselines, *self.trials)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

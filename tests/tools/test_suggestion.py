@@ -40,9 +40,7 @@ def test_prompts_may_be_texts_and_a_model_be_without_prompt_lookup(monkeypatch, 
     call, (model, tokenizer) = module._call, small_model()
     monkeypatch.setattr(module, "_call", refuse)
     options = {"candidates": {"mine": SamAssistant}, "max_new_tokens": 12, "do_sample": True}
-    found = suggest(
-        model, ["one two"], tokenizer=tokenizer, progress=False, repeats=1, **options
-    )
+    found = suggest(model, ["one two"], tokenizer=tokenizer, progress=False, repeats=1, **options)
     assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
     assert found.best.identical == {0}
     assert "measuring" not in capsys.readouterr().err

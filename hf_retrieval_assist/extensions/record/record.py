@@ -107,9 +107,10 @@ class Record:
                 generated = call.generated(row)
                 pieces = self.pieces(generated, prompt)
                 drafted = [i for i, name in enumerate(call.credits(row)) if name != MODEL]
-                for start, stop, *where in Texts(prompt, generated, documents).places(drafted):
+                places = Texts(prompt, generated, documents).places(drafted)
+                for start, stop, name, place in places:
                     text = "".join(pieces[start:stop])
-                    found.append(Passage(number, row, start, stop, *where, text))
+                    found.append(Passage(number, row, start, stop, name, place, text))
         return found
 
     def shown_origins(self) -> list[tuple[str, ...]]:

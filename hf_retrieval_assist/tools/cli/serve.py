@@ -133,7 +133,9 @@ def _outputs(memory: str | None, max_bytes: int) -> Any:
 
     if memory is None:
         return OutputMemory(max_bytes)
-    return OutputMemory(max_bytes, **{"url" if "://" in memory else "path": memory})
+    if "://" in memory:
+        return OutputMemory(max_bytes, url=memory)
+    return OutputMemory(max_bytes, path=memory)
 
 
 def _corpus(corpus: str | None, model: str) -> Any:
