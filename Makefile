@@ -184,8 +184,7 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-structured: .venv-structured/.installed
-	.venv-structured/bin/python -m pytest -q $(UNTIMED) tests/extensions/structured tests/benchmarks/test_benchmarks.py \
-		tests/test_examples.py -k structured
+	.venv-structured/bin/python -m pytest -q $(UNTIMED) tests/extensions/structured tests/test_examples.py -k structured
 
 # Triton's kernels, compiled for cards that are not here, and interpreted on the CPU by the last release: the
 # interpreter of 3.6 does not know NumPy 2.4. 700 MB and five minutes for each release.

@@ -19,7 +19,6 @@ from . import (
     machine,
     model,
     replay,
-    structured,
 )
 from .report import environment
 
@@ -31,7 +30,6 @@ BENCHMARKS: dict[str, ModuleType] = {
     "model": model,
     "groups": groups,
     "machine": machine,
-    "structured": structured,
 }
 
 
@@ -89,10 +87,7 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     """The named benchmarks, or all that this machine is for."""
     if names:
         return names
-    # The libraries of structured output lie in an environment of their own.
-    left_out = {"structured"}
-    if not torch.cuda.is_available():
-        left_out.add("accelerator")
+    left_out = set() if torch.cuda.is_available() else {"accelerator"}
     return [name for name in BENCHMARKS if name not in left_out]
 
 

@@ -255,8 +255,3 @@ class Assistant:
         first, *others = records
         observed: Observer = first.observe(prompts, call, self.drafters, others)
         return observed
-
-    def _repr_html_(self) -> str:
-        """Drafters and figures, for notebooks."""
-        html: str = load("parts", "html")(type(self).__name__, self.policy)
-        return html

@@ -52,7 +52,6 @@ OURS: dict[str, dict[str, str]] = {
     },
     "parts": {
         "forms": "extensions.structured.forms:expected_forms",
-        "html": "extensions.record.html:assistant_html",
         "record": "extensions.record:Record",
         "recorded_layers": "extensions.heads.recorded_layers:RecordedLayers",
     },

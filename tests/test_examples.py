@@ -62,5 +62,5 @@ def test_notebook(name, monkeypatch, capsys):
             assert record.by_origin()["grammar"][1] > 0
         assert torch.equal(names["output"], names["constrained"]())
     else:
-        assert names["suggestion"].best.identical == len(names["prompts"])
+        assert len(names["suggestion"].best.identical) == len(names["prompts"])
         assert names["suggestion"].best.name in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,16 +13,13 @@ import torch
 from tqdm.auto import tqdm
 
 from ..assistants import Assistant
-from ..extensions.record.record import Record
-from ..extensions.record.steps import MODEL
 from ..memory.output_memory import OutputMemory
 from ..policy.cost_store import CostModels
+from ..policy.stats import CallStats
 from ..presets import SamAssistant
 from ..system.arguments import kind_of, require_at_least, require_several
 from ..verification.engine import engine_of
 
-_LOOKUP_TOKENS = 10  # prompt lookup's drafts, as in transformers' examples
-_SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
 COPIES = "without drafts"  # kernels, and what assisted calls have besides
 
@@ -36,72 +33,16 @@ class Trial:
     Attributes:
         name: as it would be written in code.
         make: gives such an assistant that has learnt nothing; None: no assistant decodes.
-        record: of its first calls, which were not timed.
-        plain: plain `generate`; None: this is it.
-        rounds: seconds of each prompt's call, in each repeat.
-        different: numbers of the prompts of which a call did not bring plain `generate`'s tokens.
+        seconds: of all prompts' calls together, in each repeat.
+        stats: of the assistant in the last repeat.
+        identical: prompts whose calls all brought the tokens of plain `generate`.
     """
 
     name: str
-    make: Callable[[], Assistant] | None
-    record: Record
-    plain: Trial | None = None
-    rounds: list[list[float]] = field(default_factory=list)
-    different: set[int] = field(default_factory=set)
-
-    @property
-    def ratios(self) -> list[float]:
-        """Times as fast as plain `generate` in each repeat, all prompts together."""
-        plain = self.plain or self
-        pairs = zip(plain.rounds, self.rounds, strict=True)
-        return [sum(theirs) / sum(mine) for theirs, mine in pairs]
-
-    @property
-    def ratio(self) -> float:
-        """Times as fast as plain `generate`, each prompt's quickest calls together."""
-        return sum((self.plain or self).seconds) / sum(self.seconds)
-
-    @property
-    def worst_ratio(self) -> float:
-        """The same for the prompt that gained least."""
-        plain = (self.plain or self).seconds
-        return min(theirs / mine for theirs, mine in zip(plain, self.seconds, strict=True))
-
-    @property
-    def seconds(self) -> list[float]:
-        """Each prompt's quickest call: other work on a machine makes calls slower only."""
-        return [min(times) for times in zip(*self.rounds, strict=True)]
-
-    @property
-    def identical(self) -> int:
-        """Prompts whose calls all brought the tokens of plain `generate`."""
-        return len(self.seconds) - len(self.different)
-
-    @property
-    def sources(self) -> str:
-        """ "text 61%, logit n-grams 12%": shares of the generated tokens."""
-        tokens = {name: counts[2] for name, counts in self.record.by_origin().items()}
-        total = max(1, sum(tokens.values()))
-        shares = sorted(tokens.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {n / total:.0%}" for name, n in shares if n and name != MODEL)
-
-    def cells(self) -> tuple[str, ...]:
-        counts = self.record.stats
-        return (
-            self.name,
-            f"{self.ratio:.2f}",
-            f"{min(self.ratios):.2f} to {max(self.ratios):.2f}",
-            f"{self.worst_ratio:.2f}",
-            f"{counts.tokens_per_forward:.2f}" if counts.calls else "",
-            f"{self.identical} of {len(self.seconds)}",
-            self.sources,
-        )
-
-
-_COLUMNS = (
-    *("decoded by", "x plain", "in repeats", "worst x", "tokens/forward", "identical"),
-    "tokens drafted by",
-)
+    make: Callable[[], Assistant] | None = None
+    seconds: list[float] = field(default_factory=list)
+    stats: CallStats = field(default_factory=CallStats)
+    identical: set[int] = field(default_factory=set)
 
 
 @dataclass(repr=False)
@@ -124,9 +65,25 @@ class Suggestion:
         return self.trials[0]
 
     def __repr__(self) -> str:
-        rows = [_COLUMNS, *(trial.cells() for trial in (*self.baselines, *self.trials))]
+        rows: list[tuple[str, ...]]
+        rows = [("decoded by", "x plain", "in repeats", "tokens/forward", "identical")]
+        rows += [self._cells(trial) for trial in (*self.baselines, *self.trials)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def _cells(self, trial: Trial) -> tuple[str, ...]:
+        plain = self.baselines[0]
+        # Other work on a machine makes calls slower only, so the quickest repeats tell most.
+        ratio = min(plain.seconds) / min(trial.seconds)
+        pairs = zip(plain.seconds, trial.seconds, strict=True)
+        ratios = [theirs / mine for theirs, mine in pairs]
+        return (
+            trial.name,
+            f"{ratio:.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{trial.stats.tokens_per_forward:.2f}" if trial.stats.calls else "",
+            f"{len(trial.identical)} of {len(plain.identical)}",
+        )
 
 
 def default_candidates() -> dict[str, Callable[[], Assistant]]:
@@ -154,8 +111,8 @@ def suggest(
 
     In every repeat each way of decoding sees the prompts in order, beginning from an assistant that
     has learnt nothing; whose turn is first changes from prompt to prompt and from repeat to repeat.
-    A first pass, which is not timed, warms up and records where tokens come from. The spread of the
-    repeats says how far assistants are told apart.
+    A first pass, which is not timed, warms up. The spread of the repeats says how far assistants
+    are told apart.
 
     Args:
         model: a transformers model.
@@ -186,46 +143,51 @@ def suggest(
             )
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     generate = partial(model.generate, **options)
-    plain = Trial(PLAIN, None, Record(tokenizer))
-    others: dict[str, Any] = {}
-    if model.device.type == "cpu":
-        others = {KERNELS: None, COPIES: lambda: Assistant([], budget=0)}
-    with suppress(ValueError):  # how transformers refuses
-        _call(partial(generate, max_new_tokens=2), inputs[0], LOOKUP, None)
-        others[LOOKUP] = None
-    baselines = [plain]
-    baselines += [Trial(name, make, Record(tokenizer), plain) for name, make in others.items()]
-    trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
+    baselines = _baselines(model, partial(generate, max_new_tokens=2), inputs[0])
+    trials = [Trial(name, make) for name, make in makers.items()]
     every = [*baselines, *trials]
+    for trial in every:
+        trial.identical.update(range(len(inputs)))
     calls = (1 + repeats) * len(inputs) * len(every)
     with tqdm(total=calls, unit="call", desc="measuring", disable=not progress) as bar:
         for turn in range(1 + repeats):
             _turn(generate, inputs, every, turn, bar)
     for trial in every:
-        del trial.rounds[0]  # it warmed up
-    return Suggestion(baselines, sorted(trials, key=lambda trial: -trial.ratio))
+        del trial.seconds[0]  # it warmed up
+    return Suggestion(baselines, sorted(trials, key=lambda trial: min(trial.seconds)))
+
+
+def _baselines(model: Any, generate: Any, inputs: Inputs) -> list[Trial]:
+    """What decodes without drafts of ours; `generate` tries what the model may refuse."""
+    found = [Trial(PLAIN)]
+    if model.device.type == "cpu":
+        found += [Trial(KERNELS), Trial(COPIES, lambda: Assistant([], budget=0))]
+    with suppress(ValueError):  # how transformers refuses
+        _call(generate, inputs, LOOKUP, None)
+        found.append(Trial(LOOKUP))
+    return found
 
 
 def _turn(
     generate: Any, inputs: Sequence[Inputs], every: Sequence[Trial], turn: int, bar: tqdm[Any]
 ) -> None:
-    """One repeat, from assistants that have learnt nothing; the first one is recorded."""
+    """One repeat, from assistants that have learnt nothing."""
     assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
     for trial in every:
-        trial.rounds.append([])
+        trial.seconds.append(0.0)
     for number, prompt in enumerate(inputs):
         first, texts = (turn + number) % len(every), {}
         for trial in [*every[first:], *every[:first]]:
             assistant = assistants.get(trial.name)
-            scope: Any = nullcontext(Record()) if turn or assistant is None else assistant.record()
-            with scope as record:
-                seconds, texts[trial.name] = _call(generate, prompt, trial.name, assistant)
-            trial.rounds[-1].append(seconds)
-            trial.record.calls += record.calls
+            seconds, texts[trial.name] = _call(generate, prompt, trial.name, assistant)
+            trial.seconds[-1] += seconds
             bar.update()
         for trial in every:
             if not torch.equal(texts[trial.name], texts[PLAIN]):
-                trial.different.add(number)
+                trial.identical.discard(number)
+    for trial in every:
+        if trial.name in assistants:
+            trial.stats = assistants[trial.name].stats.total
 
 
 def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> Inputs:
@@ -243,8 +205,8 @@ def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> Inputs:
 
 def _call(generate: Any, inputs: Inputs, name: str, assistant: Any) -> tuple[float, torch.Tensor]:
     """Seconds and token ids of a call under a seed, decoded as a trial's name says."""
-    lookup = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if name == LOOKUP else {}
-    torch.manual_seed(_SEED)
+    lookup = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}
+    torch.manual_seed(0)
     with engine_of(inputs["input_ids"].device).scope(name == KERNELS):
         started = time.perf_counter()
         ids = generate(**inputs, assistant=assistant, **lookup)

@@ -111,7 +111,6 @@ COMMANDS = {
     "accelerator": ["--repeats", 1, "--steps", 12, "--rows", 1, 2, "--widths", 4],
     "groups": [],
     "replay": ["--repeats", 1, "--batch", 1, 3, "--new-tokens", 12],
-    "structured": ["--structured-tokens", 4],
 }
 
 

@@ -121,13 +121,8 @@ def test_a_build_tells_what_it_read(store, tmp_path, tokenizer, capsys):
         (["build", "new", "{corpus}", "--field", "body"], "expected text in field 'body'"),
         (["build", "new", "{corpus}", "--vocab-size", "32"], "expected ids from 0 to 31"),
         (["build", "new", "{corpus}", "--vocab-size", "0"], "vocab_size: expected 1 to"),
-        (
-            ["build", "new", "{corpus}", "--vocab-size", f"{1 + (1 << 26)}"],
-            "vocab_size: expected 1",
-        ),
         (["build", "new", "{corpus}", "--workers", "0"], "workers: expected"),
         (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
-        (["build", "{corpus}", "{corpus}"], "exists and is not a datastore"),
         (["build", "new", "{corpus}", "--append"], "no datastore at new"),
         (["build", "new", "datasets:"], "expected a Hub id, file or folder behind"),
     ],
@@ -196,38 +191,27 @@ def test_interruption_exits_with_130(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("123", 123), ("2k", 2048), ("1.5G", 3 << 29), ("4GiB", 4 << 30), ("7MB", 7 << 20)],
-)
-def test_byte_counts(text, count):
-    assert byte_count(text) == count
+def test_byte_counts():
+    counts = {"123": 123, "2k": 2048, "1.5G": 3 << 29, "4GiB": 4 << 30, "7MB": 7 << 20}
+    assert {text: byte_count(text) for text in counts} == counts
+    for text in ("", "G", "many", "infG"):
+        with pytest.raises(ValueError, match="expected bytes"):
+            byte_count(text)
 
 
-@pytest.mark.parametrize("text", ["", "G", "many", "infG"])
-def test_what_is_no_byte_count(text):
-    with pytest.raises(ValueError, match="expected bytes"):
-        byte_count(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.txt", "one two\n\nthree\n\n\n"),
-        ("a.jsonl", '{"prompt": "one two"}\n{"prompt": "three"}\n'),
-    ],
-)
-def test_suggest_reads_prompts(name, text, tmp_path, monkeypatch, capsys):
+def test_suggest_reads_prompts(tmp_path, monkeypatch, capsys):
     for made in small_model():
         made.save_pretrained(tmp_path / "model")
-    (tmp_path / name).write_text(text)
+    (tmp_path / "a.txt").write_text("one two\n\nthree\n\n\n")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one two"}\n{"prompt": "three"}\n')
     monkeypatch.setattr(suggestion, "suggest", lambda *given, **named: (*given[1:], named))
-    command = ["suggest", str(tmp_path / "model"), str(tmp_path / name), "--repeats", "2"]
-    assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "['one two', 'three']" in said
-    assert "'repeats': 2" in said
-    assert "'max_new_tokens': 64" in said
+    for name in ("a.txt", "a.jsonl"):
+        command = ["suggest", str(tmp_path / "model"), str(tmp_path / name), "--repeats", "2"]
+        assert main(command) == 0
+        said = capsys.readouterr().out
+        assert "['one two', 'three']" in said
+        assert "'repeats': 2" in said
+        assert "'max_new_tokens': 64" in said
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Records as HTML that needs no script and no network, in light and dark surroundings.
 
 Colours, and trees on hover or click, are style sheets alone. Where these are taken away, as in
-notebooks that are not trusted, trees stay away with them, because their words are attributes that
-only the style sheet shows; a table that it hides tells the sources of tokens instead. All text of
-models and of drafters' names is escaped.
+notebooks that are not trusted, trees stay away with them: their words are attributes that only the
+style sheet shows. All text of models and of drafters' names is escaped.
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from ...policy.policy import DraftingPolicy
 from .palette import colours
 from .pieces import readable, text_pieces
 from .steps import CallRecord, Step
 
 _MOST_NODES = 48  # a tree's that are shown, besides the accepted ones
-_MOST_STEPS = 300  # a row's that are shown one by one, besides the prefill
-_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # forwards whose cost is shown
+_MOST_STEPS = 300  # a row's whose trees are shown, besides the prefill
 
 _STYLE = """
 .hfra{font:14px/1.5 system-ui,sans-serif;color:inherit;position:relative;max-width:72em}
@@ -32,7 +28,6 @@ _STYLE = """
 .hfra th,.hfra td{padding:.1em .8em .1em 0;text-align:right}
 .hfra th:first-child,.hfra td:first-child{text-align:left}
 .hfra .key{white-space:nowrap;border-radius:3px;padding:0 .4em}
-.hfra .words{display:none}
 .hfra [data-say]::before{content:attr(data-say)}
 .hfra .row{position:relative;margin:.4em 0 .9em}
 .hfra .text{margin:0;overflow-wrap:anywhere;max-height:26em;overflow-y:auto;
@@ -86,37 +81,8 @@ def fragment(record: Any) -> str:
             rows = f"<details{opened}><summary>{title}</summary>{rows}</details>"
         shown.append(rows)
     origins = _table_of_origins(record.shown_origins(), palette)
-    return _styled(f"<div>{escape(str(record.stats))}</div>{origins}{''.join(shown)}")
-
-
-def assistant_html(kind: str, policy: DraftingPolicy) -> str:
-    """What an assistant did, and what forwards cost."""
-    title = f"<b>{kind}</b>, budget {policy.planner.budget}"
-    said = "".join(f"<div>{escape(line)}</div>" for line in repr(policy.stats).splitlines())
-    return _styled(f"{title}{said}{_costs(policy)}")
-
-
-def _costs(policy: DraftingPolicy) -> str:
-    """Milliseconds of forwards over so many tokens, of each kind that was timed."""
-    rows = []
-    for key, cost in policy.costs.timed().items():
-        kind = f"{key.dtype}, {key.batch_size} x {key.cache_length} tokens in the cache"
-        how = "packed" if key.packed else "", key.cost_variant
-        kind = ", ".join(filter(None, (kind, *how)))
-        rows.append((kind, *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS)))
-    heading = ("ms of a forward over n tokens", *map(str, _TOKENS))
-    return html_table(heading, rows) if rows else ""
-
-
-def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts."""
-    lines = [("th", heading), *(("td", row) for row in rows)]
-    shown = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
-
-
-def _styled(shown: str) -> str:
-    return f'<div class="hfra"><style>{_STYLE}</style>{shown}</div>'
+    figures = f"<div>{escape(str(record.stats))}</div>{origins}"
+    return f'<div class="hfra"><style>{_STYLE}</style>{figures}{"".join(shown)}</div>'
 
 
 def _tint(colour: str | None) -> str:
@@ -132,15 +98,6 @@ def _table_of_origins(origins: Sequence[Sequence[str]], palette: Mapping[str, st
         cells = "".join(f'<td class="num">{figure}</td>' for figure in figures)
         rows.append(f"<td>{key}</td>{cells}")
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-
-
-def _words(step: Step, pieces: Sequence[str]) -> tuple[str, ...]:
-    """What a step brought, for a table."""
-    credited = zip(step.credits[: len(pieces)], pieces, strict=True)
-    runs = groupby(credited, key=lambda token: token[0])
-    told = [(origin, "".join(piece for _, piece in run)) for origin, run in runs]
-    brought = ", ".join(f"{origin} “{_on_one_line(text)}”" for origin, text in told)
-    return str(step.forward or "prefill"), str(len(step.tree)), str(len(step.accepted)), brought
 
 
 def _on_one_line(text: str) -> str:
@@ -159,35 +116,26 @@ class _Texts:
         """A row's text with the tree of each step, which shows in the panel below."""
         call = self._call
         pieces = text_pieces(self._tokenizer, call.generated(row), call.prompts[row])
-        shown, told = [], []
+        shown = []
+        steps = [step for step in call.of_row(row) if step.position < len(pieces)]
         # The step that brought most is open until the reader chooses one.
-        most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
-        for number, step in enumerate(call.of_row(row)):
-            span = slice(step.position, step.position + len(step.token_ids))
-            mine = pieces[span]
-            if mine:
-                panel = ""
-                if number <= _MOST_STEPS:
-                    panel = self._panel(step)
-                    told.append(_words(step, mine))
-                tokens = "".join(map(self._token, mine, step.credits))
-                chosen = " first" if step is most else ""
-                shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
+        most = max(steps, key=lambda step: len(step.token_ids), default=None)
+        for number, step in enumerate(steps):
+            mine = pieces[step.position : step.position + len(step.token_ids)]
+            panel = self._panel(step) if number <= _MOST_STEPS else ""
+            tokens = "".join(map(self._token, mine, step.credits))
+            chosen = " first" if step is most else ""
+            shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
         title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
         hint = (
             "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
         )
-        title_of_table = "the sources of its tokens"
-        if len(shown) > len(told):
+        if len(steps) > _MOST_STEPS + 1:
             hint += f" The first {_MOST_STEPS} have one."
-            title_of_table += f", the first {_MOST_STEPS} forwards"
-        heading = ("forward", "nodes verified", "accepted", "tokens, by source")
         return (
             f'<div class="row">{title}<div data-say="{hint}"></div>'
             f'<pre class="text" style="white-space:pre-wrap">{"".join(shown)}</pre>'
             '<div class="hint"></div></div>'
-            f'<details class="words"><summary>{title_of_table}</summary>'
-            f"{html_table(heading, told)}</details>"
         )
 
     def _token(self, piece: str, origin: str) -> str:

@@ -26,9 +26,3 @@ def colours(origins: Iterable[str]) -> dict[str, str]:
     return {
         origin: _OWN.get(origin) or _OTHERS[spare.index(origin) % len(_OTHERS)] for origin in named
     }
-
-
-def text_on(colour: str) -> str:
-    """ "black" or "white", whichever is read better on "#rrggbb"."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 110 else "white"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from ...types.token_tree import Int32Array
 
 _CONTEXT = 4  # tokens before the first, by which a tokenizer decides about its leading space
 _UNFINISHED = "\ufffd"  # stands for a character of which some bytes are missing
+# What moves a terminal's cursor, or turns the direction of the text behind it.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class PieceStream:
@@ -25,26 +28,32 @@ class PieceStream:
         self._tokenizer = tokenizer
         # Decoding starts at a token whose own text is known already, since its start may look
         # different at the beginning of a text.
-        self._window = [int(token) for token in context[-_CONTEXT:]]
-        self._known = len(self._window)
+        self._known = [int(token) for token in context[-_CONTEXT:]]
+        self._unfinished: list[int] = []
 
     def add(self, token: int) -> str:
         if self._tokenizer is None:
             return f"{int(token)} "
-        self._window.append(int(token))
+        self._unfinished.append(int(token))
         piece = self.rest()
         if piece.endswith(_UNFINISHED):
             return ""
-        del self._window[: self._known]
-        self._known = len(self._window)
+        self._known, self._unfinished = self._unfinished, []
         return piece
 
     def rest(self) -> str:
         """The text of tokens that await the end of a character."""
-        if len(self._window) == self._known:
+        before = self._decoded(self._known)
+        return self._decoded(self._known + self._unfinished)[len(before) :]
+
+    def _decoded(self, ids: list[int]) -> str:
+        if self._tokenizer is None or not ids:
             return ""
-        before = _decode(self._tokenizer, self._window[: self._known])
-        return _decode(self._tokenizer, self._window)[len(before) :]
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def text_pieces(
@@ -58,18 +67,6 @@ def text_pieces(
     return pieces
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    if not ids:
-        return ""
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def readable(text: str) -> str:
-    """The text with control characters as symbols, which no terminal or page obeys."""
-    return text.translate(_SYMBOLS)
-
-
-_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-_SYMBOLS |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
-# What turns the direction of the text behind it.
-_SYMBOLS |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
+    """The text without characters that a terminal or page would obey."""
+    return _CONTROLS.sub("\ufffd", text)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
-
-import numpy as np
 
 from ...drafters.base import Drafter
 from ...policy.stats import CallStats
 from ...types.token_tree import Int32Array, NamedIds
 from . import html
-from .passages import Passage, Run, Texts
+from .passages import Passage, Texts
 from .pieces import text_pieces
 from .steps import MODEL, CallRecord, Step
 
@@ -107,17 +104,14 @@ class Record:
         found, documents = [], [*documents]
         for number, call in enumerate(self.calls):
             for row, prompt in enumerate(call.prompts):
-                texts = Texts(prompt, call.generated(row), documents)
+                generated = call.generated(row)
+                pieces = self.pieces(generated, prompt)
                 drafted = [i for i, name in enumerate(call.credits(row)) if name != MODEL]
-                found += [self._passage(number, row, texts, x) for x in texts.runs(drafted)]
+                places = Texts(prompt, generated, documents).places(drafted)
+                for start, stop, name, place in places:
+                    text = "".join(pieces[start:stop])
+                    found.append(Passage(number, row, start, stop, name, place, text))
         return found
-
-    def _passage(self, call: int, row: int, texts: Texts, run: Run) -> Passage:
-        parts = texts.beside(run)
-        pieces = iter([] if self.tokenizer is None else self.pieces(np.concatenate(parts)))
-        before, text, after = ("".join(islice(pieces, len(part))) for part in parts)
-        where = texts.names[run.document], run.apart + run.start
-        return Passage(call, row, run.start, run.stop, *where, text, before, after, run.count)
 
     def shown_origins(self) -> list[tuple[str, ...]]:
         """Names and figures of the sources of verified nodes, and of the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from ...types.token_tree import Int32Array, TokenTree
 MODEL = "the model"  # credited with the token that every forward brings by itself
 
 
-@dataclass(frozen=True)
-class Witness:
+class Witness(NamedTuple):
     """A source that named a node.
 
     Attributes:
@@ -67,8 +66,7 @@ class Step:
             names = [drafter.origins[i] for i in drafter.origins_of(draft.classes)]
             for node, place in enumerate(same_paths(self.tree, draft)):
                 if place >= 0:
-                    prob = float(draft.probs[place])
-                    found[node].append(Witness(names[place], prob))
+                    found[node].append(Witness(names[place], float(draft.probs[place])))
         # The sort is stable: of equals the earlier drafter, as in the merged tree.
         return [sorted(named, key=lambda witness: -witness.prob) for named in found]
 
@@ -92,29 +90,19 @@ class Step:
     def to_dict(self) -> dict[str, Any]:
         """The step in JSON's types; parents of −1 are the last token before the step."""
         tree = self.tree
-        nodes = zip(
-            *(field.tolist() for field in (tree.token_ids, tree.parents, tree.probs)),
-            self.witnesses,
-            strict=True,
-        )
+        fields = ("token", "parent", "prob", "named_by")
+        arrays = (array.tolist() for array in (tree.token_ids, tree.parents, tree.probs))
+        nodes = zip(*arrays, map(dict, self.witnesses), strict=True)
         return {
             "row": self.row,
             "forward": self.forward,
             "position": self.position,
             "proposed": dict(self.proposed),
-            "tree": [
-                {
-                    "token": token,
-                    "parent": parent,
-                    "prob": round(prob, 6),
-                    "named_by": {witness.origin: round(witness.prob, 6) for witness in named},
-                }
-                for token, parent, prob, named in nodes
-            ],
+            "tree": [dict(zip(fields, node, strict=True)) for node in nodes],
             "accepted": self.accepted.tolist(),
             "tokens": self.token_ids.tolist(),
             "credits": self.credits,
-            "seconds": {phase: round(seconds, 7) for phase, seconds in self.seconds.items()},
+            "seconds": self.seconds,
         }
 
 
@@ -211,7 +199,7 @@ class CallRecord:
             "prompts": [prompt.tolist() for prompt in self.prompts],
             "generated": [self.generated(row).tolist() for row in rows],
             "credits": [self.credits(row) for row in rows],
-            "seconds": {name: round(value, 7) for name, value in self.stats.seconds.items()},
+            "seconds": dict(self.stats.seconds),
             "steps": [step.to_dict() for step in self.steps],
         }
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -67,9 +66,6 @@ class Forms:
         self._anchor = self._encoded("a")[-1:]
         self.text_of = cache(self._text_of)
         self.ids_of = cache(self._ids_of)
-        self.beginning: dict[str, list[int]] = defaultdict(list)
-        for number, form in enumerate(self.forms):
-            self.beginning[form.parts[0][0]].append(number)
 
     def _text_of(self, tokens: tuple[int, ...]) -> str:
         """What tokens add to a text."""
@@ -79,13 +75,13 @@ class Forms:
 
     def _ids_of(self, text: str) -> list[int]:
         """The tokens that go on with `text`; empty where the tokenizer spells it otherwise."""
-        return next(self._spelt(text), [])
-
-    def _spelt(self, text: str) -> Iterator[list[int]]:
         # Another text stands in front where the tokenizer puts a space before the first one.
         for before in ("", "\n", "a"):
             ids = self._encoded(before + text)
-            yield from (ids[n:] for n in range(3) if self.text_of(tuple(ids[n:])) == text)
+            for start in range(3):
+                if self.text_of(tuple(ids[start:])) == text:
+                    return ids[start:]
+        return []
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,21 +13,19 @@ from typer import Argument
 
 from ... import __version__
 from ...host import private_names
-from ...plugins import paths
 from ...system.memory import free_memory
 from ...verification.service import choose_service
 from ...verification.tiers import Tier
+from ..demo.comparison import kernel_paths
 from .models import DEVICE, DTYPE, model_on
 
 # What the package builds on, and what it may meet.
-_BUILT_ON = ("transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece")
-_MET = (
-    *("accelerate", "bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance"),
-    *("lm-eval", "openai", "optimum-quanto", "outlines", "peft", "prometheus-client", "pyarrow"),
-    *("pydivsufsort", "redis", "torchao", "triton", "trl", "uvicorn", "xgrammar"),
+_PACKAGES = (
+    *("transformers", "numpy", "huggingface_hub", "safetensors", "sentencepiece", "accelerate"),
+    *("bitsandbytes", "datasets", "deepspeed", "fastapi", "gguf", "llguidance", "lm-eval"),
+    *("openai", "optimum-quanto", "outlines", "peft", "prometheus-client", "pyarrow", "redis"),
+    *("pydivsufsort", "torchao", "triton", "trl", "uvicorn", "xgrammar"),
 )
-
-Facts = Iterator[tuple[str, Any]]
 
 
 def doctor(
@@ -41,68 +38,57 @@ def doctor(
     Prompts, texts and access tokens are not in it.
     """
     print("No prompts, texts or access tokens are below.")
-    parts = {
-        "versions": _versions(),
-        "machine": _machine(),
-        "private names of transformers": _private_names(),
-    }
+    _show("versions", _versions())
+    _show("machine", _machine())
+    lacking = ", ".join(private_names.absent(private_names.NEEDED)) or "none"
+    served = private_names.why_plain() or "yes"
+    _show("private names of transformers", {"absent": lacking, "calls are served": served})
     if model is not None:
-        parts["model"] = _service(model, dtype, device)
-    for title, facts in parts.items():
-        print(f"\n{title}")
-        for name, value in facts:
-            print(f"  {name:<30} {value}")
+        _show("model", _service(model_on(device, model, dtype)))
 
 
-def _versions() -> Facts:
-    yield "hf_retrieval_assist", __version__
-    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
-    # Its package does not say what it was built for.
-    yield "torch", torch.__version__
-    for package in (*_BUILT_ON, *_MET):
+def _show(title: str, facts: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, value in facts.items():
+        print(f"  {name:<30} {value}")
+
+
+def _versions() -> dict[str, str]:
+    # The package of torch does not say what it was built for.
+    found = {"hf_retrieval_assist": __version__, "torch": torch.__version__}
+    found["Python"] = f"{platform.python_version()} ({platform.python_implementation()})"
+    for package in _PACKAGES:
         try:
-            yield package, version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
-            if package in _BUILT_ON:
-                yield package, "none"
+            continue
+    return found
 
 
-def _machine() -> Facts:
-    yield "platform", platform.platform()
-    yield "CPU", f"{platform.processor() or platform.machine()}, {get_cpu_capability()}"
-    yield "kernels", _kernels()
-    yield "threads", f"{torch.get_num_threads()}, of {os.cpu_count()} CPUs"
-    yield "free memory", f"{free_memory() / 2**30:.1f} GiB" if free_memory() else "not known"
+def _machine() -> dict[str, str]:
+    free = free_memory()
+    found = {
+        "platform": platform.platform(),
+        "CPU": f"{platform.processor() or platform.machine()}, {get_cpu_capability()}",
+        "kernels": ", ".join(kernel_paths()) or "none for this CPU",
+        "threads": f"{torch.get_num_threads()}, of {os.cpu_count()} CPUs",
+        "free memory": f"{free / 2**30:.1f} GiB" if free else "not known",
+        "CUDA": torch.version.cuda or "none",
+    }
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        about = f"{found.name}, {found.total_memory / 2**30:.1f} GiB, {found.major}.{found.minor}"
-        yield f"cuda:{index}", f"{about}, CUDA {torch.version.cuda}"
-    if not torch.cuda.is_available():
-        yield "CUDA", "no device"
+        about = torch.cuda.get_device_properties(index)
+        memory = f"{about.total_memory / 2**30:.1f} GiB"
+        found[f"cuda:{index}"] = f"{about.name}, {memory}, {about.major}.{about.minor}"
+    return found
 
 
-def _kernels() -> str:
-    """What the kernels for few rows are compiled for that the CPU has."""
-    if "cpu" not in paths("engines"):
-        return "none in this installation"
-    from ...engines.cpu.skinny import PATHS
-
-    return f"{', '.join(PATHS)}; the last is used" if PATHS else "none for this CPU"
-
-
-def _private_names() -> Facts:
-    lacking = private_names.absent(private_names.NEEDED)
-    yield "absent", ", ".join(lacking) or "none"
-    yield "calls are served", private_names.why_plain() or "yes"
-
-
-def _service(path: str, dtype: str, device: str | None) -> Facts:
+def _service(model: Any) -> dict[str, Any]:
     """How greedy decoding and sampling of one text are served; arguments may demand plain."""
-    model = model_on(device, path, dtype)
-    yield "class", type(model).__name__
-    yield "dtype", str(model.dtype).removeprefix("torch.")
-    yield "device", model.device
     service = choose_service(model, {})
-    yield "tier", f"{service.tier.value} ({service.reason})"
-    if service.tier is Tier.TREE:
-        yield "attention by", service.attention_by
+    by = {"attention by": service.attention_by} if service.tier is Tier.TREE else {}
+    return {
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device,
+        "tier": f"{service.tier.value} ({service.reason})",
+    } | by

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,7 +69,6 @@ def serve(
     prefixes: int = _PREFIXES,
     device: str = Option("auto", help="auto, cpu, cuda:0, ..."),
     dtype: str = DTYPE,
-    attn_implementation: str | None = Option(None, help="such as sdpa or eager"),
     trust_remote_code: bool = Option(False, "--trust-remote-code", help="run the model's own code"),
     continuous_batching: bool = _BATCHING,
     cb_page_size: int | None = Option(None, min=1, help="tokens of a page of the cache"),
@@ -82,7 +82,6 @@ def serve(
     max_seconds: float = Option(600, min=1, metavar="S", help="of a request, waiting included"),
     host: str = Option("localhost", help="address that is listened at"),
     port: int = Option(8000, min=0, help="0: any that is free"),
-    enable_cors: bool = Option(False, "--enable-cors", help="let pages of any origin ask"),
     log_level: str = Option("info", help="debug, info, warning, error"),
 ) -> None:
     """Serve a model by an OpenAI-compatible API, with drafts, until interrupted."""
@@ -93,85 +92,80 @@ def serve(
     uvicorn, build_app = _server()
     from ...extensions.serving.service import Limits
 
-    make = _Assistants(model, memory, max_bytes, private, corpus, extra_memory, prefixes)
-    owners = _tenants(tenants, admin_key, private, make)
+    for option, given in {"--memory": memory, "--tenants": tenants}.items():
+        if private and given:
+            raise ValueError(f"--private: expected no {option} beside it, got one")
+    if admin_key is not None and tenants is None:
+        raise ValueError("--admin-key: expected --tenants beside it, got none")
+    outputs = _outputs(memory, max_bytes)
+    make = _Assistants(outputs, prefixes, extra_memory, _corpus(corpus, model))
+    assistant = make.assistant.private() if private else make.assistant
+    owners = None if tenants is None else _tenants(tenants, admin_key, make)
     bounds = {"num_blocks": cb_num_blocks, "max_batch_tokens": cb_max_batch_tokens}
     if cb_page_size is not None:
         bounds["page_size"] = cb_page_size
-    loading = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    loading |= {"device": device, "dtype": dtype}
+    loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     app = build_app(
         model,
-        make.assistant,
+        assistant,
         limits=Limits(max_prompt_tokens, max_answer_tokens, max_waiting, max_seconds),
         tenants=owners,
         continuous_batching=continuous_batching,
         cb_config=ContinuousBatchingConfig(**bounds),
-        enable_cors=enable_cors,
         **loading,
     )
     service = app.state.service
     told = service.told | {
-        "assistant": make.assistant,
-        "outputs": make.about if owners is None else f"{make.about}, of each tenant alone",
-        "tenants": "none: all requests share outputs" if owners is None else owners,
+        "assistant": assistant,
+        "outputs": "kept for nobody" if private else outputs,
+        "tenants": "none" if owners is None else owners,
         "corpus": corpus or "none",
     }
-    if private:
-        told |= {"outputs": "kept for nobody", "tenants": "none"}
     for name, value in told.items():
         print(f"{name:<10} {value}", flush=True)
     service.on_ready = lambda: print("ready: the model has been tested", flush=True)
     _run(uvicorn, app, host=host, port=port, log_level=log_level)
 
 
+def _outputs(memory: str | None, max_bytes: int) -> Any:
+    """The memory of outputs, in a file, on a server or of this process."""
+    from ...memory.output_memory import OutputMemory
+
+    if memory is None:
+        return OutputMemory(max_bytes)
+    if "://" in memory:
+        return OutputMemory(max_bytes, url=memory)
+    return OutputMemory(max_bytes, path=memory)
+
+
+def _corpus(corpus: str | None, model: str) -> Any:
+    """What is indexed for all tenants."""
+    from transformers import AutoTokenizer
+
+    from ...presets import tokenised
+
+    return None if corpus is None else tokenised(corpus, loaded(AutoTokenizer, model))
+
+
 class _Assistants:
-    """Makes the assistants of a server: one for all requests, or one for each tenant.
+    """Makes the assistants of a server.
 
     Attributes:
         assistant: for all requests.
     """
 
-    def __init__(
-        self,
-        model: str,
-        memory: str | None,
-        max_bytes: int,
-        private: bool,
-        corpus: str | None,
-        extra_memory: int | None,
-        prefixes: int,
-    ) -> None:
-        from transformers import AutoTokenizer
-
+    def __init__(self, outputs: Any, prefixes: int, extra_memory: int | None, corpus: Any) -> None:
         from ...cache.prefixes import Prefixes
-        from ...memory.output_memory import OutputMemory
-        from ...presets import tokenised
-
-        if private and memory:
-            raise ValueError("--private: expected no --memory beside it, got one")
-        place: dict[str, Any] = {}
-        if memory is not None:
-            place = {"url" if "://" in memory else "path": memory}
-        self._memory = OutputMemory(max_bytes, **place)
-        self._extra_memory = extra_memory
-        self._prefixes = Prefixes(prefixes) if prefixes else None
-        # Tenants share what is indexed.
-        tokenizer = None if corpus is None else loaded(AutoTokenizer, model)
-        self._corpus = None if corpus is None else tokenised(corpus, tokenizer)
-        made = self._made(self._memory, self._prefixes)
-        self.assistant = made.private() if private else made
-
-    def _made(self, memory: Any, prefixes: Any) -> Any:
         from ...presets import SamAssistant
 
-        options = {"extra_memory": self._extra_memory, "prefixes": prefixes}
-        return SamAssistant(self._corpus, memory=memory, **options)
+        self._outputs, self._prefixes = outputs, Prefixes(prefixes) if prefixes else None
+        self._make = partial(SamAssistant, corpus, extra_memory=extra_memory)
+        self.assistant = self._make(memory=outputs, prefixes=self._prefixes)
 
     def of_tenant(self, name: str) -> Any:
         """A tenant's, whose figures count among those of all."""
         own = None if self._prefixes is None else self._prefixes.namespace(name)
-        made = self._made(self._memory.namespace(name), own)
+        made = self._make(memory=self._outputs.namespace(name), prefixes=own)
         made.stats = made.policy.stats = self.assistant.stats
         return made
 
@@ -180,33 +174,21 @@ class _Assistants:
         were."""
         if self._prefixes is not None:
             self._prefixes.namespace(tenant).forget()
-        return self._memory.namespace(tenant).forget()
-
-    @property
-    def about(self) -> str:
-        """Where outputs are kept."""
-        return f"{self._memory!r}"
+        return int(self._outputs.namespace(tenant).forget())
 
 
-def _tenants(named: str | None, admin_key: Path | None, private: bool, make: _Assistants) -> Any:
-    """Whose requests are answered; None: everybody's."""
-    if private and named is not None:
-        raise ValueError("--private: expected no --tenants beside it, got some")
-    if named is None:
-        if admin_key is not None:
-            raise ValueError("--admin-key: expected --tenants beside it, got none")
-        return None
+def _tenants(named: str, admin_key: Path | None, make: _Assistants) -> Any:
+    """Whose requests are answered."""
     from ...extensions.serving.tenants import Tenants, read_keys
 
     key = None if admin_key is None else admin_key.read_text(encoding="utf-8").strip()
     if key == "":
         raise ValueError(f"{admin_key}: expected a key, got an empty file")
     kind, _, header = named.partition(":")
-    whose: dict[str, Any] = {"header": header}
-    if kind != "header":
-        whose = {"keys": read_keys(Path(named))}
-    elif not header:
+    if kind == "header" and not header:
         raise ValueError("--tenants: expected header:NAME, got no name")
+    whose: dict[str, Any] = {"header": header} if kind == "header" else {}
+    whose = whose or {"keys": read_keys(Path(named))}
     return Tenants(make.of_tenant, make.forget, admin_key=key, **whose)
 
 

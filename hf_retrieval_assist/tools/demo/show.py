@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from ...extensions.record.palette import colours, text_on
+from ...extensions.record.palette import colours
 from ...extensions.record.pieces import readable
 from ...extensions.record.steps import MODEL
 from ...policy.cost_store import CostModels
@@ -26,22 +26,16 @@ _OTHER_LINES = 11  # lines of a frame and what is said below it, at 80 columns
 
 
 def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -> None:
-    """Run the tasks and show them: on a terminal both runs of a task as they write, elsewhere as
-    lines."""
+    """Run the tasks: both runs of each are shown as they write on a terminal, elsewhere as they
+    have written."""
     console = Console(highlight=False)
     for task in tasks:
-        if console.is_terminal:
-            runs = _stream(console, model, tokenizer, task, costs)
-        else:
-            print(f"{task.title}: recording both runs", flush=True)
-            runs = compare(model, tokenizer, task, costs)
-            for name, run in zip(RUNS, runs, strict=True):
-                print(f"  {name:<26}{run.rate:7.1f} tokens/s  {tally(run)}")
+        runs = _stream(console, model, tokenizer, task, costs)
+        for name, run in zip(RUNS, runs, strict=True):
+            console.print(f"{name}: {tally(run)}", markup=False)
         with console.status("comparing the texts"):
             said, is_bug = verdict(model, tokenizer, task, *runs)
-        console.print(said, style="bold red" if is_bug else "bold green")
-        if console.is_terminal:
-            console.print(f"{tally(runs[1])}\n", markup=False)
+        console.print(f"{said}\n", style="bold red" if is_bug else "bold green")
 
 
 def tally(run: Run) -> str:
@@ -106,4 +100,4 @@ def _legend(run: Run) -> Text:
 
 def _styles(run: Run) -> dict[str, str]:
     found = colours(dict.fromkeys(token.origin for token in run.tokens))
-    return {origin: f"{text_on(colour)} on {colour}" for origin, colour in found.items()}
+    return {origin: f"black on {colour}" for origin, colour in found.items()}

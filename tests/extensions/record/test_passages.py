@@ -1,7 +1,5 @@
 """Where drafted tokens stand: in which document, and where in it."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.extensions.record.passages import BESIDE, LONGEST, Passage, Texts
+from hf_retrieval_assist.extensions.record.passages import LONGEST, Texts
 from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.byte_model import small_model
@@ -77,38 +75,31 @@ def test_no_passage_round_a_token_is_longer(prompt, answer, others):
             if ids[at] == text[here]
         ]
         longest = max(found, default=0)
-        runs = [*texts.runs([token])]
-        assert len(runs) == (longest >= 2)
-        for one in runs:
-            before, passage, after = texts.beside(one)
-            assert (one.length, one.count) == (longest, found.count(longest))
-            assert len(passage) == longest
-            ids, (start, stop) = documents[one.document], one.span
-            assert ids[start:stop] == passage.tolist()
-            assert [*before, *passage, *after] == ids[max(0, start - BESIDE) : stop + BESIDE]
+        places = [*texts.places([token])]
+        assert len(places) == (longest >= 2)
+        for start, stop, name, place in places:
+            assert (start, stop) == (token, token + 1)
+            ids = dict(zip(texts._names, documents, strict=True))[name]
+            assert round_it(ids, place, here) == longest
 
 
 def test_tokens_of_one_passage_are_one_run():
     prompt, document = array(range(10, 30)), array(range(50, 60))
     answer = array([15, 16, 17, 52, 53, 54, 18])
     texts = Texts(prompt, answer, [NamedIds("notes", document)])
-    first, second = texts.runs([1, 2, 3, 4, 5, 6])
-    assert (first.start, first.stop, first.document, first.apart) == (1, 3, 0, 5)
-    # What the model wrote between them is left out, and the last token stands in no passage.
-    assert (second.start, second.stop, second.document, second.span) == (3, 6, 2, (2, 5))
+    # The last token stands in no passage.
+    assert [*texts.places([1, 2, 3, 4, 5, 6])] == [(1, 3, "prompt", 6), (3, 6, "notes", 2)]
+    # What the model wrote between them is left out.
+    assert [*texts.places([3, 5])] == [(3, 4, "notes", 2), (5, 6, "notes", 4)]
 
 
 def test_long_passages_are_looked_up_so_far():
-    document = np.arange(1000, dtype=np.int32)
-    (run,) = Texts(array([]), document, [NamedIds("notes", document)]).runs([500])
-    assert run.length == 2 * LONGEST + 1
-
-
-def test_a_passage_says_in_words_where_it_stands():
-    one = Passage(0, 0, 1, 3, "prompt", 1400, "two", "one ", " three", 1)
-    assert str(one) == "in the prompt, token 1,400: one [two] three"
-    other = replace(one, name="a.md", count=2)
-    assert str(other) == "in a.md, token 1,400, one of 2: one [two] three"
+    """Of two that are as long as is looked at, the last one."""
+    answer = np.arange(1000, dtype=np.int32)
+    part = answer[500 - LONGEST : 501 + LONGEST]
+    texts = Texts(array([]), answer, [NamedIds("whole", answer), NamedIds("part", part)])
+    assert [*texts.places([500])] == [(500, 501, "part", LONGEST)]
+    assert [*texts.places([501])] == [(501, 502, "whole", 501)]
 
 
 def test_passages_are_texts_where_there_is_a_tokenizer():
@@ -138,6 +129,5 @@ def test_passages_are_texts_where_there_is_a_tokenizer():
     first = record.passages([notes])[0]
     # The first token is the model's own.
     assert (first.start, first.place) == (1, len("one two three") + 1)
-    there = "in <notes>, token 14: [one two three<b>four five]evif ruof>b<"
-    assert str(first) == there
+    assert str(first) == "in <notes>, token 14: b>four five"
     assert "<b>four" not in record._repr_html_()
