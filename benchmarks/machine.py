@@ -31,9 +31,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
-from hf_retrieval_assist.engines.cpu.linear import RepeatedLayers
 from hf_retrieval_assist.engines.cpu.repeated_forward import RepeatedForward
-from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
+from hf_retrieval_assist.engines.cpu.skinny import RepeatedLinears, dense, skinny_linear
 from hf_retrieval_assist.tools.demo_model import MODELS, load_demo_model
 from hf_retrieval_assist.verification.verifier import Verifier
 
@@ -208,10 +207,9 @@ def products_of(model: Any) -> Callable[[], None]:
     layers = []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            weight, layer = module.weight, RepeatedLayers()
+            weight = module.weight
             x, out = (weight.new_ones(1, width) for width in reversed(weight.shape))
-            layer.add(x, weight, None, out)
-            layers.append(layer.direct)
+            layers.append(RepeatedLinears(x, dense(weight), None, out))
 
     def compute() -> None:
         for layer in layers:

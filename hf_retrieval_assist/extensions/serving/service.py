@@ -422,7 +422,7 @@ class Service:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """By which tokens are chosen; None: a greedy choice has no such setting."""
+    """A setting by which tokens are chosen; None: a greedy choice has no such one."""
     if name != "repetition_penalty" and not config.do_sample:
         return None
     return getattr(config, name) or _SHARED[name]
