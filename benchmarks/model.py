@@ -3,11 +3,10 @@
     python -m benchmarks model --model smollm2 --dtype bfloat16 --output benchmarks/results
 
 Lines: plain `generate`; prompt lookup; both by the kernels (inside `reroute()`); the kernels with
-copies of weights, which assisted calls have; with forwards that are repeated from recordings, too;
+forwards that are repeated from recordings; with copies of weights, too, which such forwards read;
 and with drafts, of an assistant that is new in every call, and of one that has answered a dozen
-prompts. All take turns over each prompt, with the same random numbers. Kernels are chosen anew, so
-that none was chosen while the machine was busy, and a busy machine is refused. The memory of the
-process is locked. Writes `model-NAME-DTYPE.json` after each way of decoding.
+prompts. All take turns over each prompt, with the same random numbers. A busy machine is refused.
+The memory of the process is locked. Writes `model-NAME-DTYPE.json` after each way of decoding.
 """
 
 from __future__ import annotations

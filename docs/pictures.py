@@ -54,43 +54,6 @@ def draw_costs(path):
     _save(figure, path)
 
 
-# Of a token's time, in the order in which it is spent.
-PARTS = {
-    "prompt": "prompt",
-    "read": "reading weights",
-    "rest": "rest of forwards",
-    "draft": "drafting",
-    "host": "between forwards",
-}
-
-
-def draw_times(path):
-    """Where a token's time goes, 400 units wide, so that its text is legible on a telephone."""
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "time", "svg.fonttype": "none", "font.size": 13}
-    from matplotlib import pyplot
-
-    report = json.loads((ROOT / "benchmarks/results/beside.json").read_text(encoding="utf-8"))
-    (table,) = (table for table in report["tables"] if table["title"].startswith("Where"))
-    models = dict.fromkeys(row["model"] for row in table["rows"])
-    size = 400 / 72, (70 + 215 * len(models)) / 72
-    figure, axes = pyplot.subplots(len(models), figsize=size, layout="constrained", squeeze=False)
-    for axis, model in zip(axes[:, 0], models, strict=True):
-        rows = [row for row in table["rows"] if row["model"] == model]
-        names, left = [row["method"] for row in rows], [0.0] * len(rows)
-        for part, label in PARTS.items():
-            # Copies, or a quicker read than memory was measured to give, leave less than no rest.
-            widths = [max(row[part], 0.0) for row in rows]
-            axis.barh(names, widths, left=left, label=label)
-            left = [sum(pair) for pair in zip(left, widths, strict=True)]
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_title(f"{model}: milliseconds a token", fontsize=13, loc="right")
-    labelled = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*labelled, loc="outside lower center", ncols=2, frameon=False)
-    _save(figure, path)
-
-
 _INK, _LINE, _FAINT, _STRONG, _MARKED = "#111", "#555", "#eee", "#0072b2", "#cfe4f2"
 
 
@@ -197,4 +160,3 @@ if __name__ == "__main__":
     draw_loop(ROOT / "docs/assets/loop.svg")
     draw_tree(ROOT / "docs/assets/tree.svg")
     draw_costs(ROOT / "docs/assets/cost.svg")
-    draw_times(ROOT / "docs/assets/time.svg")

@@ -45,14 +45,15 @@ class Assistant:
         graphs: repeat verification forwards from recordings: on a CUDA device as a graph, see
             :mod:`~hf_retrieval_assist.engines.cuda.fixed_verifier`; on a CPU without the model's
             Python, see :mod:`~hf_retrieval_assist.engines.cpu.repeated_forward`. "fused": graphs
-            whose norms and rotary embeddings are compiled, each to one kernel.
+            whose norms and rotary embeddings are compiled, each to one kernel. False: none, and
+            no copies of weights are read.
         fixed_width: on an accelerator, tokens per row that every forward behind the prompt's feeds:
             1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
             by its shape how much was drafted, so texts in half precision do not depend on it. For
             tests, since it costs time. None: as many as pay. A call that is drafted for in no
             static buffers, as all are on a CPU, raises `ValueError`.
-        extra_memory: bytes that smaller copies of a model's weights may take, from which its
-            forwards on a CPU gain; None: an eighth of the memory that is free; 0: there are none.
+        extra_memory: bytes that smaller copies of a model's weights may take, which its repeated
+            forwards on a CPU read; None: an eighth of the memory that is free; 0: there are none.
             Copies are shared by all assistants and go with the model.
         trust_forward: draft for models in whose forward code of yours runs (checkpoints' own code,
             classes, hooks and exchanged functions), on your word that it computes each token from

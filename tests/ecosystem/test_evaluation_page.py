@@ -1,4 +1,4 @@
-"""The page on lm-eval: its task, its Python and its command run as a reader runs them."""
+"""The page on lm-eval: its task and its command run as a reader runs them."""
 
 import os
 import re
@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from hf_retrieval_assist.tools import demo_model
 
 from .small_world import small_world
 
@@ -32,17 +30,6 @@ def written(tmp_path, monkeypatch):
         shutil.copy(ROOT / "examples" / name, name)
     world = small_world(ALPHABET, max_position_embeddings=1024)
     return blocks, *world
-
-
-def test_from_python(written, monkeypatch):
-    blocks, model, tokenizer = written
-    monkeypatch.setattr(demo_model, "load_demo_model", lambda: (model, tokenizer))
-    names = {}
-    exec(compile(blocks["py"][0], PAGE.name, "exec"), names)
-    assert names["found"]["results"]["capitals"]["exact_match,answer"] == 0
-    total = names["assistant"].stats.total
-    assert (total.calls, total.tier) == (4, "tree")
-    assert total.tokens >= 4
 
 
 def test_from_the_command_line(written):
