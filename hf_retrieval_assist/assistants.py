@@ -45,8 +45,7 @@ class Assistant:
         graphs: repeat verification forwards from recordings: on a CUDA device as a graph, see
             :mod:`~hf_retrieval_assist.engines.cuda.fixed_verifier`; on a CPU without the model's
             Python, see :mod:`~hf_retrieval_assist.engines.cpu.repeated_forward`. "fused": graphs
-            whose norms and rotary embeddings are compiled, each to one kernel. False: none, and
-            no copies of weights are read.
+            with compiled norms and rotary embeddings. False: no recordings, no copies of weights.
         fixed_width: on an accelerator, tokens per row that every forward behind the prompt's feeds:
             1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
             by its shape how much was drafted, so texts in half precision do not depend on it. For
