@@ -17,7 +17,7 @@ from ..support.lossless import PROMPT, build
 pytestmark = pytest.mark.slow
 
 NAMES = ["plain", "prompt lookup", "prompt lookup in reroute", "kernels"]
-NAMES += ["+ copies", "+ recordings", "+ drafts", "+ drafts, a dozen before"]
+NAMES += ["+ recordings", "+ copies", "+ drafts", "+ drafts, a dozen before"]
 
 
 @pytest.fixture

@@ -33,11 +33,11 @@ SMALL = 12
 @pytest.fixture(scope="module")
 def small_models():
     """A target and a draft model that is no copy of it."""
-    target = build(vocab_size=SMALL, num_hidden_layers=1)
-    draft = build("GPT2LMHeadModel", vocab_size=SMALL, n_layer=1)
+    target = build(vocab_size=SMALL, num_hidden_layers=1, hidden_size=32, head_dim=8)
+    draft = build("GPT2LMHeadModel", vocab_size=SMALL, n_layer=1, n_embd=32)
     for model in (target, draft):
         # Flat enough that all tokens count.
-        model.get_output_embeddings().weight.data *= 0.25
+        model.get_output_embeddings().weight.data *= 0.4
     return target, draft
 
 
