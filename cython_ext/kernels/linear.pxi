@@ -265,6 +265,15 @@ def pack_int4(weight, column_weights=None, *, path=None, threads=None):
 cdef object _plain_linear = torch._C._nn.linear
 
 
+# Half precision for which oneDNN, which PyTorch asks for products of many rows, has no instructions on this CPU:
+# these take several times as long as the kernels' then.
+cdef dict _native = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+ANY_ROWS = frozenset([dtype for dtype, is_native in _native.items() if not is_native()])
+
+
 cdef int64_t _most_rows():
     """How many the kernels take, of products and of one text's queries: rows of a few texts, or of their
     drafts."""
@@ -285,7 +294,9 @@ cdef bint _are_few_rows(object x, object weight, object bias, object dtype):
     if not _is_plain(x, dtype) or x.dim() < 1:
         return False
     outputs, depth = weight.shape
-    if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= _most_rows() * depth:
+    if depth == 0 or x.size(-1) != depth or x.numel() == 0:
+        return False
+    if x.numel() > _most_rows() * depth and dtype not in ANY_ROWS:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.engines.cpu import linear as module
+from hf_retrieval_assist.engines.cpu import skinny
 from hf_retrieval_assist.engines.cpu.engine import CpuEngine
 from hf_retrieval_assist.engines.cpu.reroute import overriding, reroute
 from hf_retrieval_assist.engines.cpu.skinny import (
@@ -168,6 +169,22 @@ def test_more_rows_are_the_kernels_where_drafts_are_verified(served, rows):
             F.linear(x[:FEW_ROWS], W)
         expected += [*[rows] * (2 * (rows <= most)), FEW_ROWS]
     assert served == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("native", [False, True])
+def test_many_rows_in_half_precision_are_the_kernels_where_pytorch_is_slow(
+    served, dtype, native, monkeypatch
+):
+    half = [] if native else [torch.bfloat16, torch.float16]
+    monkeypatch.setattr(skinny, "ANY_ROWS", frozenset(half))
+    x, weight = torch.randn(300, 32, dtype=dtype), W.to(dtype)
+    with reroute():
+        found = F.linear(x, weight)
+        rows = torch.cat([F.linear(row, weight) for row in x.split(1)])
+    assert served == [300] * (dtype in half) + [1] * 300
+    if dtype in half:
+        assert torch.equal(found, rows)
 
 
 @pytest.mark.parametrize("length", [FEW_ROWS, FEW_ROWS + 1])
