@@ -15,10 +15,12 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from ...system.log import get_logger
+from .refusals import RefusedError
 
 logger = get_logger(__name__)
 
@@ -170,8 +172,7 @@ class _Reasoning(BaseModel):
 
 
 class _Part(BaseModel):
-    # JSON may hold halves of characters, which are no text.
-    text: Annotated[str, AfterValidator(lambda text: text.encode().decode())]
+    text: str
 
 
 class _Prediction(BaseModel):
@@ -239,6 +240,18 @@ class Fields(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, body: Any) -> Any:
+        """Refuse halves of characters, which no prompt and no answer can hold."""
+        for name, value in body.items() if isinstance(body, dict) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except (UnicodeEncodeError, RecursionError) as error:
+                said = f"{name!a}: expected text, got {type(error).__name__}: {error}"
+                raise RefusedError(said, name) from None
+        return body
 
     @property
     def length_field(self) -> str:
