@@ -385,8 +385,12 @@ def stands_for(cache: Any, model: Any, rows: int) -> bool:
 
 def _has_appended_layers(cache: Any, config: PreTrainedConfig) -> bool:
     """Whether a cache has layers that no configuration tells of, of a model that appends some."""
-    kind = type(config.get_text_config(decoder=True))
-    return kind in _APPENDING and len(cache.layers) > len(SlotCache(config).layers)
+    return appends_layers(config) and len(cache.layers) > len(SlotCache(config).layers)
+
+
+def appends_layers(config: PreTrainedConfig) -> bool:
+    """Whether forwards of such a model have appended layers to a cache."""
+    return type(config.get_text_config(decoder=True)) in _APPENDING
 
 
 def _fits(layer: Any, own: Any, slots: RowSlots) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import DynamicCache, EncoderDecoderCache
 
+from ..cache.kv_cache import appends_layers
 from ..host.transformers_private import CACHE, masks_windows
 from .reach import UNLIMITED, Reach
 from .tree_attention import LayerMask, Rules
@@ -68,6 +69,8 @@ class Service:
             return "its rotary frequencies follow the length of the text"
         if any(layer.is_sliding for layer in cache.layers) and not masks_windows(model):
             return "its forwards see what their windows have passed"
+        if appends_layers(model.config):
+            return "its forwards append layers to the cache"
         return ""
 
     def forgets(self, batch: int) -> bool:

@@ -53,10 +53,13 @@ def in_parts(model, between=lambda: None, **options):
 ROPES = ["dynamic", "longrope"]
 
 
-@pytest.mark.parametrize("make", [partial(rope_model, kind, 20) for kind in ROPES] + [moshi])
+@pytest.mark.parametrize(
+    "make",
+    [partial(rope_model, kind, 20) for kind in ROPES] + [moshi, partial(build, "DoryForCausalLM")],
+)
 def test_prompts_that_are_others_in_parts_are_fed_whole(make):
     """Their frequencies follow the length of the text, or their forwards see what their caches'
-    windows have passed."""
+    windows have passed, or append layers."""
     found, looked = in_parts(make(), assistant=SamAssistant(budget=6))
     assert torch.equal(found, run(make()))
     assert looked == 0

@@ -58,7 +58,7 @@ def test_wrapped_targets(name, wrap, tmp_path):
     head = EagleHead.from_pretrained(case.save(tmp_path), target)
     exact = EagleHead.from_pretrained(tmp_path, case.target())
     torch.testing.assert_close(outputs(head), outputs(exact), atol=0.5, rtol=0.05)
-    assistant = Assistant([EagleDrafter(head, total=16)], budget=12)
+    assistant = Assistant([EagleDrafter(head, total=16)], budget=12, trust_forward=True)
     agreeing(target, padded(1), make=lambda plain: assistant, **OPTIONS)
     assert assistant.stats.total.drafted > 0
 

@@ -128,8 +128,10 @@ class Recorder(TorchDispatchMode):
         else:
             self._require_known(logits)
             x = logits
-        results = Results(noted, self._made, [x])
+        results = Results(noted, self._made, [x, output])
         operators = [x for one in results.operators() for x in getattr(one, "copies", [one])]
+        if output is not None:  # whose weight may have been computed, too
+            output = OutputLayer(*map(results.moved, output))
         made = self.inputs, operators, results.moved(x), output
         return Program(*made, results.nbytes, self._verifying)
 

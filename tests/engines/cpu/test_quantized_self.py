@@ -101,7 +101,7 @@ def test_output_is_plain(name, sampling, compiled):
     assert sum(compiled) > stats.steps
     for dtype in (torch.bfloat16, torch.float16) if sampling == "greedy" else ():
         run(model.to(dtype), **options, assistant=drafting)
-        assert drafting.stats.last.steps < NEW / 2
+        assert drafting.stats.last.steps < 0.6 * NEW
 
 
 def hooked(model):
@@ -151,7 +151,7 @@ def test_the_first_rows_of_a_large_output_layer_and_those_of_texts_are_enough(
     assert output.first == 256
     assert 100 < output.seen < 300
     assert sum(compiled) > 60
-    assert 28 < accepted[1] > accepted[0]
+    assert 24 < accepted[1] > accepted[0]
 
 
 def test_no_draft_has_more_nodes_than_it_may(monkeypatch):
@@ -293,7 +293,7 @@ def test_adapters_stay_as_they_are():
     for name in ("default", "other"):
         model.set_adapter(name)
         same(model, assistant=drafting, max_new_tokens=NEW)
-        assert drafting.stats.last.steps < NEW / 2
+        assert drafting.stats.last.steps < 0.6 * NEW
     small = {id(p) for n, p in model.named_parameters() if "lora" in n}
     assert not small & FewBits.of(model).by_id.keys()
 
