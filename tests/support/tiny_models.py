@@ -80,7 +80,7 @@ _OVERRIDES = {
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
+        "indexer_head_dim": 16,
         "indexer_budget": 64,
         "indexer_compress_ratio": 2,
     },
