@@ -265,13 +265,16 @@ def pack_int4(weight, column_weights=None, *, path=None, threads=None):
 cdef object _plain_linear = torch._C._nn.linear
 
 
-# Half precision for which oneDNN, which PyTorch asks for products of many rows, has no instructions on this CPU:
-# these take several times as long as the kernels' then.
-cdef dict _native = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-}
-ANY_ROWS = frozenset([dtype for dtype, is_native in _native.items() if not is_native()])
+cdef bint _is_native(str name):
+    """Whether oneDNN, which PyTorch asks for products of many rows, has instructions of this CPU for a type; it is
+    taken to where PyTorch was built without."""
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return supported is None or supported()
+
+
+# Half precision whose products of many rows take PyTorch several times as long as the kernels.
+cdef dict _half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ANY_ROWS = frozenset([dtype for name, dtype in _half.items() if not _is_native(name)])
 
 
 cdef int64_t _most_rows():
