@@ -42,12 +42,14 @@ class _Part:
     Attributes:
         kept: the copy of each; None: it has none yet.
         serves: whether they are read in this call.
+        missed: whether the last forward would have read them.
     """
 
     copies: WeightCopies[Any]
     weights: list[torch.Tensor] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     serves: bool = False
+    missed: bool = False
 
     @property
     def missing_bytes(self) -> int:
@@ -71,10 +73,10 @@ class _Part:
         self.serves = True
 
     def is_due(self) -> bool:
-        """Count an unscreened forward; true once packing would have paid for itself."""
-        if self.serves or not self.weights:
-            return False
-        return self.copies.count_use(self.weights[0]) >= PATIENCE
+        """Count a forward that would have read them; true once packing would have paid for
+        itself. A model whose forwards read none is not packed."""
+        missed, self.missed = self.missed and not self.serves, False
+        return missed and self.copies.count_use(self.weights[0]) >= PATIENCE
 
 
 class Copies:
@@ -147,22 +149,20 @@ class Copies:
 
     def weights(self, tokens: int) -> CompactModel | None:
         """What a forward over so many tokens reads in its weights' place; None: nothing."""
-        products = self._products
-        if products is None or tokens > MOST_ROWS or not products.stand():
+        if tokens > MOST_ROWS:
             return None
-        return products
+        self._compact.missed, products = bool(self._compact.weights), self._products
+        return products if products is not None and products.stand() else None
 
     def look(self, output: OutputLayer | None, x: torch.Tensor) -> torch.Tensor | None:
         """Approximate logits, float32 [..., tokens], of what an output layer reads, [..., depth],
         of which `screened` then tells those that matter; None: they are to be computed."""
         rows = x.numel() // x.shape[-1]
-        if (
-            output is None
-            or self._screen is None
-            or rows > MOST_SCREENED
-            or output.weight is not self._output.weights[0]
-            or not self._output.kept[0].stands_for(output.weight)
-        ):
+        weights = self._output.weights
+        if output is None or not weights or output.weight is not weights[0] or rows > MOST_SCREENED:
+            return None
+        self._output.missed = True
+        if self._screen is None or not self._output.kept[0].stands_for(output.weight):
             return None
         self.screened = self._screen.look(x.reshape(rows, -1))
         return self.screened.near.view(*x.shape[:-1], -1)

@@ -128,13 +128,23 @@ def test_a_small_output_layer_has_no_copy_for_draws(draws, monkeypatch):
     assert bool(watch.screened) != draws
 
 
+def test_a_layer_that_is_not_the_last_operator_is_not_packed():
+    """The model makes something else of what it gives, which no screen could tell."""
+    model, known = model_of(transformers.GraniteForCausalLM, logits_scaling=2.0), WEIGHTS.nbytes()
+    for _ in range(3):
+        assistant = SamAssistant(budget=0)
+        run(model, assistant=assistant)
+    assert assistant.stats.last.repeated > 0
+    assert WEIGHTS.nbytes() == known
+
+
 def test_copies_are_packed_once_they_have_paid(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 10)
     model = model_of()
     known = WEIGHTS.nbytes()
-    run(model, assistant=SamAssistant(), max_new_tokens=9)
+    run(model, assistant=SamAssistant(budget=0), max_new_tokens=9)
     assert WEIGHTS.nbytes() == known
-    assistant = SamAssistant()
+    assistant = SamAssistant(budget=0)
     run(model, assistant=assistant, max_new_tokens=9)
     assert WEIGHTS.nbytes() > known
     assert assistant.stats.last.seconds["pack"] > 0
