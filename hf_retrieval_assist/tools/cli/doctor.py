@@ -16,7 +16,7 @@ from ...host import private_names
 from ...system.memory import free_memory
 from ...verification.service import choose_service
 from ...verification.tiers import Tier
-from ..demo.comparison import kernel_paths
+from ..kernels import kernel_paths
 from .models import DEVICE, DTYPE, model_on
 
 # What the package builds on, and what it may meet.

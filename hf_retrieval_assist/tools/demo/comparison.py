@@ -15,11 +15,11 @@ from transformers import set_seed
 
 from ...extensions.record.pieces import PieceStream
 from ...extensions.record.steps import MODEL
-from ...plugins import paths
 from ...policy.cost_store import CostModels
 from ...presets import SamAssistant
 from ...verification.engine import engine_of
 from ..demo_model import prompt_inputs
+from ..kernels import kernel_paths
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,3 @@ def _first_difference(one: Run, other: Run) -> int:
     """The number, from 1, of the first token that two different texts do not share."""
     shared = zip(one.ids, other.ids, strict=False)  # one text may end where the other goes on
     return 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], shared))
-
-
-def kernel_paths() -> Sequence[str]:
-    """What the kernels for few rows are compiled for that the CPU has."""
-    if "cpu" not in paths("engines"):
-        return ()
-    from ...engines.cpu.skinny import PATHS
-
-    return PATHS
