@@ -17,7 +17,13 @@ from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import Verified
 from tests.support.callers import Each
-from tests.support.copied_models import TOKENS, model_of, read_at_once, watch_screens
+from tests.support.copied_models import (
+    TOKENS,
+    compact_forwards,
+    model_of,
+    read_at_once,
+    watch_screens,
+)
 from tests.support.logits_feedback import Learner, expected_logits
 from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run, same
 from tests.support.oracle_drafter import agreeing
@@ -251,17 +257,25 @@ def test_processors_by_which_tokens_are_chosen(processors, draws, shortlist):
     assert shortlist_of(select) == shortlist
 
 
-def test_a_weight_that_is_changed_within_a_call_is_read(llama):
-    """Nothing of the call reads a copy from then on."""
-    start = PROMPT.shape[1]
+@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize("logits", [False, True])
+def test_a_weight_that_is_changed_within_a_call_is_read(said, logits):
+    """Nothing of the call reads a copy from then on, in eight bits or in bfloat16."""
+    llama, start = model_of(), PROMPT.shape[1]
+    with torch.no_grad():
+        llama.lm_head.weight.copy_(llama.lm_head.weight.bfloat16())
 
     @torch.no_grad()
     def act(length):
         if length in (start + 8, start + 17):
             llama.lm_head.weight.neg_()
-            SamAssistant.model_changed()
+            if said:
+                SamAssistant.model_changed()
 
     options = {"max_new_tokens": 24, "stopping_criteria": [Each(act)]}
-    with watch_screens() as watch:
-        same(llama, assistant=SamAssistant(budget=4), **options)
-    assert watch.screened
+    if logits:
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+    with watch_screens() as watch, compact_forwards() as compact:
+        for _ in range(4):
+            same(llama, assistant=SamAssistant(budget=0), **options)
+    assert compact if logits else watch.screened
