@@ -19,7 +19,11 @@ int kernel_paths(kernel_path paths[MAX_PATHS]) {
     paths[count++] = avx2_path;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return count;
     paths[count++] = avx512_path;
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) paths[count++] = avx512bf16_path;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return count;
+    paths[count++] = avx512bf16_path;
+#ifdef AMX_PATH
+    if (has_amx()) paths[count++] = with_amx(avx512bf16_path);
+#endif
 #elif defined(ARM_PATHS)
     paths[count++] = neon_path;
 #else

@@ -23,11 +23,16 @@ typedef struct {
     void (*pack_int4)(int4_packing *, int threads);
 } kernel_path;
 
-#define MAX_PATHS 3
+#define MAX_PATHS 4
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define X86_PATHS
 extern const kernel_path avx2_path, avx2_pairs_path, avx512_path, avx512bf16_path;
+#if defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define AMX_PATH
+int has_amx(void);
+kernel_path with_amx(kernel_path path); /* but for what else computes its matrix products */
+#endif
 #elif defined(__GNUC__) && defined(__aarch64__)
 #define ARM_PATHS
 extern const kernel_path neon_path;
