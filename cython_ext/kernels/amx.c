@@ -28,7 +28,9 @@
 #define HIGH (1 << HALF_BITS)
 #define SUMMED_BY_TILES (1 << 17) /* products of eight and seven bits that fit 32 */
 
-/* Sums are in tiles 0 to 3, weights in 4 and 5, x in 6 and 7. */
+/* Sums are in tiles 0 and 1, of one panel each, or of high and low parts; weights in 2, x in 3 and 4. */
+#define TILES 5
+#define WEIGHTS 2
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
@@ -45,10 +47,8 @@ typedef struct {
 
 static void configure_tiles(int64_t columns) {
     tile_config config = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        const int weights = i == 4 || i == 5;
-        config.rows[i] = 16, config.row_bytes[i] = (uint16_t)(weights ? DEPTH_BYTES : columns * 4);
-    }
+    for (int i = 0; i < TILES; i++)
+        config.rows[i] = 16, config.row_bytes[i] = (uint16_t)(i == WEIGHTS ? DEPTH_BYTES : columns * 4);
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 
@@ -190,86 +190,63 @@ typedef struct {
     int64_t count, step, row_bytes;
 } x_tiles;
 
-#define LOAD_WEIGHTS(tile, block)                           \
-    do {                                                    \
-        int64_t stride;                                     \
-        const char *part = part_of(w, (block), k, &stride); \
-        TILE_LOAD(tile, part, stride);                      \
-    } while (0)
-
-#define MULTIPLY(sums, weights, x)          \
-    do {                                    \
-        if (integers)                       \
-            ADD_INT8(sums, weights, x);     \
-        else                                \
-            ADD_BF16(sums, weights, x);     \
-    } while (0)
-
-/* One or two blocks times one or two panels: sums in tile 2 i + j of the i-th block and panel j. */
-static ALWAYS_INLINE void multiply_blocks(const int integers, const weight_blocks *w, int64_t block, int64_t blocks,
-                                          const x_tiles *x) {
+/* A block times one or two panels: sums in tile 0 or 1. */
+static ALWAYS_INLINE void multiply_block(const int integers, const weight_blocks *w, int64_t block, const x_tiles *x) {
     const char *first = x->panels[0], *second = x->panels[1];
     TILE_ZERO(0);
     TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
     for (int64_t k = 0; k < w->depth_bytes; k += DEPTH_BYTES, first += x->step, second += x->step) {
-        TILE_LOAD(6, first, x->row_bytes);
-        LOAD_WEIGHTS(4, block);
-        MULTIPLY(0, 4, 6);
-        if (x->count > 1) {
-            TILE_LOAD(7, second, x->row_bytes);
-            MULTIPLY(1, 4, 7);
+        int64_t stride;
+        const char *part = part_of(w, block, k, &stride);
+        TILE_LOAD(2, part, stride);
+        TILE_LOAD(3, first, x->row_bytes);
+        if (x->count > 1) TILE_LOAD(4, second, x->row_bytes);
+        if (integers) {
+            ADD_INT8(0, 2, 3);
+            ADD_INT8(1, 2, 4);
+        } else {
+            ADD_BF16(0, 2, 3);
+            if (x->count > 1) ADD_BF16(1, 2, 4);
         }
-        if (blocks == 1) continue;
-        LOAD_WEIGHTS(5, block + 1);
-        MULTIPLY(2, 5, 6);
-        if (x->count > 1) MULTIPLY(3, 5, 7);
     }
 }
 
-static void store_tile(int64_t tile, __m512i *to, int64_t stride) {
-    if (tile == 0) TILE_STORE(0, to, stride);
-    if (tile == 1) TILE_STORE(1, to, stride);
-    if (tile == 2) TILE_STORE(2, to, stride);
-    if (tile == 3) TILE_STORE(3, to, stride);
-}
-
-/* A tile's sums of `rows` rows of x to sums[row * CHUNK_ROWS + weight row of the block]; integers are the high parts'
- * and those of the next tile. */
-static void write_sums(const int integers, int64_t tile, int64_t rows, int64_t columns, float *sums) {
-    const int64_t stride = columns == 1 ? 4 : DEPTH_BYTES;
-    __m512i values[BLOCK_ROWS], low[BLOCK_ROWS];
-    store_tile(tile, values, stride);
-    if (integers) {
-        store_tile(tile + 1, low, stride);
-        for (int64_t i = 0; i < BLOCK_ROWS; i++)
-            values[i] = _mm512_castps_si512(
-                FMA(_mm512_cvtepi32_ps(values[i]), SET1(HIGH), _mm512_cvtepi32_ps(low[i])));
-    }
+/* Sums in float32 of rows of x to sums[row * CHUNK_ROWS + row of the block]. */
+static ALWAYS_INLINE void write_sums(__m512i values[BLOCK_ROWS], int64_t rows, int64_t columns, float *sums) {
     if (columns > 1) transpose(values);
     for (int64_t row = 0; row < rows; row++) _mm512_storeu_si512(sums + row * CHUNK_ROWS, values[row]);
 }
 
-/* The i-th block and the one behind it, if there is one, times all panels. */
-static ALWAYS_INLINE void multiply_rows(const int integers, const linear_pass *pass, const weight_blocks *w,
-                                        int64_t block, float *sums) {
+/* A block times all panels. */
+static ALWAYS_INLINE void multiply_panels(const int integers, const linear_pass *pass, const weight_blocks *w,
+                                          int64_t block, float *sums) {
     const int64_t rows = pass->problems->rows, columns = columns_of(pass), bytes = columns * pass->packed_bytes;
-    const int64_t blocks = skinny_min(2, w->apart - block), halves = columns * DEPTH_BYTES;
+    const int64_t halves = columns * DEPTH_BYTES, stride = columns == 1 ? 4 : DEPTH_BYTES;
     x_tiles x = {.step = integers ? 2 * halves : halves, .row_bytes = columns * 4};
     for (int64_t first = 0, panels; first < rows; first += panels * columns) {
+        __m512i values[BLOCK_ROWS], others[BLOCK_ROWS];
         panels = integers || first + columns >= rows ? 1 : 2;
-        x.panels[0] = pass->panels + first / columns * bytes;
+        x.panels[0] = pass->panels + first * pass->packed_bytes;
         x.panels[1] = x.panels[0] + (integers ? halves : bytes);
         x.count = integers ? 2 : panels;
-        multiply_blocks(integers, w, block, blocks, &x);
-        for (int64_t i = 0; i < blocks; i++)
-            for (int64_t j = 0; j < panels; j++) {
-                const int64_t row = first + j * columns;
-                write_sums(integers, 2 * i + j, skinny_min(columns, rows - row), columns,
-                           sums + row * CHUNK_ROWS + (block + i) * BLOCK_ROWS);
-            }
+        multiply_block(integers, w, block, &x);
+        TILE_STORE(0, values, stride);
+        if (x.count > 1) TILE_STORE(1, others, stride);
+        for (int64_t i = 0; i < BLOCK_ROWS && integers; i++)
+            values[i] = _mm512_castps_si512(
+                FMA(_mm512_cvtepi32_ps(values[i]), SET1(HIGH), _mm512_cvtepi32_ps(others[i])));
+        float *to = sums + first * CHUNK_ROWS;
+        write_sums(values, skinny_min(columns, rows - first), columns, to);
+        if (panels > 1) write_sums(others, skinny_min(columns, rows - first - columns), columns, to + columns * CHUNK_ROWS);
     }
+}
+
+static void multiply_bf16(const linear_pass *pass, const weight_blocks *w, int64_t block, float *sums) {
+    multiply_panels(0, pass, w, block, sums);
+}
+
+static void multiply_rounded(const linear_pass *pass, const weight_blocks *w, int64_t block, float *sums) {
+    multiply_panels(1, pass, w, block, sums);
 }
 
 /* A row's sums in the order of the outputs, instead of that of the blocks. */
@@ -288,12 +265,8 @@ static void multiply_outputs(const linear_pass *pass, const linear_problem *p, i
                              .depth_bytes = is_rounded(p) ? steps_of(p) * INT8_STEP : p->depth * 2,
                              .apart = skinny_parts(end - first, BLOCK_ROWS), .filled = filled};
     configure_tiles(columns_of(pass));
-    for (int64_t block = 0; block < w.apart; block += 2) {
-        if (is_rounded(p))
-            multiply_rows(1, pass, &w, block, sums);
-        else
-            multiply_rows(0, pass, &w, block, sums);
-    }
+    for (int64_t block = 0; block < w.apart; block++)
+        (is_rounded(p) ? multiply_rounded : multiply_bf16)(pass, &w, block, sums + block * BLOCK_ROWS);
     release_tiles();
     for (int64_t row = 0; row < p->rows; row++) order_sums(sums + row * CHUNK_ROWS, w.apart);
 }

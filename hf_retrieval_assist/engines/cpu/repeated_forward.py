@@ -26,14 +26,16 @@ from .copies import Copies
 from .linear import MAX_ROWS
 from .program import Program, UnrecordableError
 from .recording import Recorder
+from .skinny import PATHS
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
-# repeating it saves in eight; programs outlive calls.
+# repeating it saves in eight; programs outlive calls. Others of `WIDTHS` are recorded at once where
+# one could be: they come again.
 PATIENCE = 4
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64) if "amx" in PATHS else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tokens that forwards of one row, or of packed rows together, are filled up to, so that there are
-few kinds of them."""
+few kinds of them; up to 16 rows take a matrix extension hardly longer than one."""
 
 # All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20
@@ -248,7 +250,9 @@ class RepeatedForward(Borrower[Programs]):
             packed,
         )
         if key not in (kinds := programs.kinds):
-            kinds[key] = _ShapeRecording(PATIENCE)
+            repeats = any(kind.trusted for kind in kinds.values())
+            comes_again = repeats and inputs["input_ids"].numel() in self.widths
+            kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
             kinds[key].key = ("packed", shape[1]) if packed else shape
         seen = [one for one in masks if one is not None]
         asked = _Asked(
