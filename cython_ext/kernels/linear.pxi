@@ -277,6 +277,10 @@ cdef dict _half = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ANY_ROWS = frozenset([dtype for name, dtype in _half.items() if not _is_native(name)])
 
 
+# Whose products of a few dozen rows take PyTorch longer, which brings weights into another order for each.
+cdef object _tiled = frozenset([torch.bfloat16] if "amx" in PATHS else [])
+
+
 cdef int64_t _most_rows():
     """How many the kernels take, of products and of one text's queries: rows of a few texts, or of their
     drafts."""
@@ -296,10 +300,11 @@ cdef bint _are_few_rows(object x, object weight, object bias, object dtype):
     """
     if not _is_plain(x, dtype) or x.dim() < 1:
         return False
+    cdef int64_t most = ROUTED_ROWS if dtype in _tiled else _most_rows()
     outputs, depth = weight.shape
     if depth == 0 or x.size(-1) != depth or x.numel() == 0:
         return False
-    if x.numel() > _most_rows() * depth and dtype not in ANY_ROWS:
+    if x.numel() > most * depth and dtype not in ANY_ROWS:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False
