@@ -31,7 +31,7 @@ extern const kernel_path avx2_path, avx2_pairs_path, avx512_path, avx512bf16_pat
 #if defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
 #define AMX_PATH
 int has_amx(void);
-kernel_path with_amx(kernel_path path); /* but for what else computes its matrix products */
+kernel_path with_amx(kernel_path path); /* but for what computes products in bfloat16 */
 #endif
 #elif defined(__GNUC__) && defined(__aarch64__)
 #define ARM_PATHS

@@ -1,7 +1,6 @@
 /* The kernels for one instruction set. */
 #include "lanes.h"
 #include "tile_template.h"
-#include "rounding.h"
 #include "int8_template.h"
 #include "int4_template.h"
 #include "linear_template.h"
