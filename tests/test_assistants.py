@@ -116,7 +116,7 @@ def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
 
 
 @pytest.mark.parametrize(
-    ("cost", "nodes"), [(lambda n: n**2, 0), (lambda n: _AGES if n <= 3 else 100 * _AGES, 2)]
+    ("cost", "nodes"), [(lambda n: n**2, 0), (lambda n: _AGES if n <= 4 else 100 * _AGES, 3)]
 )
 def test_the_cost_bounds_the_drafts(model, plain, cost, nodes):
     """The last step has one token less to bring than it could."""

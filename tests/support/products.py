@@ -19,7 +19,6 @@ from hf_retrieval_assist.engines.cpu.skinny import (
     product,
 )
 
-from .threads import in_threads
 from .watching import results_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,17 +57,6 @@ def with_rounding(bound, exact, dtype):
 
 def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def same_in_threads(compute):
-    """What a kernel gives does not depend on its threads, nor on those that call it."""
-    expected = compute(threads=1)
-
-    def work(number):
-        for turn in range(40):
-            assert torch.equal(compute(threads=1 + (number + turn) % 4), expected)
-
-    in_threads(work, range(6))
 
 
 def packed(weight, path):

@@ -4,8 +4,9 @@ Within a scope of :class:`~.reroute.reroute` products of up to `FEW_ROWS` rows a
 where drafts are verified those of up to `MAX_ROWS`, a token and 64 drafts. Its bits do not depend
 on rows, so that a token's logits do not depend on how many draft tokens are verified beside it.
 Others are PyTorch's, as those of longer prompts, for which it takes less time, and which plain
-decoding feeds at once as well; but not in half precision where this CPU has no instructions for it
-that oneDNN uses (`ANY_ROWS`): there the kernel takes a fifth of PyTorch's time for any rows.
+decoding feeds at once as well. By AMX the kernel takes less time for `MAX_ROWS` of a prompt, too;
+and a fifth of PyTorch's for any rows in half precision where this CPU has no instructions for it
+that oneDNN uses (`ANY_ROWS`).
 """
 
 from __future__ import annotations

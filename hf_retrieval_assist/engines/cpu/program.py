@@ -47,9 +47,6 @@ from .skinny import (
 
 Operator = Callable[[], Any]
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""A linear layer's result, of x, weight and bias."""
-
 
 class UnrecordableError(Exception):
     """Why a forward cannot be computed again from what was recorded of it."""
@@ -194,40 +191,25 @@ Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 class RepeatedLayers:
-    """Linear layers of the same x, computed anew where their results lie.
+    """Linear layers of the same x, which kernels compute anew where their results lie.
 
     Args:
-        compute: computes one, in new memory.
-        by_kernels: whether the kernel computes them.
         layers: of each x, weight, bias and result.
     """
 
-    def __init__(self, compute: Compute, by_kernels: bool, layers: list[Layer]) -> None:
-        self._compute, self.by_kernels, self.layers = compute, by_kernels, layers
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
 
-    def add(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-    ) -> bool:
+    def add(self, layer: Layer) -> bool:
         """Compute one more; False: it is none of those that can be computed together."""
-        layer = x, weight, bias, out
-        together = self.by_kernels and takes_kernel(*layer)
-        if not together or len(_kernels_of([*self.layers, layer], {})) > 1:
+        if len(_kernels_of([*self.layers, layer], {})) > 1:
             return False
         self.layers.append(layer)
         return True
 
-    def moved(self, layers: list[Layer]) -> RepeatedLayers:
-        """The same of tensors that lie elsewhere."""
-        return RepeatedLayers(self._compute, self.by_kernels, layers)
-
     def reading(self, packed: Mapping[int, PackedWeight]) -> Sequence[Operator]:
-        """What computes them where others stand for some of the weights, by their identities, as
-        far as the kernel computes them."""
-        return _kernels_of(self.layers, packed) if self.by_kernels else [self]
-
-    def __call__(self) -> None:
-        for x, weight, bias, out in self.layers:
-            out.copy_(self._compute(x, weight, bias))
+        """What computes them where others stand for some of the weights, by their identities."""
+        return _kernels_of(self.layers, packed)
 
 
 def takes_kernel(

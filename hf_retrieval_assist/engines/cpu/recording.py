@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_iter
 
 from ...system.tensors import memory_of, same_bits, thread
 from .program import (
-    Compute,
     Operator,
     OutputLayer,
     Program,
@@ -122,7 +121,7 @@ class Recorder(TorchDispatchMode):
             UnrecordableError: they are none of its results.
         """
         last, noted, output = self._last_linears(), self._noted, None
-        if last is not None and last.by_kernels and last.layers[0][3] is logits:
+        if last is not None and last.layers[0][3] is logits:
             x, weight, bias, _ = last.layers[0]
             noted, output = noted[:-1], OutputLayer(weight, bias)
         else:
@@ -141,24 +140,31 @@ class Recorder(TorchDispatchMode):
         return found[0] if found and len(found[0].layers) == 1 else None
 
     def linear(
-        self, compute: Compute, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        compute: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Note a linear layer, which is computed anew together with others of the same x: at the
-        place of the first, if all that it reads is written by then."""
+        """Note a linear layer, `compute` of x, weight and bias. Kernels compute it anew with others
+        of the same x: at the place of the first, if all that it reads is written by then."""
         self._verifying = self._verifying or verifies()
         given = [x, weight, *(() if bias is None else (bias,))]
         for tensor in given:
             self._require_known(tensor)
         with self.aside():
             out = compute(x, weight, bias)
+            layer = x, weight, bias, out
+            if not takes_kernel(*layer):
+                self._note(partial(_computed, compute), [(x, weight, bias), {}], out)
+                return out
             rows = x.data_ptr(), x.shape, x.stride()
             again, place = self._together.get(rows, (None, 0))
             written = max(self._writers.get(memory_of(tensor), -1) for tensor in given)
-            if again is None or written >= place or not again.add(x, weight, bias, out):
-                layer, place = (x, weight, bias, out), len(self._noted)
-                again = RepeatedLayers(compute, takes_kernel(*layer), [layer])
+            if again is None or written >= place or not again.add(layer):
+                again, place = RepeatedLayers([layer]), len(self._noted)
                 self._together[rows] = again, place
-                self._noted.append(Noted(again.moved, [again.layers]))
+                self._noted.append(Noted(RepeatedLayers, [again.layers]))
             self._note_tensors([out], place)
         return out
 

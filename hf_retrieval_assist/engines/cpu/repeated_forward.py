@@ -33,9 +33,11 @@ from .skinny import PATHS
 # one could be: they come again.
 PATIENCE = 4
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64) if "amx" in PATHS else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Tokens that forwards of one row, or of packed rows together, are filled up to, so that there are
-few kinds of them; up to 16 rows take a matrix extension hardly longer than one."""
+few kinds of them; between these are more where each token takes time, as it hardly does by AMX."""
+if "amx" not in PATHS:
+    WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20

@@ -82,7 +82,7 @@ def _is_traced() -> bool:
 class reroute:  # noqa: N801, a context manager reads as a verb
     """Scope in which this thread's linears of 1 to 16 rows, and attention of as many queries, run
     by kernels made for few rows; more, as those of a longer prompt, run as always, but for linears
-    in bfloat16 and float16 on CPUs without instructions for these.
+    in bfloat16 and float16 on CPUs without instructions for these, and for up to 65 rows by AMX.
 
     An assistant's forwards run in such a scope already. Plain decoding inside of one rounds as they
     do: where the kernels serve, logits do not depend on how many tokens a forward processes, so

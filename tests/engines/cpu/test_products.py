@@ -1,14 +1,13 @@
 """Products with a matrix against float64, on every instruction set this CPU has."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.engines.cpu.skinny import PATHS, skinny_linear
-from tests.support.products import DTYPES, KERNELS, everywhere, paths, random, same_in_threads
+from tests.support.products import DTYPES, KERNELS, everywhere, paths, random
+from tests.support.threads import in_threads
 
 # The paths whose bfloat16 instructions take subnormal numbers for zero.
 FLUSHING = ("avx512bf16", "amx")
@@ -131,6 +130,14 @@ def test_results_are_rounded_like_torch_rounds(path, dtype):
     assert torch.equal(y, exact.to(dtype))
 
 
-@paths
-def test_many_threads_at_once(path):
-    same_in_threads(partial(skinny_linear, random(9, 300), random(500, 300), path=path))
+@everywhere
+def test_bits_depend_neither_on_a_kernels_threads_nor_on_those_that_call_it(path, dtype):
+    x, weight = random(9, 300, dtype=dtype), random(500, 300, dtype=dtype)
+    expected = skinny_linear(x, weight, path=path)
+
+    def work(number):
+        for turn in range(40):
+            found = skinny_linear(x, weight, path=path, threads=1 + (number + turn) % 4)
+            assert torch.equal(found, expected)
+
+    in_threads(work, range(6))

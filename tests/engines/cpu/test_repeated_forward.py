@@ -398,5 +398,5 @@ def test_the_first_token_waits_for_nothing_that_later_ones_need(new, found, monk
     moves = calls_of(monkeypatch, SlotLayer, "attach")
     plain = run(model, max_new_tokens=new)
     assert torch.equal(plain, run(model, assistant=assistant, max_new_tokens=new))
-    assert len(reads) == found
+    assert len(reads) == found + (assistant.stats.last.recordings > 0)
     assert len(moves) == found * model.config.num_hidden_layers
