@@ -23,8 +23,9 @@ def check(kernel, folder, *options):
     """What a program prints that checks kernels."""
     kernels, program = ROOT / "cython_ext" / "kernels", folder / kernel
     sources = [Path(__file__).parent / "c" / f"check_{kernel}.c", *kernels.glob("*.c")]
-    flags = "-std=c11 -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-unused-function".split()
-    command = [COMPILER, *flags, f"-I{kernels}", *sources, "-o", program]
+    numbers = ["-std=c11", "-O2", "-ffp-contract=off"]
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
+    command = [COMPILER, *numbers, *warnings, f"-I{kernels}", *sources, "-o", program]
     subprocess.run([*command, "-lm", "-pthread", *options], check=True)
     result = subprocess.run([*RUNNER, program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
