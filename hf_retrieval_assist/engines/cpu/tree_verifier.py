@@ -218,6 +218,7 @@ class CpuTreeVerifier(TreeVerifier):
 
     def _give_back_recordings(self) -> None:
         """Leave what was recorded to the model's next calls."""
-        if self._repeated is not None:
-            self.repeated, self.recordings = self._repeated.repeated, self._repeated.recordings
-            self._repeated.give_back()
+        repeated, self._repeated = self._repeated, None  # each would keep the other, and the cache
+        if repeated is not None:
+            self.repeated, self.recordings = repeated.repeated, repeated.recordings
+            repeated.give_back()
