@@ -66,14 +66,13 @@ _TEXTS = 3
 
 # Texts whose logits have to leave the straight line, as many of them as this share: a router that
 # takes other experts at some place does so for all tokens behind it.
-_BENT_TEXTS = 4
-_BENT = 0.3
+_BENT_TEXTS, _BENT = 4, 0.3
 
 # How much of the whole way. No tenth part of the logits of transformers' classes with random
 # weights did so for another reason than a router's; where one layer of three rounded its rows to
-# eight bits or to bfloat16, more than half of them. Embeddings are moved so far that one layer's
-# rows cross a step, and in no model so little that rounding to float32 would show.
-_BEND = 0.15
+# eight bits or to bfloat16, more than half of them. One layer's rows cross a step; what rounding
+# to float32 leaves of logits that hardly move is no bend.
+_BEND, _ROUNDING = 0.15, 2.0**-15
 _MOVE = 2.0**-5
 _LEAST_MOVE = 2.0**-14
 
@@ -318,7 +317,8 @@ class _Probe:
                 _, outputs = self.feed_prompt(DynamicCache(config=self.config))
             logits.append(outputs.logits.double())
         begin, middle, end = logits
-        off_it, whole = (begin - 2 * middle + end).norm(dim=-1), (end - begin).norm(dim=-1)
+        off_it = (begin - 2 * middle + end).norm(dim=-1)
+        whole = (end - begin).norm(dim=-1) + _ROUNDING * begin.norm(dim=-1)
         return float((off_it >= _BEND * whole).double().mean()) if met else 0.0
 
     def _forward(
