@@ -300,11 +300,11 @@ cdef bint _are_few_rows(object x, object weight, object bias, object dtype):
     """
     if not _is_plain(x, dtype) or x.dim() < 1:
         return False
-    cdef int64_t most = ROUTED_ROWS if dtype in _tiled else _most_rows()
     outputs, depth = weight.shape
     if depth == 0 or x.size(-1) != depth or x.numel() == 0:
         return False
-    if x.numel() > most * depth and dtype not in ANY_ROWS:
+    cdef int64_t rows = <int64_t>x.numel() // <int64_t>depth
+    if rows > _most_rows() and not (rows <= ROUTED_ROWS and dtype in _tiled) and dtype not in ANY_ROWS:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False

@@ -11,7 +11,6 @@ from hf_retrieval_assist.cache.kv_cache import SlotCache
 from tests.support.lossless import build
 from tests.support.watching import profiled, results_of
 
-pytestmark = pytest.mark.slow
 
 PIECES = 10
 PROBES = range(1_000_000, 1_000_006)
@@ -38,6 +37,7 @@ def generate(model, number, assistant):
     model.generate(ids, attention_mask=torch.ones_like(ids), assistant=assistant, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, 5000])
 def test_work_and_memory_stay_level(count):
     model = build(num_hidden_layers=1)

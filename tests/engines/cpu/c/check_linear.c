@@ -1,12 +1,27 @@
 /* Every instruction set's linear layer against sums in double, over random shapes. */
+#define _DEFAULT_SOURCE /* mmap of no file */
+#include <sys/mman.h>
+
 #include "common.h"
 #include "program.h"
 
 #define GUARD 64 /* bytes on either side of an output, which nobody may write to */
 
+#define GAP (1 << 16) /* bytes; no page is larger */
+
+/* Memory behind which nobody may read. */
+static char *before_a_gap(int64_t bytes, int64_t *mapped) {
+    const int64_t pages = skinny_parts(bytes, GAP) * GAP;
+    char *all = mmap(NULL, pages + GAP, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED || mprotect(all + pages, GAP, PROT_NONE)) abort();
+    *mapped = pages + GAP;
+    return all + pages - bytes;
+}
+
 static void check(kernel_path path, int dtype) {
     const int64_t rows = between(1, 70), depth = between(1, 200), outputs = between(1, 140);
-    char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4);
+    int64_t mapped, bytes = outputs * depth * skinny_item_bytes(dtype);
+    char *x = malloc(rows * depth * 4), *w = before_a_gap(bytes, &mapped);
     char *bias = malloc(outputs * 4), *y = malloc(rows * outputs * 4 + 2 * GUARD);
     double *xs = malloc(rows * depth * 8), *ws = malloc(outputs * depth * 8);
     double *biases = malloc(outputs * 8);
@@ -30,7 +45,8 @@ static void check(kernel_path path, int dtype) {
             }
             compare(path.name, dtype, read_one(y, r * outputs + o, dtype), sum, size);
         }
-    free(x), free(w), free(bias), free(y - GUARD), free(xs), free(ws), free(biases);
+    munmap(w + bytes - mapped + GAP, mapped);
+    free(x), free(bias), free(y - GUARD), free(xs), free(ws), free(biases);
 }
 
 /* The same of weights in eight bits and scales of the rows. */
