@@ -11,7 +11,6 @@ from hf_retrieval_assist.cache.kv_cache import SlotCache
 from tests.support.lossless import build
 from tests.support.watching import profiled, results_of
 
-
 PIECES = 10
 PROBES = range(1_000_000, 1_000_006)
 SMALL = 300_000  # bytes; full after some 200 outputs

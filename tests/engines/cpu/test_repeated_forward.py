@@ -398,5 +398,6 @@ def test_the_first_token_waits_for_nothing_that_later_ones_need(new, found, monk
     moves = calls_of(monkeypatch, SlotLayer, "attach")
     plain = run(model, max_new_tokens=new)
     assert torch.equal(plain, run(model, assistant=assistant, max_new_tokens=new))
-    assert len(reads) == found + (assistant.stats.last.recordings > 0)
+    # Forwards of one token alone are met for the first time then, and recorded at once.
+    assert len(reads) == found + (new == 2)
     assert len(moves) == found * model.config.num_hidden_layers
