@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from ..types.row_text import RowText
 from .tree_verifier import TreeVerifier
 from .verifier import Verifier
@@ -84,20 +82,3 @@ class TargetForwards:
             count = min(count, len(ids) if room is None else 1 + room)
             count = min(count, odd[::-1].index(True) if True in odd else len(ids))
         self.verifier.feed_again([ids[-count:] for ids in texts])
-
-    def feed(self, token_ids: Sequence[int | None]) -> torch.Tensor:
-        """Logits [batch, vocab_size] behind one token more of each row's draft.
-
-        Args:
-            token_ids: of each row of the batch, at first its text's last; None: its draft has
-                ended, and what is computed of it tells nothing.
-        """
-        assert self.verifier is not None
-        slots = self.verifier.cache.slots
-        lengths = slots.lengths
-        pairs = zip(self._rows, token_ids, strict=True)
-        fed = [row.last if token is None else token for row, token in pairs]
-        logits = self.verifier.draft(torch.tensor(fed, device=self.verifier.device)[:, None])
-        grown = [token is not None for token in token_ids]
-        slots.set_lengths([length + more for length, more in zip(lengths, grown, strict=True)])
-        return logits[:, 0]

@@ -61,14 +61,15 @@ class TreeVerifier(Verifier):
     def _feed(self, roots: Sequence[int], trees: Forest, rows: Sequence[RowText]) -> Verified:
         """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
         width = self._bucket(1 + max(trees.sizes))
-        return self._feed_lines(TreeTokens.of(roots, trees, self.cache.slots.lengths, None, width))
+        fed = TreeTokens.of(roots, trees, self.cache.slots.lengths, None, width)
+        outputs = self._feed_lines(fed)
+        return Verified(outputs.logits, [0] * len(roots), outputs)
 
-    def _feed_lines(self, fed: TreeTokens, call: Any = None) -> Verified:
-        """Feed rows side by side, each filled up to the widest."""
+    def _feed_lines(self, fed: TreeTokens, call: Any = None) -> Any:
+        """What a forward gives, or `call` in its place, that is fed rows side by side, each filled
+        up to the widest."""
         ids, lines = fed.lines(self.device)
-        batch, width = fed.token_ids.shape
-        outputs = self._run(ids, width, *self._tree_arguments(lines), call)
-        return Verified(outputs.logits, [0] * batch, outputs)
+        return self._run(ids, ids.shape[1], *self._tree_arguments(lines), call)
 
     @cached_property
     def _next(self) -> int | None:
@@ -97,22 +98,6 @@ class TreeVerifier(Verifier):
             positions = positions[..., fed.rows, :]
         return {"attention_mask": masks, "position_ids": positions + fed.depths}, views
 
-    @cached_property
-    def _one(self) -> TreeLayout:
-        """A token of each row, behind what it has kept."""
-        nothing = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        seen = nothing.new_ones((len(self.prompt_ids), 1, 1), dtype=torch.bool)
-        return TreeLayout(nothing, nothing, seen)
-
-    def draft(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, 1, vocab_size] of a token of each row, [batch, 1], that is not kept."""
-        arguments, views = self._tree_arguments(self._one)
-        call = self.call if self.cache.slots.is_even else self.compute
-        outputs = self._run(token_ids, 1, arguments, views, call)
-        logits: torch.Tensor = outputs.logits
-        self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
-        return logits
-
     def feed_again(self, texts: Sequence[Sequence[int]]) -> None:
         """Feed texts, as many tokens of each row, which are not kept, to whoever sees the model's
         layers."""
@@ -123,7 +108,7 @@ class TreeVerifier(Verifier):
         self._feed_lines(fed, self.compute)
 
     def clear_draft(self) -> None:
-        """Drop what `draft` or `feed_again` has fed."""
+        """Drop what was fed and is not kept."""
         self.cache.truncate(self.cache.slots.longest)
         self.feeding = False
         if self._unsound:

@@ -37,8 +37,6 @@ OUTPUT_SHARE = 1 / 6
 LEAST_ROWS = 8192
 MOST_SEEN = 8192
 
-_FIRST_ROW = np.zeros(1, np.int64)
-
 NO_WEIGHTS: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 # Tokens, in which all columns are alike, that are added to those that were read.
@@ -227,6 +225,10 @@ def bytes_of(model: nn.Module) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+OutputPart = tuple[Matrix, torch.Tensor | None]
+"""Rows of an output layer, and their bias."""
+
+
 class ShortOutput:
     """The rows of an output layer in eight bits that drafts read: those of tokens that may come.
 
@@ -279,7 +281,7 @@ class ShortOutput:
                 self._places[token] = place
                 self.added += 1
 
-    def parts(self) -> tuple[list[tuple[Matrix, torch.Tensor | None]], Among]:
+    def parts(self) -> tuple[list[OutputPart], Among]:
         """The first rows, and those behind them, with the float32 bias of each; and the tokens that
         they are of."""
         first, whole, seen = self.first, self.whole, self.seen
@@ -300,26 +302,29 @@ class OutputReader:
         self._added = -1
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, Among]:
-        """float32 [1, columns] logits of x, [..., depth] of one row, which hold until the next
-        call, and the tokens that they are of."""
+        """float32 [rows, columns] logits of x, [rows, depth], which hold until the next call, and
+        the tokens that they are of."""
         if self._output.added != self._added:
-            self._read(x.shape[-1])
-        self._x.copy_(x.view(1, -1))
-        self._products()
-        return self._logits, self._among
+            self._added, self._by_rows = self._output.added, dict[int, _Reading]()
+            self._parts, self._among = self._output.parts()
+        if len(x) not in self._by_rows:
+            self._by_rows[len(x)] = _Reading(self._parts, x.shape)
+        self._last = self._by_rows[len(x)]
+        return self._last(x), self._among
 
-    def best(self, x: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
-        """The tokens of the greatest logits, and these, descending."""
+    def best(self, x: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The tokens of the greatest logits of each row, and these, descending."""
         self(x)
-        columns, logits = self._scores.top_k(_FIRST_ROW, count, self._scores.columns)
-        return self._among.token_ids.numpy()[columns[0]].tolist(), logits[0].tolist()
+        columns, logits = self._last.best(count)
+        return self._among.token_ids.numpy()[columns].tolist(), logits.tolist()
 
-    def _read(self, depth: int) -> None:
-        """Read all rows that there are now."""
-        self._added = self._output.added
-        parts, self._among = self._output.parts()
+
+class _Reading:
+    """The products of so many rows with the parts of an output layer."""
+
+    def __init__(self, parts: Sequence[OutputPart], shape: Sequence[int]) -> None:
         sizes = [matrix.outputs for matrix, _ in parts]
-        self._x, self._logits = torch.empty((1, depth)), torch.empty((1, sum(sizes)))
+        self._x, self._logits = torch.empty(shape), torch.empty((shape[0], sum(sizes)))
         pairs = zip(parts, self._logits.split(sizes, 1), strict=True)
         first, *others = [(self._x, *part, out) for part, out in pairs]
         self._products = RepeatedLinears(*first)
@@ -327,7 +332,17 @@ class OutputReader:
             self._products.add(*other)
         found = host_scores(self._logits)
         assert found is not None
-        self._scores = found
+        self._scores, self._rows = found, np.arange(shape[0])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits of x, until the next call."""
+        self._x.copy_(x)
+        self._products()
+        return self._logits
+
+    def best(self, count: int) -> tuple[Any, Any]:
+        """The columns of the greatest logits of each row, and these, descending."""
+        return self._scores.top_k(self._rows, count, self._scores.columns)
 
 
 def evidence_classes(scores: Sequence[float], known: bool) -> list[int]:

@@ -160,11 +160,6 @@ class Program:
         logits: torch.Tensor = product(x, matrix, self.output.bias)
         return logits
 
-    def alone(self, token_id: int, position: int) -> dict[str, torch.Tensor]:
-        """The inputs of a forward of one token."""
-        values = dict.fromkeys(self._inputs, position) | {"input_ids": token_id}
-        return {name: torch.full_like(x, values[name]) for name, x in self._inputs.items()}
-
     def _with(self, weights: PackedModel) -> list[Operator]:
         if weights not in self._packed:
             self._packed[weights] = self._compiled(weights.by_id)

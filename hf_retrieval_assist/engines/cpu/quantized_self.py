@@ -127,7 +127,8 @@ def _begin_waiting(model: nn.Module) -> None:
         _patience[model] = _Patience(marks, min(known.needed << known.over, MOST_PATIENCE))
 
 
-_prices: weakref.WeakKeyDictionary[FewBits, _Price] = weakref.WeakKeyDictionary()
+# By the number of texts.
+_prices: weakref.WeakKeyDictionary[FewBits, dict[int, _Price]] = weakref.WeakKeyDictionary()
 
 
 class QuantizedSelf(Drafter):
@@ -136,11 +137,12 @@ class QuantizedSelf(Drafter):
     So it reads a quarter of the bytes of bfloat16, and mostly chooses the same token. It reads the
     cache that the target keeps of the text anyway: there is no second prefill, and no second cache.
     A draft is a chain of first choices, with others beside them; each of its levels is one compiled
-    call, made of the recording of a forward of one token. It grows while its certainty, calibrated
-    on what was accepted so far, pays for the time a level takes. Sampled texts are drafted with the
-    call's own warpers and the random numbers that their tokens will be drawn with.
+    call for the texts of a call together, made of the recording of a forward of one token of each.
+    It grows while its certainty, calibrated on what was accepted so far, pays for the time a level
+    takes. Sampled texts are drafted with the call's own warpers and the random numbers that their
+    tokens will be drawn with.
 
-    It drafts for one text at a time, of models whose forwards can be recorded; in other calls it
+    It drafts in calls of a few texts, of models whose forwards can be recorded; in other calls it
     does nothing.
 
     Args:
@@ -203,9 +205,10 @@ class QuantizedSelf(Drafter):
         if own is None or not own.ready or own in self._calls:
             return
         with self._lock:
-            if own.rows > 1 or not self._is_due(target, own):
+            serves = isinstance(own.verifier, CpuTreeVerifier) and own.verifier.drafts_levels
+            if serves and not self._is_due(target, own):
                 return
-            self._calls[own] = self._given(target, own)
+            self._calls[own] = self._given(sessions, own) if serves else None
             if self._calls[own] is None and not self.optional:
                 name = type(target.model).__name__
                 logger.warning_once(
@@ -224,17 +227,20 @@ class QuantizedSelf(Drafter):
         patience.asked += 1
         return not (self.optional and self._sizes[own][0]) or patience.asked > patience.needed
 
-    def _given(self, target: Target, own: TargetForwards) -> _OfCall | None:
+    def _given(self, sessions: Sequence[QuantizedSession], own: TargetForwards) -> _OfCall | None:
         """What a call drafts with; None: nothing."""
-        model, verifier = target.model, own.verifier
+        target, verifier = sessions[0].target, own.verifier
+        model = target.model
         missing, held = self._sizes.get(own, (0, 0))
         if self.optional and not may_take(missing, target.call.extra_memory, held):
             return None
-        if not isinstance(verifier, CpuTreeVerifier) or output_weight(model) is None:
+        if output_weight(model) is None:
             return None
-        token = own.last(0)
+        assert isinstance(verifier, CpuTreeVerifier)
+        rows = [session.row for session in sessions]
+        first = [own.last(row) for row in rows]
         with own.drafting(), reroute():
-            if not verifier.record_alone(lambda: own.feed([token]), own.deepest(0)):
+            if not verifier.record_level(rows, first, min(session.room for session in sessions)):
                 return None
 
         def read() -> None:
@@ -249,26 +255,27 @@ class QuantizedSelf(Drafter):
     def drafts_for(self, own: TargetForwards) -> bool:
         """Whether a call may be drafted for, as far as is known."""
         known = own not in self._calls or self._calls[own] is not None
-        return own.ready and own.rows == 1 and known
+        return own.ready and known
 
     @torch.no_grad()
     def propose(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
-        session = sessions[0]
-        own = session.target.call.own
+        own = sessions[0].target.call.own
         if own is None:
             raise ValueError("QuantizedSelf: expected a call of generate to draft for, got none")
-        given = self._calls.get(own)
-        if given is None or torch.is_autocast_enabled("cpu") or not (budgets[0] and session.room):
-            return Forest.empty(len(sessions))
-        chain = _Chain(session, budgets[0], given)
-        if not chain.goes_on():
-            return Forest.empty(1)
+        given, nothing = self._calls.get(own), Forest.empty(len(sessions))
+        if given is None or torch.is_autocast_enabled("cpu"):
+            return nothing
+        draft = _Draft(sessions, budgets, given)
+        if not draft.goes_on():
+            return nothing
         with own.drafting(), reroute():
-            chain.grow()
-        weights, drafts = given.weights, proposed([chain.tree()], budgets)
-        weights.observe_certainties(chain.certainties)
-        session.calibrator = weights.calibrator
-        calibrated = weights.calibrator.calibrate([session.calibration], drafts)
+            draft.grow()
+        weights, drafts = given.weights, proposed([one.tree() for one in draft.chains], budgets)
+        calibrations = [session.calibration for session in sessions]
+        for session, chain in zip(sessions, draft.chains, strict=True):
+            weights.observe_certainties(chain.certainties)
+            session.calibrator = weights.calibrator
+        calibrated = weights.calibrator.calibrate(calibrations, drafts)
         return replace(calibrated, classes=np.full_like(calibrated.classes, -1))
 
     def commit(
@@ -319,11 +326,16 @@ class QuantizedSession(DraftSession):
     calibration: OpenDrafts = field(default_factory=OpenDrafts)
 
     @property
+    def row(self) -> int:
+        """The text's place in the batch."""
+        return self.target.call.row
+
+    @property
     def room(self) -> int:
         """Forwards that may be run for a draft."""
         own = self.target.call.own
         assert own is not None
-        deepest = own.deepest(0) if own.ready else 0
+        deepest = own.deepest(self.row) if own.ready else 0
         most = self.drafter.max_levels
         return most if deepest is None else min(most, deepest)
 
@@ -334,107 +346,145 @@ class QuantizedSession(DraftSession):
 
 
 class _Chain:
-    """A draft, which grows until it holds what it may or another level does not pay.
+    """What is drafted for one text: first choices behind one another, with others beside them.
 
     Attributes:
+        row: the text's place in the batch.
+        preview: what it would choose.
+        path: the first choices.
+        nodes: parent, token, probability and class of each.
+        reached: how likely the last of `path` is to be accepted.
+        ended: whether nothing follows.
         certainties: how likely the first choice behind each fed token is.
     """
 
-    def __init__(self, session: QuantizedSession, budget: int, given: _OfCall) -> None:
+    def __init__(self, session: QuantizedSession, budget: int, calibrator: Calibrator) -> None:
         preview, own = session.target.call.preview, session.target.call.own
         assert preview is not None
         assert own is not None
+        self.row, self.preview = session.row, preview
+        self.path: list[int] = []
+        self.nodes: list[tuple[int, int, float, int]] = []
         self.certainties: list[float] = []
-        self._preview, self._given, self._root = preview, given, own.last(0)
-        self._room, self._budget = session.room, budget
-        # Tokens of the chain; how likely its last one is to be accepted; whether nothing follows.
-        self._path: list[int] = []
-        self._reached, self._ended = 1.0, False
-        self._nodes: list[tuple[int, int, float, int]] = []
-        self._parent, self._levels, self._spent = -1, 0, 0.0
-        # Seconds of a step by the tokens that it feeds, and of a level.
-        curve = session.curve
-        self._seconds = None if curve is None else curve(1 + CHOICES * self._room).tolist()
-        self._price = _prices.setdefault(given.weights, _Price())
-        self._level_seconds = self._price.seconds
-        given.weights.output.add(session.unread)
-        session.unread = []
+        self._root, self._parent, self.reached = own.last(self.row), -1, 1.0
+        self.room, self._budget, self._calibrator = session.room, budget, calibrator
+        self.ended = not (budget and self.room)
+
+    @property
+    def last(self) -> int:
+        """The token that is fed next."""
+        return self.path[-1] if self.path else self._root
 
     def tree(self) -> TokenTree:
         parents, token_ids, probs, classes = (
-            zip(*self._nodes, strict=True) if self._nodes else [()] * 4
+            zip(*self.nodes, strict=True) if self.nodes else [()] * 4
         )
         return TokenTree.build(token_ids, parents, probs, classes)
 
-    def grow(self) -> None:
-        """Add all levels of a draft."""
-        begun, weights = time.perf_counter(), self._given.weights
-        while True:
-            x = self._given.verifier.draft_alone((self._path or [self._root])[-1], weights)
-            if x is None:  # the cache, or the model, is no longer what it was
-                break
-            self._choose(x)
-            self._levels += 1
-            self._spent = time.perf_counter() - begun
-            if not self.goes_on():
-                break
-        if self._levels:
-            self._price.observe(self._spent / self._levels)
-
-    def _choose(self, x: torch.Tensor) -> None:
-        """Add what the target would choose, were this what its output layer read."""
-        if self._preview.greedy:
-            self._add(*self._given.output.best(x, CHOICES))
-        else:
-            logits, among = self._given.output(x)
-            best, ids = self._preview.best(logits, [self._path], CHOICES, among)
-            known = self._preview.knows(among.vocab_size)
-            self._add(ids[0].tolist(), best[0].tolist(), known)
-
-    def _add(self, token_ids: Sequence[int], best: Sequence[float], known: bool = True) -> None:
+    def add(self, token_ids: Sequence[int], best: Sequence[float], known: bool = True) -> None:
         """Add the likeliest tokens behind the last one, of which the first goes on; see
         `evidence_classes`."""
         scores = [score for score in best if math.isfinite(score)]
         if not scores:
-            self._ended = True
+            self.ended = True
             return
         classes = evidence_classes(scores, known)
-        rates = self._given.weights.calibrator.rates(np.array(classes)).tolist()
+        rates = self._calibrator.rates(np.array(classes)).tolist()
         self.certainties.append(rates[0])
-        first, before, reached = len(self._nodes), self._parent, self._reached
+        first, before, reached = len(self.nodes), self._parent, self.reached
         for token, rate, kind in zip(token_ids, rates, classes, strict=False):
             if reached * rate >= _LEAST_DRAFTED:
-                self._nodes.append((before, token, reached * rate, kind))
-        self._ended = reached * rates[0] < _LEAST_DRAFTED
-        if not self._ended:
-            self._parent, self._reached = first, reached * rates[0]
-            self._path.append(token_ids[0])
-        self._ended |= self._reached < _LEAST_FOLLOWED or len(self._nodes) >= self._budget
-        self._ended |= len(self._path) >= self._room
+                self.nodes.append((before, token, reached * rate, kind))
+        self.ended = reached * rates[0] < _LEAST_DRAFTED
+        if not self.ended:
+            self._parent, self.reached = first, reached * rates[0]
+            self.path.append(token_ids[0])
+        self.ended |= self.reached < _LEAST_FOLLOWED or len(self.nodes) >= self._budget
+        self.ended |= len(self.path) >= self.room
+
+
+class _Draft:
+    """Chains of some texts, which grow together until none may or another level does not pay.
+
+    Attributes:
+        chains: of each text.
+    """
+
+    def __init__(
+        self, sessions: Sequence[QuantizedSession], budgets: Sequence[int], given: _OfCall
+    ) -> None:
+        weights, self._given = given.weights, given
+        pairs = zip(sessions, budgets, strict=True)
+        self.chains = [_Chain(*pair, weights.calibrator) for pair in pairs]
+        for session in sessions:
+            weights.output.add(session.unread)
+            session.unread = []
+        self._levels, self._spent = 0, 0.0
+        # Seconds of a step by the tokens that it feeds besides a root of each, and of a level.
+        curve, rooms = sessions[0].curve, sum(chain.room for chain in self.chains)
+        self._seconds = None if curve is None else curve(1 + CHOICES * rooms).tolist()
+        prices = _prices.setdefault(weights, {})
+        self._price = prices.setdefault(len(sessions), _Price())
+        self._level_seconds = self._price.seconds
+
+    def grow(self) -> None:
+        """Add all levels, the first of which is worth its time."""
+        begun, given = time.perf_counter(), self._given
+        more = True
+        while more:
+            growing = self._growing
+            rows, fed = [chain.row for chain in growing], [chain.last for chain in growing]
+            x = given.verifier.draft_level(rows, fed, given.weights)
+            if x is None:  # the cache, or the model, is no longer what it was
+                break
+            self._choose(growing, x)
+            self._levels += 1
+            self._spent = time.perf_counter() - begun
+            more = self.goes_on()
+        if self._levels:
+            self._price.observe(self._spent / self._levels)
+
+    @property
+    def _growing(self) -> list[_Chain]:
+        return [chain for chain in self.chains if not chain.ended]
+
+    def _choose(self, growing: Sequence[_Chain], x: torch.Tensor) -> None:
+        """Add what the target would choose, were these what its output layer read."""
+        if growing[0].preview.greedy:
+            for chain, *found in zip(growing, *self._given.output.best(x, CHOICES), strict=True):
+                chain.add(*found)
+            return
+        logits, among = self._given.output(x)
+        for chain, own in zip(growing, logits.split(1), strict=True):
+            best, ids = chain.preview.best(own, [chain.path], CHOICES, among)
+            known = chain.preview.knows(among.vocab_size)
+            chain.add(ids[0].tolist(), best[0].tolist(), known)
 
     def goes_on(self) -> bool:
         """Whether another level is worth its time; while nobody knows that, one tells."""
-        if self._ended:
+        growing = self._growing
+        if not growing:
             return False
         first, timed = not self._levels, self._level_seconds < math.inf
-        if timed and self._pays(_MARGIN if first else 1.0):
+        if timed and self._pays(growing, _MARGIN if first else 1.0):
             return True
         if first and timed:
             self._price.refusals += 1
         return first and (not timed or self._price.refusals % _TRIAL_PERIOD == 0)
 
-    def _pays(self, margin: float) -> bool:
+    def _pays(self, growing: Sequence[_Chain], margin: float) -> bool:
         """Whether any number of further levels brings so many times the tokens per second."""
         if self._seconds is None:
             return True
-        nodes = len(self._nodes)
-        tokens = 1 + sum(prob for _, _, prob, _ in self._nodes)
+        nodes = sum(len(chain.nodes) for chain in self.chains)
+        tokens = sum(1 + sum(prob for _, _, prob, _ in chain.nodes) for chain in self.chains)
         seconds, certainty = self._seconds, self._given.weights.certainty
-        now, reached = tokens / (seconds[nodes] + self._spent), self._reached
-        for levels in range(1, self._room - self._levels + 1):
+        now, reached = tokens / (seconds[nodes] + self._spent), sum(one.reached for one in growing)
+        for levels in range(1, max(chain.room for chain in growing) - self._levels + 1):
             reached *= certainty
+            nodes += len(growing)
             tokens += reached
             spent = self._spent + levels * self._level_seconds
-            if tokens / (seconds[nodes + levels] + spent) > margin * now:
+            if tokens / (seconds[nodes] + spent) > margin * now:
                 return True
         return False

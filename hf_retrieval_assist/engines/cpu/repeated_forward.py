@@ -24,7 +24,7 @@ from ...system.tensors import same_bits
 from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, Recordings
 from .copies import Copies
 from .linear import MAX_ROWS
-from .program import Program, UnrecordableError
+from .program import PackedModel, Program, UnrecordableError
 from .recording import Recorder
 from .skinny import PATHS
 
@@ -181,7 +181,6 @@ class RepeatedForward(Borrower[Programs]):
             if tensor is not None
         ]
         self._compute, self._cache, self._copies = compute, cache, copies
-        self._single: Program | None = None
         self._said, self.typical = changes.said(), True
         read = partial(recording_key, model, arguments, torch.device("cpu"))
         super().__init__(PROGRAMS, model, read)
@@ -203,33 +202,52 @@ class RepeatedForward(Borrower[Programs]):
     def is_current(self) -> bool:
         """Whether what was recorded is what the model computes; otherwise it is left."""
         if self._said != changes.said():
-            self._programs = self._single = None
+            self._programs = None
         return self._programs is not None
-
-    def may_record(self, shape: tuple[int, ...]) -> bool:
-        """Whether forwards over ids of a shape may be recorded, as far as is known."""
-        programs = self._programs if self.is_current() else None
-        return programs is not None and shape not in programs.faults
-
-    @property
-    def single(self) -> Program | None:
-        """What repeats a forward of one token without a mask; None: there is nothing yet."""
-        if self._single is None and self.is_current():
-            assert self._programs is not None
-            kinds: dict[Any, _ShapeRecording] = self._programs.kinds
-            for (shapes, masked, threads, packed), kind in kinds.items():
-                alone = dict(shapes)["input_ids"].numel() == 1 and all(masked) and not packed
-                if alone and threads == torch.get_num_threads() and kind.trusted and kind.content:
-                    self._single = kind.content[0]
-        return self._single
 
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
         self.typical = True
         if self._copies is not None:
             self._copies.screened = None
-        if not self.is_current():
+        found = self._kind(given)
+        if found is None:
             return self._compute(**given)
+        kind, asked = found
+        outputs = self._run(asked.programs, kind, asked, self._cache.slots.longest)
+        self.packs = self.packs and not (kind.key[0] == "packed" and kind.fault)
+        self.typical = kind.did == ("repeated" if self.repeats else "computed")
+        return outputs
+
+    def prospect(self, **given: Any) -> bool | None:
+        """Whether a program repeats such a forward, and tells what the output layer reads of it;
+        None: it may come to be recorded."""
+        found = self._kind(given)
+        if found is None or found[0].key in found[1].programs.faults:
+            return False
+        kind, _ = found
+        if kind.trusted and kind.content is not None:
+            return kind.content[0].output is not None
+        return False if kind.computes else None
+
+    def draft(self, weights: PackedModel, **given: Any) -> torch.Tensor | None:
+        """What the output layer would read of a forward, [..., depth], with weights in another
+        form; None: no program computes it, and the forward was computed only to be recorded."""
+        prospect = self.prospect(**given)
+        if prospect is None:
+            self(**given)
+        found = self._kind(given) if prospect else None
+        if found is None:
+            return None
+        kind, asked = found
+        assert kind.content is not None
+        return kind.content[0].run(asked.inputs, asked.layers, asked.masks, weights)
+
+    def _kind(self, given: dict[str, Any]) -> tuple[_ShapeRecording, _Asked] | None:
+        """Forwards like one that is given these, and what is asked of them; None: none of them is
+        recorded."""
+        if not self.is_current():
+            return None
         programs = self._programs
         assert programs is not None
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
@@ -240,7 +258,7 @@ class RepeatedForward(Borrower[Programs]):
             or cache is not self._cache.layers
             or inputs["input_ids"].numel() > MAX_ROWS
         ):
-            return self._compute(**given)
+            return None
         shape, batch = tuple(inputs["input_ids"].shape), len(self._cache.slots.lengths)
         packed = shape[0] != batch
         mask = given.get("attention_mask")
@@ -261,14 +279,11 @@ class RepeatedForward(Borrower[Programs]):
             *(self._model, self._compute, given, inputs, self._cache.layers, seen, programs),
             self._copies,
         )
-        outputs = self._run(programs, kinds[key], asked, self._cache.slots.longest)
-        self.packs = self.packs and not (packed and kinds[key].fault)
-        self.typical = kinds[key].did == ("repeated" if self.repeats else "computed")
-        return outputs
+        return kinds[key], asked
 
     def give_back(self) -> None:
         """Leave what was recorded to the model's next calls, if the model is as it was."""
-        programs, self._programs, self._single = self._programs, None, None
+        programs, self._programs = self._programs, None
         self._weights.clear()
         if programs is not None:
             self._give_back(programs)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...cache.slot_layers import NO_VIEWS
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
 from ...verification.options import CallOptions
@@ -21,7 +21,7 @@ from ...verification.verified import Verified
 from ...verification.verifier import ForwardScope
 from .copies import Copies
 from .packed_attention import PackedAttention
-from .program import PackedModel, Program
+from .program import PackedModel
 from .repeated_forward import PATIENCE, RepeatedForward, can_repeat
 from .reroute import reroute
 from .screened import ScreenedVerified
@@ -106,55 +106,71 @@ class CpuTreeVerifier(TreeVerifier):
         return (self._repeated or self.compute)(**given)
 
     @property
-    def _single(self) -> Program | None:
-        """What repeats a forward of one token, if the model is as it was."""
-        repeated = self._repeated
-        return repeated.single if repeated is not None and repeated.is_current() else None
+    def drafts_levels(self) -> bool:
+        """Whether `draft_level` may come to give something, as far as is known."""
+        repeats = self._repeats or self._repeated is not None
+        return repeats and (self.packed or len(self.prompt_ids) == 1)
 
-    def record_alone(self, feed: Callable[[], object], room: int | None) -> bool:
-        """Let forwards of one token without a mask be recorded, if they can be; whether one drafts
-        by `draft_alone`.
+    def record_level(
+        self, rows: Sequence[int], token_ids: Sequence[int], room: int | None
+    ) -> bool:
+        """Let forwards that `draft_level` needs be recorded, if they can be; whether one is.
 
         Args:
-            feed: feeds one token more.
-            room: so many at most; None without limit.
+            rows, token_ids: what it will be given first.
+            room: so many tokens more at most of each row; None without limit.
         """
         self.ready()
-        repeated = self._repeated
-        if repeated is None or not repeated.may_record((1, 1)) or self._views_alone() is None:
+        repeated, prospect = self._repeated, None
+        if repeated is None or not self.drafts_levels:
             return False
-        few = room is not None and room <= MOST_RECORDING
-        for _ in range(0 if few else MOST_RECORDING):
-            if self._single is not None:
+        for level in range(1 + MOST_RECORDING):
+            prospect, _ = self._fed_level(rows, token_ids, repeated.prospect)
+            if prospect is not None or level == MOST_RECORDING or level == room:
                 break
-            feed()
-        single = self._single
-        return single is not None and single.output is not None
+            self._fed_level(rows, token_ids, self.call)
+            self._unsound = True  # nobody has looked at the logits
+            self._grow(rows)
+        return bool(prospect)
 
-    def _views_alone(self) -> Any:
-        """The views of a forward of one token; None: it has a mask, as those of padded rows
-        have."""
-        masks, views = self.attention.masks(self._one, self.cache.slots)
-        given = masks.values() if isinstance(masks, dict) else [masks]
-        return views if all(mask is None for mask in given) else None
+    def draft_level(
+        self, rows: Sequence[int], token_ids: Sequence[int], weights: PackedModel
+    ) -> torch.Tensor | None:
+        """What the output layer would read, [rows, depth], behind one token more of some rows,
+        which is not kept, with weights in few bits; None: no program computes it by now.
 
-    def draft_alone(self, token_id: int, weights: PackedModel) -> torch.Tensor | None:
-        """What the output layer would read, [1, 1, depth], behind one token more of the only row,
-        which is not kept, with weights in few bits; None: there is no compiled forward of that."""
-        slots, single = self.cache.slots, self._single
-        if single is None or self._next is None or (views := self._views_alone()) is None:
+        Args:
+            rows: their numbers in the batch, ascending.
+            token_ids: of each.
+        """
+        assert self._repeated is not None
+        x, begins = self._fed_level(rows, token_ids, partial(self._repeated.draft, weights))
+        if x is None:
+            self._unsound = True
             return None
-        inputs = single.alone(token_id, self._next + slots.longest - self.begun)
-        self.feeding, slots.views = True, views
-        try:
-            x = single.run(inputs, self.cache.layers, (), weights)
-        finally:
-            slots.views = NO_VIEWS
-        if x is not None:
-            slots.set_lengths([slots.longest + 1])
-            # What is not finite makes NaN of all that the last norm gives.
-            self._unsound = self._unsound or math.isnan(float(x[0, 0, 0]))
+        self._grow(rows)
+        x = x.flatten(0, -2)[begins]
+        # What is not finite makes NaN of all that the last norm gives.
+        self._unsound = self._unsound or bool(x[:, 0].isnan().any())
         return x
+
+    def _fed_level(
+        self, rows: Sequence[int], token_ids: Sequence[int], call: Callable[..., Any]
+    ) -> tuple[Any, list[int]]:
+        """What `call` makes of a forward of one token of each of some rows, and where these are
+        among all that it is given."""
+        roots = [0] * len(self.prompt_ids)
+        for row, token in zip(rows, token_ids, strict=True):
+            roots[row] = token
+        fed = self._filled(roots, Forest.empty(len(roots)), rows)
+        made = self._feed_lines(fed, call) if len(roots) == 1 else self._feed_behind(fed, call)
+        return made, fed.begins.tolist()
+
+    def _grow(self, rows: Sequence[int]) -> None:
+        """Count the tokens that were just fed to rows, until the draft is forgotten."""
+        slots = self.cache.slots
+        grown = {*rows}
+        slots.set_lengths([n + (row in grown) for row, n in enumerate(slots.lengths)])
 
     def narrow(self) -> None:
         super().narrow()
@@ -179,21 +195,22 @@ class CpuTreeVerifier(TreeVerifier):
         beside = len(fed.rows) == len(trees) and fed.counts.min() == width
         if self._repeated is not None and self._repeated.packs:
             beside = beside and width == 1 and self.cache.slots.is_even
-        if beside:
-            lined = self._feed_lines(fed)
-            return Verified(lined.outputs.logits.flatten(0, 1)[None], lined.roots, lined.outputs)
+        outputs = self._feed_lines(fed) if beside else self._feed_behind(fed)
+        begins = np.zeros(len(trees), np.int64)
+        begins[fed.rows] = fed.begins
+        return Verified(outputs.logits.flatten(0, 1)[None], begins.tolist(), outputs)
+
+    def _feed_behind(self, fed: TreeTokens, call: Any = None) -> Any:
+        """What a forward gives, or `call` in its place, that is fed rows behind one another."""
         ids, lines = fed.packed(self.device)
         arguments, views = self._tree_arguments(lines)
         arguments["position_ids"] = arguments["position_ids"].transpose(-1, -2)
         for name, types in self._token_types.items():
             arguments[name] = types[lines.rows].T
         numbers = fed.rows.tolist(), fed.counts.tolist(), (fed.lengths + fed.counts).tolist()
-        extent = self.cache.slots.longest + width
+        extent = self.cache.slots.longest + fed.token_ids.shape[1]
         with self._attending(PackedAttention(*numbers, extent)):
-            outputs = self._run(ids.T, len(ids), arguments, views)
-        begins = np.zeros(len(trees), np.int64)
-        begins[fed.rows] = fed.begins
-        return Verified(outputs.logits, begins.tolist(), outputs)
+            return self._run(ids.T, len(ids), arguments, views, call)
 
     def _filled(self, roots: Sequence[int], trees: Forest, members: Sequence[int]) -> TreeTokens:
         """The tokens of some rows, together as many as one of `widths`, if that is possible: filler

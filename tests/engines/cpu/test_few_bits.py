@@ -35,10 +35,10 @@ def read(reader, whole, dtype=torch.float32):
     for scores in (logits + 1, logits):
         assert torch.equal(among.spread(scores), everywhere + (scores is not logits))
     expected = logits[0].topk(5)
-    tokens, values = reader.best(x, 5)
+    [tokens], [values] = reader.best(x, 5)
     assert tokens == token_ids[expected.indices].tolist()
     assert values == expected.values.tolist()
-    assert reader.best(x, 1)[0] == [token_ids[logits.argmax()]]
+    assert reader.best(x, 1)[0] == [[token_ids[logits.argmax()]]]
     return token_ids[FIRST:].tolist()
 
 

@@ -72,7 +72,7 @@ def llama():
 @pytest.fixture
 def compiled(monkeypatch):
     """Whether each level of a draft was computed."""
-    return results_of(monkeypatch, CpuTreeVerifier, "draft_alone", lambda x, *_: x is not None)
+    return results_of(monkeypatch, CpuTreeVerifier, "draft_level", lambda x, *_: x is not None)
 
 
 def assistant(**options):
@@ -104,6 +104,21 @@ def test_output_is_plain(name, sampling, compiled):
         assert drafting.stats.last.steps < 0.6 * NEW
 
 
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize(("name", "sampling"), cases(crossed(FAMILIES, SAMPLINGS), 3))
+def test_texts_of_a_batch_are_drafted_for_together(name, sampling, rows, compiled):
+    """One compiled call a level; of rows of which one is padded, and which end one by one."""
+    model, drafting = made(name), assistant()
+    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": [7, 9], "pad_token_id": 0}
+    options |= SAMPLINGS[sampling]
+    for _ in range(2):
+        agreeing(model, padded(rows), seed=3, make=lambda plain: drafting, **options)
+    stats = drafting.stats.last
+    assert stats.keeps_seed
+    assert stats.accepted > 0.8 * stats.steps
+    assert sum(compiled) > stats.forwards / 2
+
+
 def hooked(model):
     model.model.layers[0].register_forward_hook(lambda *_: None)
     return model
@@ -111,9 +126,6 @@ def hooked(model):
 
 # Models, inputs and options of assistants of which no forward of one token is a compiled call.
 IDLE = {
-    "a batch": (build, padded(3), {}),
-    "a padded row": (build, {name: x[1:2] for name, x in padded(3).items()}, {}),
-    "a chunked row": (partial(build, "Llama4ForCausalLM"), {}, {}),
     "soft caps": (partial(build, "Gemma2ForCausalLM"), {}, {}),
     "a hook of a caller's": (lambda **sizes: hooked(build(**sizes)), {}, {}),
     "no kernels": (build, {}, {"reroute": False}),
@@ -127,7 +139,7 @@ def test_nothing_is_packed_or_drafted_where_levels_are_no_compiled_calls(
 ):
     """Nor is more fed than it takes to see that."""
     make, inputs, options = IDLE[name]
-    model, fed = make(head_dim=16), calls_of(monkeypatch, TargetForwards, "feed")
+    model, fed = make(head_dim=16), calls_of(monkeypatch, CpuTreeVerifier, "_grow")
     drafting = Assistant([QuantizedSelf()], budget=16, trust_forward=True, **options)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)} | inputs
     options = {"do_sample": False, "max_new_tokens": NEW}
