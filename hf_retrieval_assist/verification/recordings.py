@@ -28,6 +28,10 @@ MOST_BROKEN = 8
 MOST_STATES = 8
 
 
+Alike = set[tuple[Hashable, int, int]]
+NOTHING: Alike = set()
+
+
 class BrokenRecordingError(RuntimeError):
     """A recording that another thread broke: the next one may succeed."""
 
@@ -40,14 +44,17 @@ class Recording(ABC):
 
     Attributes:
         key: by which it is known among its model's.
+        family: what is equal of those that decide alike by the length of a text.
         content: what repeats it; None: nothing does.
         fault: why it is not recorded, in words; None while nothing speaks against it.
         short: whether there was no memory to record or to compare it.
         spare: whether another way of recording it remains where it has a fault.
         did: what the last call did; "compared", too, where that waits for another length.
+        trusted: whether it was recorded and compared.
     """
 
     key: Hashable = None
+    family: Hashable = None
     content: Any = None
     fault: str | None = None
     short = spare = False
@@ -56,7 +63,7 @@ class Recording(ABC):
     def __init__(self, patience: int = 0) -> None:
         self._patience, self._broken = patience, 0
         self._recorded_at: int | None = None
-        self._trusted_at: set[int | None] = set()
+        self.trusted = False
 
     @abstractmethod
     def compute(self, asked: Any) -> Any:
@@ -79,27 +86,22 @@ class Recording(ABC):
         """Whether nothing is recorded, compared or repeated any more."""
         return self.fault is not None or self.short
 
-    @property
-    def trusted(self) -> bool:
-        """Whether it was recorded and compared."""
-        return bool(self._trusted_at)
-
-    def __call__(self, asked: Any, at: int | None = None) -> Any:
+    def __call__(self, asked: Any, at: int | None = None, alike: Alike = NOTHING) -> Any:
         """What is asked for.
 
         Args:
             at: the length of the text, where a recording may have made a constant of it: it is
                 compared at another one, and anew whenever that has passed a power of two, at which
-                what a model decides by it may change.
+                what a model decides by it may change; None: it cannot.
+            alike: see :class:`Recordings`.
         """
-        length = None if at is None else at.bit_length()
-        if length in self._trusted_at:
+        if self.trusted and (at is None or self._lengths(at) in alike):
             self.did = "repeated"
             return self.repeat(asked, False)
         if self.content is not None:
             self.did = "compared"
             waits = at is not None and at == self._recorded_at
-            return self.compute(asked) if waits else self._compare(asked, length)
+            return self.compute(asked) if waits else self._compare(asked, at, alike)
         self.did = "computed"
         if self.computes or self._patience > 0:
             self._patience -= 1
@@ -108,7 +110,7 @@ class Recording(ABC):
         self.did, self._recorded_at = "compared" if self.content is None else "recorded", at
         return result
 
-    def _compare(self, asked: Any, length: int | None) -> Any:
+    def _compare(self, asked: Any, at: int | None, alike: Alike) -> Any:
         repeated = None
         with self.trying():
             repeated = self.repeat(asked, True)
@@ -116,8 +118,16 @@ class Recording(ABC):
         with self.trying():
             if repeated is not None:
                 self.fault = self.difference(repeated, computed)
-                self._trusted_at.add(length)
+                self.trusted = True
+                if self.fault is None and at is not None:
+                    alike.add(self._lengths(at))
         return computed
+
+    def _lengths(self, at: int) -> tuple[Hashable, int, int]:
+        """The family, and the powers of two that two lengths have passed: of the recording, and of
+        a computation."""
+        assert self._recorded_at is not None
+        return self.family, self._recorded_at.bit_length(), at.bit_length()
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -131,8 +141,7 @@ class Recording(ABC):
             if not isinstance(error, BrokenRecordingError) or self._broken == MOST_BROKEN:
                 self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if self.computes:
-            self.content = None
-            self._trusted_at.clear()
+            self.content, self.trusted = None, False
 
 
 class Recordings:
@@ -143,11 +152,15 @@ class Recordings:
         faults: why computations with these keys are not recorded in this state.
         short: whether there was no memory for one of them: the next call may find enough.
         kinds: the recordings, by what tells them apart.
+        alike: families, and powers of two of lengths: at which one of the family was recorded, and
+            at which that was then what the model computes. What a model decides by the length, it
+            decides for the whole family.
     """
 
     def __init__(self, state: Any, faults: dict[Hashable, str]) -> None:
         self.state, self.faults, self.short = state, faults, False
         self.kinds: dict[Hashable, Any] = {}
+        self.alike: Alike = set()
 
     @property
     def made(self) -> int:
@@ -335,7 +348,7 @@ class Borrower(Generic[Kept]):
         if recording.content is None:
             recording.fault = lent.faults.get(recording.key)
         known = recording.fault
-        result = recording(asked, at)
+        result = recording(asked, at, lent.alike)
         self.repeated += recording.did == "repeated"
         self.recordings += recording.did == "recorded"
         lent.short |= recording.short

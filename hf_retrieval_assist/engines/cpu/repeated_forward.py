@@ -274,6 +274,7 @@ class RepeatedForward(Borrower[Programs]):
             comes_again = repeats and inputs["input_ids"].numel() in self.widths
             kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
             kinds[key].key = ("packed", shape[1]) if packed else shape
+            kinds[key].family = key[1:]  # whatever their width
         seen = [one for one in masks if one is not None]
         asked = _Asked(
             *(self._model, self._compute, given, inputs, self._cache.layers, seen, programs),
