@@ -173,6 +173,9 @@ class _FixedCostModel(CostModel):
         self._seconds = seconds
         self._stale = False
 
+    def timed(self, tokens: int) -> float | None:
+        return float(self._seconds(tokens))
+
     def _count(self, tokens: int, seconds: float) -> None:
         pass
 
@@ -209,8 +212,9 @@ class CostView(CostModel):
     def shares(self, rows: int) -> list[float]:
         if not self.shared_width:
             return super().shares(rows)
-        # Most of the numbers between were never fed.
-        alone, together = self._cost.curve(rows)[[0, -1]].tolist()
+        # Most of the numbers between were never fed. What is only hoped of one row saves nothing.
+        together, alone = self._cost.seconds(rows), self._cost.timed(1)
+        alone = together if alone is None else min(alone, together)
         return [alone / together] + [(1 - alone / together) / (rows - 1)] * (rows - 1)
 
     def curve(self, max_tokens: int) -> Float64Array:

@@ -243,6 +243,17 @@ def test_rows_that_are_fed_until_the_last_one_ends_are_worth_what_it_comes_furth
     assert step.worth([7, 5, 6], [4, 0, 3]) == 0
 
 
+def test_a_row_that_ends_earlier_is_not_hoped_to_save_what_was_never_timed():
+    known = CostModel()
+    price = CostView(known, rows=2)
+    for tokens in (2, 4):
+        known.observe(tokens, 0.01 * tokens)
+        assert price.shares(2) == [1, 0]
+    for _ in range(200):
+        known.observe(1, 0.018)
+    assert price.shares(2) == pytest.approx([0.9, 0.1], rel=1e-3)
+
+
 def test_requests_that_come_and_go_are_worth_their_part_of_what_they_accept():
     step = DraftedStep(FLAT, apart=True)
     assert step.worth([7, 5, 6], [4, 0, 2]) == 2

@@ -29,15 +29,17 @@ from .recording import Recorder
 from .skinny import PATHS
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
-# repeating it saves in eight; programs outlive calls. Others of `WIDTHS` are recorded at once where
-# one could be: they come again.
+# repeating it saves in eight; programs outlive calls. Where one could be recorded, others of
+# `AT_ONCE` are when they are first met: they come again, and take little longer.
 PATIENCE = 4
 
 WIDTHS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Tokens that forwards of one row, or of packed rows together, are filled up to, so that there are
 few kinds of them; between these are more where each token takes time, as it hardly does by AMX."""
+AT_ONCE = WIDTHS
 if "amx" not in PATHS:
     WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)
 
 # All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20
@@ -271,7 +273,7 @@ class RepeatedForward(Borrower[Programs]):
         )
         if key not in (kinds := programs.kinds):
             repeats = any(kind.trusted for kind in kinds.values())
-            comes_again = repeats and inputs["input_ids"].numel() in self.widths
+            comes_again = repeats and inputs["input_ids"].numel() in AT_ONCE
             kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
             kinds[key].key = ("packed", shape[1]) if packed else shape
             kinds[key].family = key[1:]  # whatever their width
