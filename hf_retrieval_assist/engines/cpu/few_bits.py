@@ -16,6 +16,7 @@ from torch import nn
 
 from ...drafters.call_view import Among
 from ...policy.acceptance import Calibrator
+from ...structures.modules import modules_of
 from ...system.locks import Lock
 from ...system.log import get_logger
 from ...types.evidence import EvidenceClasses
@@ -195,7 +196,7 @@ _known: WeakKeyDictionary[nn.Module, FewBits] = WeakKeyDictionary()
 
 def _copied(model: nn.Module) -> list[tuple[torch.Tensor, WeightCopies[Any]]]:
     """The weights that are packed, each with the copies of its kind."""
-    weights = [packable(layer, LEAST_ELEMENTS) for layer in model.modules()]
+    weights = [packable(layer, LEAST_ELEMENTS) for layer in modules_of(model)]
     found: dict[int, tuple[torch.Tensor, WeightCopies[Any]]] = {
         id(weight): (weight, IN_FOUR_BITS) for weight in weights
     }

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,10 +59,12 @@ _LEAST_DRAFTED = 0.02
 _LEAST_FOLLOWED = 0.08
 
 # A draft has to promise this much more tokens per second than a step without, since neither time
-# nor certainty is known exactly. Where it does not, one level is tried in so many steps: forwards
-# take longer behind longer texts, and levels were perhaps timed while the machine was busy.
+# nor certainty is known exactly. Where it does not, none is asked for in so many forwards. Forwards
+# take longer behind longer texts, and levels were perhaps timed while the machine was busy: so one
+# level is tried now and then, all of which take such a share of the time.
 _MARGIN = 1.05
-_TRIAL_PERIOD = 64
+_PAUSE = 8
+_TRIALS = 1 / 192
 
 # Steps of a model, of whatever assistant, that would have asked for a draft before its weights are
 # packed for it, which takes as long as so many forwards, and more; and where they often change.
@@ -82,11 +83,11 @@ class _Price:
 
     Attributes:
         seconds: of it; infinite while none was timed.
-        refusals: drafts that were not made because of it, of all assistants.
+        refused: seconds of forwards for which no draft was made because of it, of all assistants.
     """
 
     seconds = math.inf
-    refusals = 0
+    refused = 0.0
 
     def observe(self, seconds: float) -> None:
         if seconds < self.seconds:
@@ -253,9 +254,11 @@ class QuantizedSelf(Drafter):
         return _OfCall(weights, verifier, OutputReader(weights.output))
 
     def drafts_for(self, own: TargetForwards) -> bool:
-        """Whether a call may be drafted for, as far as is known."""
-        known = own not in self._calls or self._calls[own] is not None
-        return own.ready and known
+        """Whether a call may be drafted for now, as far as is known."""
+        if not own.ready or own not in self._calls:
+            return own.ready
+        given = self._calls[own]
+        return given is not None and given.verifier.forwards >= given.resumes
 
     @torch.no_grad()
     def propose(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
@@ -267,6 +270,7 @@ class QuantizedSelf(Drafter):
             return nothing
         draft = _Draft(sessions, budgets, given)
         if not draft.goes_on():
+            given.resumes = given.verifier.forwards + _PAUSE
             return nothing
         with own.drafting(), reroute():
             draft.grow()
@@ -297,13 +301,21 @@ def automatic() -> QuantizedSelf:
     return QuantizedSelf(optional=True)
 
 
-class _OfCall(NamedTuple):
-    """What one call drafts with: the model's weights, what computes a level, and what reads the
-    output layer behind it."""
+@dataclass(eq=False)
+class _OfCall:
+    """What one call drafts with.
+
+    Attributes:
+        weights: the model's.
+        verifier: computes a level.
+        output: reads the output layer behind it.
+        resumes: forwards of the call behind which a draft may pay again.
+    """
 
     weights: FewBits
     verifier: CpuTreeVerifier
     output: OutputReader
+    resumes: int = 0
 
 
 @dataclass(eq=False)
@@ -468,9 +480,17 @@ class _Draft:
         first, timed = not self._levels, self._level_seconds < math.inf
         if timed and self._pays(growing, _MARGIN if first else 1.0):
             return True
-        if first and timed:
-            self._price.refusals += 1
-        return first and (not timed or self._price.refusals % _TRIAL_PERIOD == 0)
+        return first and (not timed or self._is_trial())
+
+    def _is_trial(self) -> bool:
+        """Whether a level is tried that seems not to pay."""
+        assert self._seconds is not None
+        price = self._price
+        price.refused += _PAUSE * self._seconds[0]
+        if price.refused * _TRIALS < price.seconds:
+            return False
+        price.refused = 0.0
+        return True
 
     def _pays(self, growing: Sequence[_Chain], margin: float) -> bool:
         """Whether any number of further levels brings so many times the tokens per second."""

@@ -343,18 +343,23 @@ def depths(monkeypatch):
 def test_a_draft_grows_while_a_level_pays_which_is_tried_now_and_then(
     llama, price, depths, monkeypatch
 ):
-    """Where it was dear, one level in so many steps; where nobody knows, one."""
-    monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
-    for price.seconds, found in (
-        (1e-4, None),
-        (1.0, [0, 0, 0, 1, 0, 0, 0, 1]),
-        (0.0095, [0, 0, 0, 1, 0, 0, 0, 1]),
-        (math.inf, [1, 1, 1, 1]),
+    """Where it was dear, one level now and then, between asks some steps; where nobody knows,
+    one."""
+    monkeypatch.setattr(module, "_PAUSE", 3)
+    for price.seconds, share, found in (
+        (1e-4, 0, None),
+        (1.0, 20, [0, 1, 0, 1, 0, 1]),
+        (0.0095, 0.11, [0, 0, 1, 0, 0, 1]),
+        (math.inf, 0, [1, 1, 1, 1]),
     ):
+        monkeypatch.setattr(module, "_TRIALS", share)
         depths.clear()
-        price.refusals = 0
-        run(llama, assistant=assistant(), max_new_tokens=NEW)
+        price.refused, drafting = 0.0, assistant()
+        run(llama, assistant=drafting, max_new_tokens=NEW)
         assert 4 <= max(depths) <= 8 if found is None else depths[: len(found)] == found
+        # Each refusal is one ask of four forwards'.
+        asks = drafting.stats.last.forwards - 2 * depths.count(0)
+        assert len(depths) == pytest.approx(asks, abs=2)
 
 
 def test_a_shorter_time_of_a_level_is_believed_sooner_than_a_longer_one():
