@@ -185,16 +185,11 @@ static void multiply_outputs(const linear_pass *pass, const linear_problem *p, i
 
 #include "linear_pass.h"
 
-static int are_halves(const linear_problem *p) {
-    return p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-}
+static kernel_path amx_path;
 
-static int64_t plan_linears_by_dtype(linear_pass *pass, const linear_problem *p, int count, int threads) {
-    return (are_halves(p) ? plan_linears : avx512bf16_path.plan_linears)(pass, p, count, threads);
-}
-
-static void add_linears_by_dtype(work_step *steps, linear_pass *pass, char *memory, int threads) {
-    (are_halves(pass->problems) ? add_linears : avx512bf16_path.add_linears)(steps, pass, memory, threads);
+static const kernel_path *path_of(int dtype, int weight_dtype) {
+    const int halves = dtype == SKINNY_BFLOAT16 && weight_dtype == dtype;
+    return halves ? &amx_path : avx512bf16_path.path_of(dtype, weight_dtype);
 }
 
 /* Whether the CPU has the extension, and Linux lets this process have its registers. */
@@ -207,8 +202,8 @@ int has_amx(void) {
 }
 
 kernel_path with_amx(kernel_path path) {
-    path.name = "amx", path.plan_linears = plan_linears_by_dtype, path.add_linears = add_linears_by_dtype;
-    return path;
+    path.name = "amx", path.path_of = path_of, path.plan_linears = plan_linears, path.add_linears = add_linears;
+    return amx_path = path;
 }
 TARGET_END
 #endif

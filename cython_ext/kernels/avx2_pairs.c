@@ -19,6 +19,6 @@ static ALWAYS_INLINE __m256 of_pairs(__m256 pairs, int second) {
 #define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #include "templates.h"
 
-const kernel_path avx2_pairs_path = {"avx2", plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, pack_int8, pack_int4};
+const kernel_path avx2_pairs_path = {"avx2", NULL, OWN_FUNCTIONS};
 TARGET_END
 #endif

@@ -10,6 +10,6 @@
 #define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #include "templates.h"
 
-const kernel_path avx512_path = {"avx512", plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, pack_int8, pack_int4};
+const kernel_path avx512_path = {"avx512", NULL, OWN_FUNCTIONS};
 TARGET_END
 #endif

@@ -16,30 +16,12 @@
 #include "templates.h"
 
 /* What the extension does not know goes the common way. */
-static int is_own(const linear_problem *p) {
-    const int halves = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-    return halves || p->weight_dtype == SKINNY_ROUNDED || p->weight_dtype == SKINNY_INT4;
+static const kernel_path *path_of(int dtype, int weight_dtype) {
+    const int halves = dtype == SKINNY_BFLOAT16 && weight_dtype == dtype;
+    const int own = halves || weight_dtype == SKINNY_ROUNDED || weight_dtype == SKINNY_INT4;
+    return own ? &avx512bf16_path : &avx512_path;
 }
 
-static int64_t plan_linears_by_dtype(linear_pass *pass, const linear_problem *p, int count, int threads) {
-    return (is_own(p) ? plan_linears : avx512_path.plan_linears)(pass, p, count, threads);
-}
-
-static void add_linears_by_dtype(work_step *steps, linear_pass *pass, char *memory, int threads) {
-    (is_own(pass->problems) ? add_linears : avx512_path.add_linears)(steps, pass, memory, threads);
-}
-
-static int64_t plan_attention_by_dtype(attention_pass *pass, const attention_problem *p, int threads) {
-    return (p->dtype == SKINNY_BFLOAT16 ? plan_attention : avx512_path.plan_attention)(pass, p, threads);
-}
-
-static void add_attention_by_dtype(work_step *steps, attention_pass *pass, char *memory, int threads) {
-    const int own = pass->problem->dtype == SKINNY_BFLOAT16;
-    (own ? add_attention : avx512_path.add_attention)(steps, pass, memory, threads);
-}
-
-const kernel_path avx512bf16_path = {
-    "avx512bf16",   plan_linears_by_dtype, add_linears_by_dtype, plan_attention_by_dtype, add_attention_by_dtype,
-    norm_step,      element_step,          pack_int8, pack_int4};
+const kernel_path avx512bf16_path = {"avx512bf16", path_of, OWN_FUNCTIONS};
 TARGET_END
 #endif

@@ -276,7 +276,6 @@ cdef bint _is_native(str name):
 cdef dict _half = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ANY_ROWS = frozenset([dtype for name, dtype in _half.items() if not _is_native(name)])
 
-
 # Whose products of a few dozen rows take PyTorch longer, which brings weights into another order for each.
 cdef object _tiled = frozenset([torch.bfloat16] if "amx" in PATHS else [])
 

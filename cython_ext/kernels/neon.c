@@ -90,5 +90,5 @@ static ALWAYS_INLINE void sum_lanes(float32x4_t a, float32x4_t b, float32x4_t c,
 
 #include "templates.h"
 
-const kernel_path neon_path = {"neon", plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, pack_int8, pack_int4};
+const kernel_path neon_path = {"neon", NULL, OWN_FUNCTIONS};
 #endif

@@ -11,8 +11,10 @@
 /* What an instruction set computes operators by: of linears and attention a plan, which returns the bytes of
  * memory that are needed, and then LINEAR_STEPS or ATTENTION_STEPS steps, in memory that begins at a
  * cache line. Linears have at most PASS_ROWS rows; a plan of attention is for the first heads. */
-typedef struct {
+typedef struct kernel_path {
     const char *name;
+    /* The path that computes products of two types, attention as those of two alike; NULL: this one, of all. */
+    const struct kernel_path *(*path_of)(int dtype, int weight_dtype);
     int64_t (*plan_linears)(linear_pass *, const linear_problem *, int count, int threads);
     void (*add_linears)(work_step *, linear_pass *, char *memory, int threads);
     int64_t (*plan_attention)(attention_pass *, const attention_problem *, int threads);
@@ -22,6 +24,14 @@ typedef struct {
     void (*pack_int8)(int8_packing *, int threads);
     void (*pack_int4)(int4_packing *, int threads);
 } kernel_path;
+
+static inline const kernel_path *path_of_linears(const kernel_path *path, const linear_problem *p) {
+    return path->path_of ? path->path_of(p->dtype, p->weight_dtype) : path;
+}
+
+static inline const kernel_path *path_of_attention(const kernel_path *path, const attention_problem *p) {
+    return path->path_of ? path->path_of(p->dtype, p->dtype) : path;
+}
 
 #define MAX_PATHS 4
 

@@ -28,7 +28,8 @@ static int plan_program(program *p, const kernel_path *path, int threads) {
     if (!p->linears) return -1;
     linear_pass *pass = p->linears;
     for (const operation *o = p->operations; o < p->operations + p->count; o++)
-        if (o->kind == OPERATION_LINEARS) path->plan_linears(pass++, o->problem, o->count, threads);
+        if (o->kind == OPERATION_LINEARS)
+            path_of_linears(path, o->problem)->plan_linears(pass++, o->problem, o->count, threads);
     p->threads = threads;
     return 0;
 }
@@ -67,13 +68,14 @@ static program_needs needs_of(const program *p, const kernel_path *path, int thr
             needs.scratch = most(needs.scratch, linears++->bytes);
             needs.steps += LINEAR_STEPS;
         } else if (o->kind == OPERATION_ATTENTION && are_many(o, threads)) {
-            needs.scratch = most(needs.scratch, threads * bytes_of_rows(o, path));
+            needs.scratch = most(needs.scratch, threads * bytes_of_rows(o, path_of_attention(path, o->problem)));
             needs.steps++, needs.heads++;
         } else if (o->kind == OPERATION_ATTENTION) {
             for (int i = 0; i < o->count; i++) {
                 attention_pass heads;
                 const attention_problem *row = (const attention_problem *)o->problem + i;
-                needs.scratch = most(needs.scratch, path->plan_attention(&heads, row, threads));
+                const int64_t bytes = path_of_attention(path, row)->plan_attention(&heads, row, threads);
+                needs.scratch = most(needs.scratch, bytes);
                 do needs.steps += ATTENTION_STEPS, needs.heads++;
                 while (attention_next(&heads));
             }
@@ -109,21 +111,23 @@ int run_program(program *p, const kernel_path *path, int threads) {
     char *scratch = aligned((char *)(work + needs.heads));
     for (const operation *o = p->operations; o < p->operations + p->count; o++) {
         if (o->kind == OPERATION_LINEARS) {
-            path->add_linears(next, linears++, scratch, threads);
+            path_of_linears(path, o->problem)->add_linears(next, linears++, scratch, threads);
             next += LINEAR_STEPS;
         } else if (o->kind == OPERATION_ATTENTION && are_many(o, threads)) {
             const attention_problem *rows = o->problem;
-            work->rows = (attention_rows){path, rows, scratch, bytes_of_rows(o, path)};
+            const kernel_path *own = path_of_attention(path, rows);
+            work->rows = (attention_rows){own, rows, scratch, bytes_of_rows(o, own)};
             *next++ = (work_step){.work = attend_head, .of = &work->rows, .chunks = o->count * rows->groups};
             work++;
         } else if (o->kind == OPERATION_ATTENTION) {
+            const kernel_path *own = path_of_attention(path, o->problem);
             for (int i = 0; i < o->count; i++) {
                 attention_pass heads;
-                path->plan_attention(&heads, (const attention_problem *)o->problem + i, threads);
+                own->plan_attention(&heads, (const attention_problem *)o->problem + i, threads);
                 do {
                     attention_pass *pass = &work++->pass;
                     *pass = heads;
-                    path->add_attention(next, pass, scratch, attention_threads(pass, threads, AWAKE_PRODUCTS));
+                    own->add_attention(next, pass, scratch, attention_threads(pass, threads, AWAKE_PRODUCTS));
                     next += ATTENTION_STEPS;
                 } while (attention_next(&heads));
             }
@@ -145,9 +149,10 @@ static int run_pass(const linear_problem *p, int count, const kernel_path *path,
     work_step steps[LINEAR_STEPS];
     work_progress progress[LINEAR_STEPS];
     linear_pass pass;
-    char *memory = calloc(1, path->plan_linears(&pass, p, count, threads) + CACHE_LINE);
+    const kernel_path *own = path_of_linears(path, p);
+    char *memory = calloc(1, own->plan_linears(&pass, p, count, threads) + CACHE_LINE);
     if (!memory) return -1;
-    path->add_linears(steps, &pass, aligned(memory), threads);
+    own->add_linears(steps, &pass, aligned(memory), threads);
     run_steps(steps, progress, LINEAR_STEPS, threads);
     free(memory);
     return 0;
@@ -174,11 +179,12 @@ int run_attention(const attention_problem *p, const kernel_path *path, int threa
     work_step steps[ATTENTION_STEPS];
     work_progress progress[ATTENTION_STEPS];
     attention_pass pass;
-    char *memory = malloc(path->plan_attention(&pass, p, threads) + CACHE_LINE);
+    const kernel_path *own = path_of_attention(path, p);
+    char *memory = malloc(own->plan_attention(&pass, p, threads) + CACHE_LINE);
     if (!memory) return -1;
     do {
         const int useful = attention_threads(&pass, threads, THREAD_PRODUCTS);
-        path->add_attention(steps, &pass, aligned(memory), useful);
+        own->add_attention(steps, &pass, aligned(memory), useful);
         run_steps(steps, progress, ATTENTION_STEPS, useful);
     } while (attention_next(&pass));
     free(memory);

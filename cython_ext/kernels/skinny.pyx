@@ -9,7 +9,6 @@ import torch
 from libc.math cimport sqrt
 from libc.stdint cimport int8_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 
 cdef extern from "openmp_runtime.h" nogil:
     void openmp_use(const uintptr_t *addresses, int count)

@@ -7,3 +7,6 @@
 #include "attention_template.h"
 #include "norm_template.h"
 #include "element_template.h"
+
+#define OWN_FUNCTIONS                                                                                    \
+    plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, pack_int8, pack_int4

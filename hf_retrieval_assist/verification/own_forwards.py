@@ -46,11 +46,6 @@ class TargetForwards:
         """Whether the call verifies token trees one kernel at a time, and has begun to."""
         return self.verifier is not None
 
-    @property
-    def rows(self) -> int:
-        """How many the batch has."""
-        return len(self._rows)
-
     def last(self, row: int) -> int:
         """The last token of a row's text, by its number in the batch, with which a draft begins."""
         return self._rows[row].last

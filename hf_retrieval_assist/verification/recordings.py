@@ -327,6 +327,7 @@ class Borrower(Generic[Kept]):
         read: reads its key, see :class:`~..host.model_key.ModelKey`; None: nothing is lent.
 
     Attributes:
+        model: whose they are.
         repeated, recordings: computations that were repeated, and recordings that were made.
     """
 
@@ -334,7 +335,7 @@ class Borrower(Generic[Kept]):
     _told: tuple[int, str]
 
     def __init__(self, pool: Pool[Kept], model: Any, read: Callable[[], Any] | None) -> None:
-        self._pool, self._model, self._read = pool, model, read
+        self._pool, self.model, self._read = pool, model, read
         self.repeated = self.recordings = 0
         # Read once: within a call, transformers' scopes change settings for some of its forwards.
         self._state = None if read is None else read()
@@ -353,11 +354,11 @@ class Borrower(Generic[Kept]):
         self.recordings += recording.did == "recorded"
         lent.short |= recording.short
         if recording.fault is not None and known is None:
-            name = type(self._model).__name__
+            name = type(self.model).__name__
             if recording.spare:
                 logger.info("%s: recorded in another way (%s)", name, recording.fault)
                 return result
-            if not self._pool.report(self._model).faults:
+            if not self._pool.report(self.model).faults:
                 level, follows = self._told
                 told = name, follows, recording.fault
                 logger.log(level, "%s: some of its forwards, if not all, %s (%s)", *told)
@@ -368,4 +369,4 @@ class Borrower(Generic[Kept]):
         """Leave it to the model's next calls, unless the model was changed meanwhile: what was
         recorded may have been recorded before or after it was."""
         if not self.recordings or self._is_current(lent):
-            self._pool.give_back(self._model, lent)
+            self._pool.give_back(self.model, lent)

@@ -9,9 +9,10 @@ from hf_retrieval_assist.engines.cpu import few_bits, quantized_self, weight_cop
 def pack_small(monkeypatch):
     """Let small layers be packed too; returns what a level takes, for drafters: nothing, and they
     do not learn more."""
-    price = SimpleNamespace(seconds=0.0, observe=lambda seconds: None)
-    monkeypatch.setattr(quantized_self, "_Price", lambda: price)
-    monkeypatch.setattr(quantized_self, "_prices", WeakKeyDictionary())
+    price = SimpleNamespace(seconds=0.0, refused=0.0)
+    price.timed, price.observe = lambda texts: price.seconds, lambda texts, seconds: None
+    monkeypatch.setattr(quantized_self, "_Levels", lambda: price)
+    monkeypatch.setattr(quantized_self, "_levels", WeakKeyDictionary())
     for part in (few_bits, weight_copies):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", 1000)
     return price

@@ -18,8 +18,6 @@ from ...host.scopes import asks_for_more
 from ...system.tensors import thread
 from .skinny import can_attend, in_route, kernel_attention
 
-__all__ = ["attention", "kernel_result", "plain_attention"]
-
 plain_attention = sdpa_attention_forward
 
 # Scores of one group of heads that the kernel may keep at a time, 128 MiB.

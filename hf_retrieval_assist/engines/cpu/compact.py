@@ -18,8 +18,6 @@ from ...system.lazy import cached_property
 from .skinny import Matrix, dense
 from .weight_copies import Kept, WeightCopies, packable
 
-__all__ = ["COMPACT", "CompactModel", "CompactWeight", "compactable"]
-
 # More rows spend more on widening than they save on reading.
 MOST_ROWS = 8
 
@@ -59,11 +57,6 @@ class CompactWeight:
     def nbytes(self) -> int:
         """The memory it takes, in bytes."""
         return 0 if self.values is None else self.values.nbytes
-
-    def is_of(self, rows: torch.Tensor, first: int) -> bool:
-        """Whether rows of a weight from `first` on are those that were packed."""
-        values = self.values
-        return values is None or torch.equal(values[first : first + len(rows)].float(), rows)
 
 
 COMPACT = WeightCopies(CompactWeight.pack, lambda weight: 2 * weight.numel())

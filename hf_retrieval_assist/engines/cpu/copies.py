@@ -164,7 +164,7 @@ class Copies:
         self._output.missed = True
         if self._screen is None or not self._output.kept[0].stands_for(output.weight):
             return None
-        self.screened = self._screen.look(x.reshape(rows, -1))
+        self.screened = Screened(self._screen, x.reshape(rows, -1))
         return self.screened.near.view(*x.shape[:-1], -1)
 
 

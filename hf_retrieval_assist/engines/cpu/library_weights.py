@@ -18,8 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...system.locks import Lock
 from .skinny import in_route, routed_scaled
 
-__all__ = ["library_linear"]
-
 plain_linear = torch._C._nn.linear
 
 # How far apart, relative to all of a product, the library's and the kernel's may be. Rounding a row

@@ -20,9 +20,7 @@ from torch import nn
 
 from ...system.tensors import thread
 from .library_weights import library_linear
-from .skinny import MAX_ROWS, in_route, routed_linear
-
-__all__ = ["MAX_ROWS", "linear", "plain_linear"]
+from .skinny import in_route, routed_linear
 
 plain_linear = torch._C._nn.linear
 

@@ -25,8 +25,6 @@ from ...system.locks import Lock
 from ...system.tensors import thread
 from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
 
-__all__ = ["learn_norms", "put", "restore"]
-
 # Names under which transformers' norms keep what is added to the mean.
 _EPSILONS = ("variance_epsilon", "eps")
 # Rows of each trial: one, some, and those of several heads; and how large their numbers are, so

@@ -64,23 +64,13 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The memory it takes, in bytes."""
-        return sum(part.nbytes for part in self._parts)
-
-    @property
-    def _parts(self) -> tuple[torch.Tensor, ...]:
-        return self.values, self.scales, self.left_out, self.norms
+        parts = self.values, self.scales, self.left_out, self.norms
+        return sum(part.nbytes for part in parts)
 
     @cached_property
     def matrix(self) -> Matrix:
         """What products read."""
         return int8(self.values, self.scales, self.depth)
-
-    def is_of(self, rows: torch.Tensor, first: int) -> bool:
-        """Whether rows of a weight from `first` on are those that were packed."""
-        again, end = QuantizedWeight.pack(rows), first + len(rows)
-        pairs = ((one, own[first:end]) for one, own in zip(again._parts, self._parts, strict=True))
-        # Bytes are compared, in which what is not a number equals itself.
-        return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,23 +110,6 @@ class FourBitWeight:
     def nbytes(self) -> int:
         """The memory that the matrix takes, in bytes."""
         return self.values.nbytes
-
-    def is_of(self, rows: torch.Tensor, first: int) -> bool:
-        """Whether rows of a weight from `first` on are those that were packed."""
-        end, begin = first + len(rows), first // INT4_OUTPUTS
-        own = _by_output(self.values[begin : -(-end // INT4_OUTPUTS)])
-        first -= begin * INT4_OUTPUTS
-        again = _by_output(pack_int4(rows.detach(), self.column_weights))[: len(rows)]
-        return torch.equal(again, own[first : first + len(rows)])
-
-
-def _by_output(blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [outputs, bytes], what blocks hold of each."""
-    groups = blocks.view(len(blocks), -1, INT4_BLOCK)
-    scales = groups[..., : 2 * INT4_OUTPUTS].unflatten(2, (INT4_OUTPUTS, 2))
-    values = groups[..., 2 * INT4_OUTPUTS :].unflatten(2, (-1, INT4_OUTPUTS, 4)).transpose(2, 3)
-    parts = scales.transpose(1, 2).flatten(2), values.flatten(3).transpose(1, 2).flatten(2)
-    return torch.cat(parts, dim=2).flatten(0, 1)
 
 
 WEIGHTS = WeightCopies(QuantizedWeight.pack, QuantizedWeight.size_of)

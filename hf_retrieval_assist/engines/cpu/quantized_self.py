@@ -27,13 +27,13 @@ from ...drafters.base import (
 from ...host.ranks import require_whole
 from ...host.transformers_private import input_device
 from ...policy.acceptance import Calibrator
+from ...policy.cost_model import CostModel
 from ...structures.draft_tree import flattened
 from ...structures.evidence import OpenDrafts
 from ...system.arguments import require_at_least
 from ...system.locks import Lock
 from ...system.log import get_logger
 from ...system.memory import may_take
-from ...system.running_mean import toward
 from ...types.token_tree import Forest, TokenTree
 from ...verification.own_forwards import TargetForwards
 from . import skinny
@@ -73,29 +73,15 @@ PATIENCE, MOST_PATIENCE = 32, 2048
 # Tokens of the texts that are read once more to see which columns of weights count most.
 _READ = 64
 
-# How much of a longer time of a level is believed, and of a shorter one; and how much longer the
-# former may be. Machines are slower for a while, never faster than they are.
-_SLOWER, _FASTER, _MOST_SLOWER = 0.1, 0.5, 1.5
 
-
-class _Price:
-    """What a level takes.
+class _Levels(CostModel):
+    """What levels take by the texts that they are of.
 
     Attributes:
-        seconds: of it; infinite while none was timed.
         refused: seconds of forwards for which no draft was made because of it, of all assistants.
     """
 
-    seconds = math.inf
     refused = 0.0
-
-    def observe(self, seconds: float) -> None:
-        if seconds < self.seconds:
-            share = 1.0 if self.seconds == math.inf else _FASTER
-        else:
-            seconds, share = min(seconds, _MOST_SLOWER * self.seconds), _SLOWER
-        known = seconds if self.seconds == math.inf else self.seconds
-        self.seconds = toward(known, seconds, share)
 
 
 @dataclass(eq=False)
@@ -128,8 +114,7 @@ def _begin_waiting(model: nn.Module) -> None:
         _patience[model] = _Patience(marks, min(known.needed << known.over, MOST_PATIENCE))
 
 
-# By the number of texts.
-_prices: weakref.WeakKeyDictionary[FewBits, dict[int, _Price]] = weakref.WeakKeyDictionary()
+_levels: weakref.WeakKeyDictionary[FewBits, _Levels] = weakref.WeakKeyDictionary()
 
 
 class QuantizedSelf(Drafter):
@@ -435,9 +420,12 @@ class _Draft:
         # Seconds of a step by the tokens that it feeds besides a root of each, and of a level.
         curve, rooms = sessions[0].curve, sum(chain.room for chain in self.chains)
         self._seconds = None if curve is None else curve(1 + CHOICES * rooms).tolist()
-        prices = _prices.setdefault(weights, {})
-        self._price = prices.setdefault(len(sessions), _Price())
-        self._level_seconds = self._price.seconds
+        most = given.verifier.most_tokens
+        self._room = math.inf if most is None else most - len(sessions)
+        if weights not in _levels:
+            _levels[weights] = _Levels()
+        self._costs = _levels[weights]
+        self._level_seconds = self._costs.timed(len(sessions))
 
     def grow(self) -> None:
         """Add all levels, the first of which is worth its time."""
@@ -454,17 +442,22 @@ class _Draft:
             self._spent = time.perf_counter() - begun
             more = self.goes_on()
         if self._levels:
-            self._price.observe(self._spent / self._levels)
+            self._costs.observe(len(self.chains), self._spent / self._levels)
 
     @property
     def _growing(self) -> list[_Chain]:
         return [chain for chain in self.chains if not chain.ended]
 
+    @property
+    def _nodes(self) -> int:
+        return sum(len(chain.nodes) for chain in self.chains)
+
     def _choose(self, growing: Sequence[_Chain], x: torch.Tensor) -> None:
         """Add what the target would choose, were these what its output layer read."""
         if growing[0].preview.greedy:
-            for chain, *found in zip(growing, *self._given.output.best(x, CHOICES), strict=True):
-                chain.add(*found)
+            found = zip(growing, *self._given.output.best(x, CHOICES), strict=True)
+            for chain, token_ids, scores in found:
+                chain.add(token_ids, scores)
             return
         logits, among = self._given.output(x)
         for chain, own in zip(growing, logits.split(1), strict=True):
@@ -475,28 +468,29 @@ class _Draft:
     def goes_on(self) -> bool:
         """Whether another level is worth its time; while nobody knows that, one tells."""
         growing = self._growing
-        if not growing:
+        if not growing or self._nodes >= self._room:
             return False
-        first, timed = not self._levels, self._level_seconds < math.inf
-        if timed and self._pays(growing, _MARGIN if first else 1.0):
+        first, level_seconds = not self._levels, self._level_seconds
+        if level_seconds is None:
+            return first
+        if self._pays(growing, level_seconds, _MARGIN if first else 1.0):
             return True
-        return first and (not timed or self._is_trial())
+        return first and self._is_trial(level_seconds)
 
-    def _is_trial(self) -> bool:
+    def _is_trial(self, level_seconds: float) -> bool:
         """Whether a level is tried that seems not to pay."""
         assert self._seconds is not None
-        price = self._price
-        price.refused += _PAUSE * self._seconds[0]
-        if price.refused * _TRIALS < price.seconds:
+        self._costs.refused += _PAUSE * self._seconds[0]
+        if self._costs.refused * _TRIALS < level_seconds:
             return False
-        price.refused = 0.0
+        self._costs.refused = 0.0
         return True
 
-    def _pays(self, growing: Sequence[_Chain], margin: float) -> bool:
+    def _pays(self, growing: Sequence[_Chain], level_seconds: float, margin: float) -> bool:
         """Whether any number of further levels brings so many times the tokens per second."""
         if self._seconds is None:
             return True
-        nodes = sum(len(chain.nodes) for chain in self.chains)
+        nodes = self._nodes
         tokens = sum(1 + sum(prob for _, _, prob, _ in chain.nodes) for chain in self.chains)
         seconds, certainty = self._seconds, self._given.weights.certainty
         now, reached = tokens / (seconds[nodes] + self._spent), sum(one.reached for one in growing)
@@ -504,7 +498,7 @@ class _Draft:
             reached *= certainty
             nodes += len(growing)
             tokens += reached
-            spent = self._spent + levels * self._level_seconds
+            spent = self._spent + levels * level_seconds
             if tokens / (seconds[nodes] + spent) > margin * now:
                 return True
         return False

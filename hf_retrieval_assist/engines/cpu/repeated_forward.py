@@ -23,10 +23,9 @@ from ...system import changes
 from ...system.tensors import same_bits
 from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, Recordings
 from .copies import Copies
-from .linear import MAX_ROWS
 from .program import PackedModel, Program, UnrecordableError
 from .recording import Recorder
-from .skinny import PATHS
+from .skinny import MAX_ROWS, PATHS
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
 # repeating it saves in eight; programs outlive calls. Where one could be recorded, others of
@@ -51,47 +50,43 @@ _INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
 class _Asked(NamedTuple):
-    """A forward that is wanted: the model, what computes it, its arguments, of these what a program
-    is given, the cache's layers, the programs that there are, and the copies of weights."""
+    """A forward that is wanted: whose, its arguments, and of these what a program is given."""
 
-    model: Any
-    compute: Compute
+    of: RepeatedForward
     arguments: dict[str, Any]
     inputs: Mapping[str, torch.Tensor]
-    layers: list[Any]
     masks: list[torch.Tensor]
-    programs: Programs
-    copies: Copies | None
 
 
 class _ShapeRecording(Recording):
     """Forwards of one shape, repeated by a program and the class of their outputs."""
 
-    content: tuple[Program, Any] | None
+    content: Any = None  # the program, and the class of the outputs
+    packed = False
 
     def compute(self, asked: _Asked) -> Any:
-        return asked.compute(**asked.arguments)
+        return asked.of.compute(**asked.arguments)
 
     def record(self, asked: _Asked) -> Any:
-        with self.trying(), _undone(asked.layers) as kept:
-            recorder = Recorder(asked.model, asked.inputs, asked.layers, asked.masks)
+        forward = asked.of
+        with self.trying(), _undone(forward.layers) as kept:
+            recorder = Recorder(forward.model, asked.inputs, forward.layers, asked.masks)
             with recorder:
-                outputs = asked.compute(**asked.arguments | recorder.inputs)
+                outputs = forward.compute(**asked.arguments | recorder.inputs)
             given = {name for name, x in outputs.items() if x is not None}
             if strange := given - {"logits", CACHE}:
                 raise UnrecordableError(f"a forward that returns {sorted(strange)}")
             program = recorder.program(outputs.logits)
-            if program.nbytes + asked.programs.nbytes > MOST_BYTES:
+            if program.nbytes + forward.bytes_of_programs > MOST_BYTES:
                 raise UnrecordableError("its programs take too much memory")
             self.content = program, type(outputs)
             kept.clear()
         return self.compute(asked) if self.content is None else outputs
 
     def repeat(self, asked: _Asked, aside: bool) -> Any:
-        assert self.content is not None
         program, outputs = self.content
-        with _undone(asked.layers) if aside else nullcontext():
-            logits = _repeated(program, asked, None if aside else asked.copies)
+        with _undone(asked.of.layers) if aside else nullcontext():
+            logits = _repeated(program, asked, None if aside else asked.of.copies)
         if logits is None:
             return None if aside else self.compute(asked)
         return outputs(logits=logits)
@@ -101,11 +96,15 @@ class _ShapeRecording(Recording):
         return None if same else "repeated logits are not the model's"
 
 
+def _run(program: Program, asked: _Asked, weights: PackedModel | None) -> torch.Tensor | None:
+    """See `Program.run`."""
+    return program.run(asked.inputs, asked.of.layers, asked.masks, weights)
+
+
 def _repeated(program: Program, asked: _Asked, copies: Copies | None) -> torch.Tensor | None:
     """The logits of a forward, which `copies` may know better; None: it is to be computed."""
-    tokens = asked.inputs["input_ids"].numel()
-    weights = None if copies is None else copies.weights(tokens)
-    x = program.run(asked.inputs, asked.layers, asked.masks, weights)
+    weights = None if copies is None else copies.weights(asked.inputs["input_ids"].numel())
+    x = _run(program, asked, weights)
     if x is None:
         return None
     near = None if copies is None else copies.look(program.output, x)
@@ -156,6 +155,7 @@ class RepeatedForward(Borrower[Programs]):
         copies: of the model's weights, which repeated forwards read; None: they read these.
 
     Attributes:
+        layers: of the cache.
         repeats: whether some forwards were repeated when the call began: a step then takes as long
             as a repeated one, else as long as a computed one.
         typical: whether the last forward was one of these.
@@ -182,7 +182,8 @@ class RepeatedForward(Borrower[Programs]):
             for tensor in tensors.values()
             if tensor is not None
         ]
-        self._compute, self._cache, self._copies = compute, cache, copies
+        self.compute, self.copies, self.layers = compute, copies, cache.layers
+        self._slots = cache.slots
         self._said, self.typical = changes.said(), True
         read = partial(recording_key, model, arguments, torch.device("cpu"))
         super().__init__(PROGRAMS, model, read)
@@ -201,6 +202,10 @@ class RepeatedForward(Borrower[Programs]):
         hopes = self.repeats or (programs is not None and not programs.faults)
         self.widths = WIDTHS if hopes else ()
 
+    @property
+    def bytes_of_programs(self) -> int:
+        return 0 if self._programs is None else self._programs.nbytes
+
     def is_current(self) -> bool:
         """Whether what was recorded is what the model computes; otherwise it is left."""
         if self._said != changes.said():
@@ -210,14 +215,15 @@ class RepeatedForward(Borrower[Programs]):
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
         self.typical = True
-        if self._copies is not None:
-            self._copies.screened = None
+        if self.copies is not None:
+            self.copies.screened = None
         found = self._kind(given)
         if found is None:
-            return self._compute(**given)
+            return self.compute(**given)
         kind, asked = found
-        outputs = self._run(asked.programs, kind, asked, self._cache.slots.longest)
-        self.packs = self.packs and not (kind.key[0] == "packed" and kind.fault)
+        assert self._programs is not None
+        outputs = self._run(self._programs, kind, asked, self._slots.longest)
+        self.packs = self.packs and not (kind.packed and kind.fault)
         self.typical = kind.did == ("repeated" if self.repeats else "computed")
         return outputs
 
@@ -225,10 +231,10 @@ class RepeatedForward(Borrower[Programs]):
         """Whether a program repeats such a forward, and tells what the output layer reads of it;
         None: it may come to be recorded."""
         found = self._kind(given)
-        if found is None or found[0].key in found[1].programs.faults:
+        if found is None or self._programs is None or found[0].key in self._programs.faults:
             return False
         kind, _ = found
-        if kind.trusted and kind.content is not None:
+        if kind.trusted:
             return kind.content[0].output is not None
         return False if kind.computes else None
 
@@ -239,11 +245,7 @@ class RepeatedForward(Borrower[Programs]):
         if prospect is None:
             self(**given)
         found = self._kind(given) if prospect else None
-        if found is None:
-            return None
-        kind, asked = found
-        assert kind.content is not None
-        return kind.content[0].run(asked.inputs, asked.layers, asked.masks, weights)
+        return None if found is None else _run(found[0].content[0], found[1], weights)
 
     def _kind(self, given: dict[str, Any]) -> tuple[_ShapeRecording, _Asked] | None:
         """Forwards like one that is given these, and what is asked of them; None: none of them is
@@ -257,11 +259,11 @@ class RepeatedForward(Borrower[Programs]):
         cache = getattr(given.get(CACHE), "layers", None)
         if (
             not {*tensors} <= {*inputs, "attention_mask"}
-            or cache is not self._cache.layers
+            or cache is not self.layers
             or inputs["input_ids"].numel() > MAX_ROWS
         ):
             return None
-        shape, batch = tuple(inputs["input_ids"].shape), len(self._cache.slots.lengths)
+        shape, batch = tuple(inputs["input_ids"].shape), len(self._slots.lengths)
         packed = shape[0] != batch
         mask = given.get("attention_mask")
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
@@ -275,14 +277,10 @@ class RepeatedForward(Borrower[Programs]):
             repeats = any(kind.trusted for kind in kinds.values())
             comes_again = repeats and inputs["input_ids"].numel() in AT_ONCE
             kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
-            kinds[key].key = ("packed", shape[1]) if packed else shape
+            kinds[key].packed, kinds[key].key = packed, ("packed", shape[1]) if packed else shape
             kinds[key].family = key[1:]  # whatever their width
         seen = [one for one in masks if one is not None]
-        asked = _Asked(
-            *(self._model, self._compute, given, inputs, self._cache.layers, seen, programs),
-            self._copies,
-        )
-        return kinds[key], asked
+        return kinds[key], _Asked(self, given, inputs, seen)
 
     def give_back(self) -> None:
         """Leave what was recorded to the model's next calls, if the model is as it was."""

@@ -30,8 +30,6 @@ from .attention import attention, plain_attention
 from .linear import Override, linear, overrides, plain_linear
 from .skinny import route_depth, set_route_depth, set_verifies, verifies
 
-__all__ = ["all_scopes_left", "overriding", "reroute"]
-
 
 def _put() -> None:
     if skinny.PATHS and F.linear is plain_linear:

@@ -9,7 +9,6 @@ win; their logits alone are computed in full, by the kernel that would have comp
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,8 +21,6 @@ from ...verification.largest import argmax_rows, host_scores
 from .quantized import QuantizedWeight
 from .skinny import product, skinny_linear
 
-__all__ = ["Screen", "Screened"]
-
 # A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
 # or underflow on the way; it is computed in full.
 MOST_NORM = 2.0**60
@@ -32,8 +29,6 @@ LEAST_MARGIN = 1e-30
 
 # The whole layer is computed where more than this share of all tokens are candidates.
 MOST_CANDIDATES = 1 / 16
-
-_Bounds: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Screen:
@@ -45,14 +40,9 @@ class Screen:
     Args:
         weight: [tokens, depth], float32, bfloat16 or float16, dense on the CPU.
         packed: the same in eight bits.
-
-    Raises:
-        ValueError: the two have not the same shape.
     """
 
     def __init__(self, weight: torch.Tensor, packed: QuantizedWeight) -> None:
-        if weight.shape != packed.shape:
-            raise ValueError(f"packed: expected {list(weight.shape)}, got {list(packed.shape)}")
         self.weight = weight.detach()
         self.packed = packed
         # Bounds for a row of x of norm 1.
@@ -67,13 +57,13 @@ class Screen:
         found: NDArray[np.int64] = reaching(near, *self._known, norm, count, *self._rounding)
         return found
 
-    def look(self, x: torch.Tensor) -> Screened:
-        """What eight bits tell of rows of x, [n, depth] of the weight's dtype."""
-        return Screened(self, x)
-
 
 class Screened:
     """Rows of x before an output layer; of each, the logits that matter can be asked for.
+
+    Args:
+        screen: the layer's.
+        x: [n, depth] of the weight's dtype.
 
     Attributes:
         near: float32 [n, tokens], approximate logits; what is not known to be finite is 0.
@@ -158,10 +148,12 @@ class Screened:
         return logits
 
 
-_known_bounds: WeakKeyDictionary[QuantizedWeight, _Bounds] = WeakKeyDictionary()
+_known_bounds: WeakKeyDictionary[QuantizedWeight, tuple[torch.Tensor, torch.Tensor]] = (
+    WeakKeyDictionary()
+)
 
 
-def _bounds_of(packed: QuantizedWeight) -> _Bounds:
+def _bounds_of(packed: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """How far logits may lie from their approximations, float32 [tokens], for x of norm 1; int64
     [m], the tokens of which nothing is known, whose bounds are 0."""
     known = _known_bounds.get(packed)

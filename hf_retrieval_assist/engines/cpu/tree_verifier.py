@@ -111,9 +111,7 @@ class CpuTreeVerifier(TreeVerifier):
         repeats = self._repeats or self._repeated is not None
         return repeats and (self.packed or len(self.prompt_ids) == 1)
 
-    def record_level(
-        self, rows: Sequence[int], token_ids: Sequence[int], room: int | None
-    ) -> bool:
+    def record_level(self, rows: Sequence[int], token_ids: Sequence[int], room: int | None) -> bool:
         """Let forwards that `draft_level` needs be recorded, if they can be; whether one is.
 
         Args:
@@ -122,15 +120,15 @@ class CpuTreeVerifier(TreeVerifier):
         """
         self.ready()
         repeated, prospect = self._repeated, None
-        if repeated is None or not self.drafts_levels:
-            return False
-        for level in range(1 + MOST_RECORDING):
+        most = MOST_RECORDING if room is None else min(room, MOST_RECORDING)
+        while repeated is not None and prospect is None:
             prospect, _ = self._fed_level(rows, token_ids, repeated.prospect)
-            if prospect is not None or level == MOST_RECORDING or level == room:
+            if prospect is not None or not most:
                 break
             self._fed_level(rows, token_ids, self.call)
             self._unsound = True  # nobody has looked at the logits
             self._grow(rows)
+            most -= 1
         return bool(prospect)
 
     def draft_level(
@@ -169,8 +167,7 @@ class CpuTreeVerifier(TreeVerifier):
     def _grow(self, rows: Sequence[int]) -> None:
         """Count the tokens that were just fed to rows, until the draft is forgotten."""
         slots = self.cache.slots
-        grown = {*rows}
-        slots.set_lengths([n + (row in grown) for row, n in enumerate(slots.lengths)])
+        slots.set_lengths([n + (row in rows) for row, n in enumerate(slots.lengths)])
 
     def narrow(self) -> None:
         super().narrow()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -17,15 +16,8 @@ from ...system import changes
 from ...system.locks import Lock
 from . import skinny
 
-__all__ = ["Kept", "Mark", "WeightCopies", "mark_of", "packable"]
-
 # Smaller weights stay in the second-level cache between two forwards.
 LEAST_ELEMENTS = 1 << 17
-
-# Every so many times that a copy is looked for, one of so many bands of the weight's rows is
-# compared with it whole.
-EVERY = 8
-BANDS = 128
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,9 +25,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class _Copy(Protocol):
     @property
     def nbytes(self) -> int: ...
-
-    def is_of(self, rows: torch.Tensor, first: int) -> bool:
-        """Whether rows of a weight from `first` on are those that were packed."""
 
 
 C = TypeVar("C", bound=_Copy)
@@ -61,9 +50,6 @@ def _sample_of(weight: torch.Tensor) -> int:
     return hash(elements.view(bits).contiguous().numpy().tobytes())
 
 
-_turns = itertools.count()
-
-
 @dataclass(eq=False)
 class Kept(Generic[C]):
     """A copy, and what its weight was like when it was packed."""
@@ -71,20 +57,10 @@ class Kept(Generic[C]):
     copy: C
     mark: Mark
     sample: int
-    turn: int = field(default_factory=_turns.__next__)
 
     def stands_for(self, weight: torch.Tensor) -> bool:
         """Whether the weight is what was packed, as far as PyTorch counts."""
         return self.mark == mark_of(weight)
-
-    def compare_band(self, weight: torch.Tensor) -> bool:
-        """Whether the next band of rows is what was packed, if it is time to look."""
-        self.turn += 1
-        if self.turn % EVERY:
-            return True
-        rows = -(-len(weight) // BANDS)
-        first = self.turn // EVERY * rows % len(weight)
-        return self.copy.is_of(weight.detach()[first : first + rows], first)
 
 
 class WeightCopies(Generic[C]):
@@ -95,9 +71,8 @@ class WeightCopies(Generic[C]):
     * at the next product, where PyTorch counts it (operators in place, optimisers, `copy_`), or
       where the weight was replaced, moved or resized;
     * where PyTorch does not count it (through `.data` or NumPy; of inference tensors), when a call
-      begins, if it reaches all of a row or of a column;
-    * within `EVERY * BANDS` calls, about a thousand, in any case. So much later may a few elements
-      show that were written so.
+      begins, if it reaches all of a row or of a column. A few elements that were written so may not
+      show: `release_memory` drops a model's copies.
 
     Looking reads a cache line of each row, once a call: of weights with 640 columns in float32
     that took an eighth of the time of their product. Parameters that share memory share a copy.
@@ -120,7 +95,7 @@ class WeightCopies(Generic[C]):
         with self._lock:
             kept = self._of_mark.get(mark_of(weight))
             if kept is not None:
-                if kept.sample == _sample_of(weight) and kept.compare_band(weight):
+                if kept.sample == _sample_of(weight):
                     self._of_tensor[weight] = kept
                     return kept
                 del self._of_mark[kept.mark]

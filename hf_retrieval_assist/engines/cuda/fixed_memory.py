@@ -122,7 +122,7 @@ class FixedMemory(Borrower[Workspace]):
         except SHORTAGES:
             short = True
         if short:  # the error keeps nothing alive by now
-            WORKSPACES.release(self._model)
+            WORKSPACES.release(self.model)
             self.grow(slots + self._room)
 
     def move_later(self, lengths: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
@@ -165,12 +165,12 @@ class FixedMemory(Borrower[Workspace]):
         if self._state is not None:
             capacity = with_room(capacity, self._slot_bytes())
         shape = replace(self._shape, capacity=capacity)
-        self.workspace = WORKSPACES.workspace(self._model, shape, self._state, reserved)
+        self.workspace = WORKSPACES.workspace(self.model, shape, self._state, reserved)
         self.workspace.masks.start(self._prompt_mask)
         self.workspace.hold(self._layers)
         if reserved is not None and reserved is not self.workspace:
             # Nothing lies there any more. What was recorded there may serve the next call.
-            WORKSPACES.give_back(self._model, reserved, spared=0)
+            WORKSPACES.give_back(self.model, reserved, spared=0)
 
     def _slot_bytes(self) -> int:
         """What one slot of all rows and layers takes."""

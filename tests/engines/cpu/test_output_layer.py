@@ -11,7 +11,7 @@ from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.engines.cpu import copies
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
 from hf_retrieval_assist.engines.cpu.reroute import reroute
-from hf_retrieval_assist.engines.cpu.screen import Screen
+from hf_retrieval_assist.engines.cpu.screen import Screen, Screened
 from hf_retrieval_assist.engines.cpu.screened import ScreenedVerified, shortlist_of
 from hf_retrieval_assist.system import memory
 from hf_retrieval_assist.types.row_text import RowText
@@ -103,7 +103,7 @@ def test_whether_a_screened_forward_is_sound_is_told_by_its_screen(broken):
     """What stands for its logits may be anything."""
     weight, x = torch.randn(300, 8), torch.randn(2, 8)
     x[1, 3] = torch.nan if broken else 1.0
-    screened = Screen(weight, QuantizedWeight.pack(weight)).look(x)
+    screened = Screened(Screen(weight, QuantizedWeight.pack(weight)), x)
     logits = torch.full((1, 2, 300), 0.0 if broken else torch.nan)
     verified = ScreenedVerified(Verified(logits, [0], None), screened)
     assert verified.is_sound != broken

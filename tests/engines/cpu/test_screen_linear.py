@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.screen import Screen
+from hf_retrieval_assist.engines.cpu.screen import Screen, Screened
 from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 from tests.support.products import DTYPES
 
@@ -16,12 +16,12 @@ def screen_of(weight):
 
 
 def argmax(screen, x):
-    found = screen.look(x)
+    found = Screened(screen, x)
     return torch.tensor([found.argmax(row) for row in range(len(x))], dtype=torch.int64)
 
 
 def logits(screen, x, also=None, count=1):
-    found = screen.look(x)
+    found = Screened(screen, x)
     return [found.logits(row, also, count) for row in range(len(x))]
 
 
@@ -102,6 +102,6 @@ def test_what_rounding_takes_from_x_is_in_the_bounds():
     weight[1, 2:] = 127
     packed = QuantizedWeight.pack(weight)
     assert packed.left_out[:2].max() < 1e-4
-    screened = Screen(weight, packed).look(x)
+    screened = Screened(Screen(weight, packed), x)
     assert screened.near.argmax() == 0
     assert screened.argmax(0) == (x @ weight.T).argmax() == 1
