@@ -28,7 +28,8 @@ MOST_BROKEN = 8
 MOST_STATES = 8
 
 
-Alike = set[tuple[Hashable, int, int]]
+Lengths = tuple[Hashable, int, int]
+Alike = set[Lengths]
 NOTHING: Alike = set()
 
 
@@ -62,7 +63,7 @@ class Recording(ABC):
 
     def __init__(self, patience: int = 0) -> None:
         self._patience, self._broken = patience, 0
-        self._recorded_at: int | None = None
+        self._recorded_at = 0
         self.trusted = False
 
     @abstractmethod
@@ -95,22 +96,27 @@ class Recording(ABC):
                 what a model decides by it may change; None: it cannot.
             alike: see :class:`Recordings`.
         """
-        if self.trusted and (at is None or self._lengths(at) in alike):
+        lengths = None
+        if at is not None:
+            lengths = self.family, self._recorded_at.bit_length(), at.bit_length()
+        if self.trusted and (lengths is None or lengths in alike):
             self.did = "repeated"
             return self.repeat(asked, False)
         if self.content is not None:
             self.did = "compared"
-            waits = at is not None and at == self._recorded_at
-            return self.compute(asked) if waits else self._compare(asked, at, alike)
+            if lengths is not None and at == self._recorded_at:
+                return self.compute(asked)
+            return self._compare(asked, lengths, alike)
         self.did = "computed"
         if self.computes or self._patience > 0:
             self._patience -= 1
             return self.compute(asked)
         result = self.record(asked)
-        self.did, self._recorded_at = "compared" if self.content is None else "recorded", at
+        self.did, self._recorded_at = "compared" if self.content is None else "recorded", at or 0
         return result
 
-    def _compare(self, asked: Any, at: int | None, alike: Alike) -> Any:
+    def _compare(self, asked: Any, lengths: Lengths | None, alike: Alike) -> Any:
+        """What is asked for, computed, and compared with what is repeated."""
         repeated = None
         with self.trying():
             repeated = self.repeat(asked, True)
@@ -118,16 +124,10 @@ class Recording(ABC):
         with self.trying():
             if repeated is not None:
                 self.fault = self.difference(repeated, computed)
-                self.trusted = True
-                if self.fault is None and at is not None:
-                    alike.add(self._lengths(at))
+                self.trusted = self.fault is None
+                if self.trusted and lengths is not None:
+                    alike.add(lengths)
         return computed
-
-    def _lengths(self, at: int) -> tuple[Hashable, int, int]:
-        """The family, and the powers of two that two lengths have passed: of the recording, and of
-        a computation."""
-        assert self._recorded_at is not None
-        return self.family, self._recorded_at.bit_length(), at.bit_length()
 
     @contextmanager
     def trying(self) -> Iterator[None]:

@@ -21,8 +21,10 @@ class Deciding(Recording):
             self.content = (asked > LIMIT,)
         return asked > LIMIT
 
+    able = True
+
     def repeat(self, asked, aside):
-        return self.content[0]
+        return self.content[0] if self.able else None
 
     def difference(self, repeated, computed):
         return None if repeated == computed else "another"
@@ -45,6 +47,15 @@ def test_a_length_is_compared_once_for_all_of_a_family():
     ]
     assert did(second, alike, 21, 22, 41) == ["recorded", "compared", "repeated"]
     assert did(other, alike, 21, 22, 41) == ["recorded", "compared", "compared"]
+
+
+def test_what_could_not_be_repeated_was_not_compared():
+    one, alike = Deciding(), set()
+    assert did(one, alike, 20, 21, 22) == ["recorded", "compared", "repeated"]
+    one.able = False
+    assert did(one, alike, 40, 40) == ["compared"] * 2
+    one.able = True
+    assert did(one, alike, 40, 40) == ["compared", "repeated"]
 
 
 @pytest.mark.parametrize("first", [20, 200])

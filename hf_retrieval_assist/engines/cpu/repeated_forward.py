@@ -96,15 +96,10 @@ class _ShapeRecording(Recording):
         return None if same else "repeated logits are not the model's"
 
 
-def _run(program: Program, asked: _Asked, weights: PackedModel | None) -> torch.Tensor | None:
-    """See `Program.run`."""
-    return program.run(asked.inputs, asked.of.layers, asked.masks, weights)
-
-
 def _repeated(program: Program, asked: _Asked, copies: Copies | None) -> torch.Tensor | None:
     """The logits of a forward, which `copies` may know better; None: it is to be computed."""
     weights = None if copies is None else copies.weights(asked.inputs["input_ids"].numel())
-    x = _run(program, asked, weights)
+    x = program.run(asked.inputs, asked.of.layers, asked.masks, weights)
     if x is None:
         return None
     near = None if copies is None else copies.look(program.output, x)
@@ -245,7 +240,10 @@ class RepeatedForward(Borrower[Programs]):
         if prospect is None:
             self(**given)
         found = self._kind(given) if prospect else None
-        return None if found is None else _run(found[0].content[0], found[1], weights)
+        if found is None:
+            return None
+        program: Program = found[0].content[0]
+        return program.run(found[1].inputs, self.layers, found[1].masks, weights)
 
     def _kind(self, given: dict[str, Any]) -> tuple[_ShapeRecording, _Asked] | None:
         """Forwards like one that is given these, and what is asked of them; None: none of them is
