@@ -8,6 +8,7 @@ import torch
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.host.model_key import key_of
+from hf_retrieval_assist.verification.self_test import _Probe
 from hf_retrieval_assist.verification.service import ServiceDemand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
@@ -66,6 +67,41 @@ def test_activations_of_fewer_bits_leave_float32_to_plain_decoding(kind, name, t
     model = rounding_activations(build(), ROUNDINGS[kind], (name,))
     same(model, tier="plain")
     assert any("its logits move in steps" in text for text in told.messages)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "rounding", "tier"),
+    [
+        (torch.bfloat16, 0.3, 0.05, "plain"),
+        (torch.bfloat16, 0.3, 0.16, "tree"),
+        (torch.bfloat16, 0.3, 5.0, "tree"),
+        (torch.bfloat16, 0.5, 5.0, "plain"),
+        (torch.float32, 0.3, 5.0, "plain"),
+    ],
+)
+def test_errors_are_rounding_as_far_as_the_models_own_forwards_are_apart(
+    dtype, error, rounding, tier, monkeypatch
+):
+    """Twice that, and no more than twice what is allowed in any case."""
+    monkeypatch.setattr(_Probe, "narrow_error", lambda *_: error)
+    monkeypatch.setattr(_Probe, "rounding", lambda *_: rounding)
+    assert choose_service(build().to(dtype), {}).tier.value == tier
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+def test_one_forward_over_a_text_is_off_plain_decoding_by_rounding(dtype, most, monkeypatch):
+    """Texts of a batch too, of which one is padded."""
+    found, rounding = [], _Probe.rounding
+
+    def error(probe, expected):
+        found.append(rounding(probe, expected))
+        return 1.0
+
+    monkeypatch.setattr(_Probe, "narrow_error", error)
+    for rows in (1, 3):
+        choose_service(build().to(dtype), {}, rows)
+    assert len(found) > 3
+    assert max(found) < most
 
 
 @pytest.mark.parametrize(
