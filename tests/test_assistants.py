@@ -10,7 +10,7 @@ from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.papers import SuffixDecoding
+from hf_retrieval_assist.papers import Sequoia, SuffixDecoding
 from hf_retrieval_assist.policy.stats import CallStats
 from tests.support.memories import remembering
 from tests.support.parts import needs
@@ -224,6 +224,7 @@ def test_what_stands_in_the_place_of_something_else_is_named():
         (lambda: Assistant(AutomatonDrafter()), "drafters: expected a list of"),
         (lambda: SamAssistant(memory=OutputMemory), "memory: expected OutputMemory, got the class"),
         (lambda: SuffixDecoding(memory=[]), "memory: expected OutputMemory"),
+        (lambda: Sequoia("a name"), "draft_model: expected Module, got str"),
         (lambda: SamAssistant(memory="x.log"), r"memory: .*str; write OutputMemory\(path='x.log'"),
     ):
         with pytest.raises(TypeError, match=f"^{message}"):

@@ -85,15 +85,6 @@ def test_logs_of_outputs(tmp_path, count):
     assert 0 < opened < count
 
 
-def loads_finite(folder, target):
-    """Whether a head loads; one that does must compute numbers."""
-    head = refused_or(lambda: EagleHead.from_pretrained(folder, target))
-    if head is None:
-        return False
-    assert outputs(head).isfinite().all()
-    return True
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 8}
 HEADER = 2_000  # where names and shapes stand; numbers behind them are any numbers
 
@@ -119,8 +110,12 @@ def test_heads(tmp_path, name, kind, count):
     if kind == "settings":
         path, damage_of = tmp_path / "config.json", damaged_json
         path.write_text(json.dumps({**json.loads(path.read_bytes()), "rope_scaling": YARN}))
-    target = case.target()
-    loaded = sum(loads_finite(tmp_path, target) for _ in damage(path, count, damage_of))
+    target, loaded = case.target(), 0
+    for _ in damage(path, count, damage_of):
+        head = refused_or(lambda: EagleHead.from_pretrained(tmp_path, target))
+        if head is not None:
+            loaded += 1
+            assert outputs(head).isfinite().all()
     assert 0 < loaded < count
 
 

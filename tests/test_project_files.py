@@ -23,14 +23,10 @@ PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").rglob("*.md")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def steps_of(workflow):
-    for job in yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values():
-        yield from job["steps"]
-
-
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_have_steps_and_make_targets_that_there_are(workflow):
-    steps = [*steps_of(workflow)]
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values()
+    steps = [step for job in jobs for step in job["steps"]]
     targets = [
         target
         for step in steps
@@ -119,10 +115,6 @@ def test_versions_agree():
     assert f'version = "{hf_retrieval_assist.__version__}"' in project
 
 
-def options_in(words):
-    return {word for word in words if word.startswith("--")}
-
-
 def test_the_unit_and_the_image_start_the_command_by_options_that_it_has():
     files = ("deploy/hf-retrieval-assist.service", "deploy/Dockerfile", "docs/howto/deploy.md")
     unit, image, page = ((ROOT / name).read_text(encoding="utf-8") for name in files)
@@ -135,7 +127,8 @@ def test_the_unit_and_the_image_start_the_command_by_options_that_it_has():
     assert started[:2] == ["hf-retrieval-assist", "serve"]
     environment = shlex.split(*re.findall(r'^OPTIONS="(.*)"$', page, re.MULTILINE))
     (arguments,) = re.findall(r"^    hf-retrieval-assist /models/(.*)$", page, re.MULTILINE)
-    asked = [options_in(words) for words in (unit, started, environment, arguments.split())]
+    commands = unit, started, environment, arguments.split()
+    asked = [{word for word in words if word.startswith("--")} for words in commands]
     program = typer.Typer()
     program.command()(serve.serve)
     known = {name for param in typer.main.get_command(program).params for name in param.opts}

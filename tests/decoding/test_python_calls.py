@@ -18,8 +18,16 @@ from tests.support.watching import profiled
 PACKAGE = str(Path(hf_retrieval_assist.__file__).parent)
 
 
-def calls_of_steps(rows, budget, sampled, monkeypatch):
-    """Each step's, of a batch of texts that repeat themselves; budget 0: no step has a draft."""
+COUNTED = [
+    *[(1, 8, False, (284, 172, 30)), (16, 8, False, (900, 228, 35))],
+    *[(1, 0, False, (175, 130, 30)), (16, 0, False, (317, 130, 30))],
+    (208, 0, True, (2370, 183, 35)),
+]
+
+
+@pytest.mark.parametrize(("rows", "budget", "sampled", "most"), cases(COUNTED, 2))
+def test_a_step_calls_no_more_functions(rows, budget, sampled, most, monkeypatch):
+    """Of a batch of texts that repeat themselves; budget 0: no step has a draft."""
     options = {"do_sample": sampled, "max_new_tokens": 40}
     model = build(LlamaForCausalLM)
     once = torch.randint(3, 60, (rows, 12), generator=torch.Generator().manual_seed(3))
@@ -40,23 +48,10 @@ def calls_of_steps(rows, budget, sampled, monkeypatch):
     model.generate(**inputs, **options, assistant=assistant)
     assert len(counts) == assistant.stats.last.forwards
     assert (assistant.stats.last.drafted > 0) == (budget > 0)
-    return counts
-
-
-COUNTED = [
-    *[(1, 8, False, (284, 172, 30)), (16, 8, False, (900, 228, 35))],
-    *[(1, 0, False, (175, 130, 30)), (16, 0, False, (317, 130, 30))],
-    (208, 0, True, (2370, 183, 35)),
-]
-
-
-@pytest.mark.parametrize(("rows", "budget", "sampled", "most"), cases(COUNTED, 2))
-def test_a_step_calls_no_more_functions(rows, budget, sampled, most, monkeypatch):
-    steps = calls_of_steps(rows, budget, sampled, monkeypatch)
     found = (
-        median(map(len, steps)),
-        median(len({*calls}) for calls in steps),
-        median(len({file for file, _ in calls}) for calls in steps),
+        median(map(len, counts)),
+        median(len({*calls}) for calls in counts),
+        median(len({file for file, _ in calls}) for calls in counts),
     )
     print(f"{rows} rows, budget {budget}: calls, functions, files {found}, at most {most}")
     assert all(one <= bound for one, bound in zip(found, most, strict=True))

@@ -45,15 +45,6 @@ def start(drafter, prompt, vocab_size=VOCAB):
     return OneText(drafter, prompt, Target(vocab_size))
 
 
-def assert_best_candidates(model, text, tree, ranks):
-    """Every node is the candidate of its rank in a forward over the text and its path."""
-    assert tree.fault(1 << 30, 1 << 30) is None
-    for node in range(len(tree)):
-        above = tree.token_ids[tree.path(node)[:-1]].tolist()
-        best = next_logits(model, text + above).topk(8).indices
-        assert tree.token_ids[node] == best[ranks[node]]
-
-
 def test_drafts_are_the_models_best_candidates_as_the_text_goes_on(model):
     session = start(DraftModelDrafter(model, max_nodes=12, max_levels=5, width=3), [3, 1, 4, 1, 5])
     text = [3, 1, 4, 1, 5]
@@ -61,7 +52,11 @@ def test_drafts_are_the_models_best_candidates_as_the_text_goes_on(model):
     for _ in range(8):
         tree = session.propose(12)
         assert len(tree) == 12
-        assert_best_candidates(model, text, tree, session.shape.ranks)
+        assert tree.fault(1 << 30, 1 << 30) is None
+        # Every node is the candidate of its rank in a forward over the text and its path.
+        for node, rank in enumerate(session.shape.ranks[: len(tree)]):
+            above = tree.token_ids[tree.path(node)[:-1]].tolist()
+            assert tree.token_ids[node] == next_logits(model, text + above).topk(8).indices[rank]
         # The text follows the draft for a while, then leaves it.
         node = int(rng.integers(-1, len(tree)))
         new = [*tree.token_ids[tree.path(node)].tolist(), int(rng.integers(VOCAB))]

@@ -32,17 +32,13 @@ def memory_of(texts):
     return memory
 
 
-def check(tree, budget):
-    assert tree.fault(1 << 30, 1 << 30) is None
-    assert len(tree) <= budget
-
-
 @given(st.lists(texts, max_size=3), texts, texts, st.integers(0, 20))
 def test_drafts_are_valid_trees_of_seen_tokens(earlier, prompt, output, budget):
     memory = memory_of(earlier)
     drafter = SuffixDrafter(memory, max_depth=8, min_prob=0.001)
     tree = session(drafter, prompt, output).propose(budget)
-    check(tree, budget)
+    assert tree.fault(1 << 30, 1 << 30) is None
+    assert len(tree) <= budget
     above = np.append(tree.probs, np.float32(1))[tree.parents]
     for parent in {-1, *tree.parents.tolist()}:
         siblings = tree.probs[tree.parents == parent].sum()

@@ -177,21 +177,6 @@ def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(
     assert logged(path) == [[1, 2], [5, 6]]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_writes_outputs_of_its_own(path):
-    memory = OutputMemory(path=path)
-    memory.add([1, 2])
-    child = os.fork()
-    if not child:
-        memory.add([3, 4])
-        os._exit(0 if count(memory, [1, 2]) == count(memory, [3, 4]) == 1 else 1)
-    memory.add([5, 6])
-    assert os.waitpid(child, 0) == (child, 0)
-    memory.refresh()
-    assert sorted(logged(path)) == [[1, 2], [3, 4], [5, 6]]
-    assert len(memory) == 3
-
-
 # Files that are damaged.
 
 

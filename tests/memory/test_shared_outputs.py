@@ -1,12 +1,13 @@
 """Outputs that several processes share, in a file or on a server: each learnt once, none lost."""
 
+import os
 import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from tests.support.memories import check_memory, known, output, random_output
+from tests.support.memories import WAIT, check_memory, known, output, random_output
 from tests.support.redis_process import needs_redis
 from tests.support.stores import OnDisk, OnServer, start_writer, sync
 
@@ -32,6 +33,21 @@ def test_memories_share_outputs_and_each_learns_them_once(store):
         sync(late)
         assert known(memory) == Counter(range(30))
         check_memory(memory)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_writes_outputs_of_its_own(store):
+    memory = store.view()
+    memory.add(output(0), "m")
+    sync(memory)
+    child = os.fork()
+    if not child:
+        memory.add(output(1), "m")
+        os._exit(0 if memory.sync(WAIT) and known(memory) >= Counter([0, 1]) else 1)
+    memory.add(output(2), "m")
+    assert os.waitpid(child, 0) == (child, 0)
+    sync(memory)
+    assert known(memory) == Counter(range(3))
 
 
 def test_starting_an_output_learns_a_part_of_what_others_have_finished(store):

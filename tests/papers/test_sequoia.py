@@ -21,11 +21,6 @@ def test_a_perfect_draft_model_is_accepted_to_the_end(llama, temperature):
         assert assistant.stats.last.accepted == assistant.stats.last.drafted > 0
 
 
-def test_a_draft_model_is_a_model():
-    with pytest.raises(TypeError, match=r"^draft_model: expected Module, got str"):
-        Sequoia("a name")
-
-
 # The law of residual sampling, on a vocabulary small enough to enumerate.
 SMALL = 12
 

@@ -12,6 +12,7 @@ from hf_retrieval_assist.structures import logit_ngrams
 from hf_retrieval_assist.structures.draws import Numbers
 from hf_retrieval_assist.structures.logit_ngrams import BLIND, GREEDY, RACED, Ngrams, NgramText
 from hf_retrieval_assist.types.token_tree import Forest
+from tests.support.trees import paths
 
 ORDERS, TOP, VOCAB = 4, logit_ngrams.LIKELIEST, 40
 MODES, _, STEPS = logit_ngrams.CLASS_SHAPE
@@ -50,10 +51,6 @@ def show(text, fed, likely, parents=None, end=None):
 def drafted(text, budget=8, law=LAW, numbers=(), rates=ALL_RATES, vocab_size=VOCAB, least=0.0):
     arrays = ([text], np.array([budget]), [law], [list(numbers)], rates, vocab_size, least)
     return Forest(*logit_ngrams.draft(*arrays))[0]
-
-
-def paths(tree):
-    return [tuple(tree.token_ids[tree.path(i)].tolist()) for i in range(len(tree))]
 
 
 def shares_of(logits):

@@ -47,15 +47,16 @@ def eagle_head(target, draft_ids=None):
     return head.to(target.device)
 
 
-def give_mtp_layer(target):
-    """Give a model an MTP layer of its own decoder layer, as if its checkpoint had brought it."""
+def _mtp(target):
+    """The drafter of an MTP layer, given to the model as if its checkpoint had brought it."""
     owner = mtp.WithMtpConfig(target, 1)
     # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
     owner.lm_head, owner.get_input_embeddings = None, lambda: None
     module = MtpModel(owner, 1)
     module.tie_with_main_model(target)
     layers = mtp._loaded[target] = MtpLayers(module)
-    return layers.to(target.device)
+    randomise(layers.to(target.device).layers)
+    return MtpDrafter()
 
 
 def _eagle(target):
@@ -63,11 +64,6 @@ def _eagle(target):
     head = eagle_head(target, EVERY_SECOND)
     randomise(head)
     return EagleDrafter(head)
-
-
-def _mtp(target):
-    randomise(give_mtp_layer(target).layers)
-    return MtpDrafter()
 
 
 def _model(kind, **options):

@@ -4,15 +4,6 @@ import numpy as np
 import torch
 
 
-def _next_law(logits, temperature, top_p):
-    """Sampling's distribution: float64 [..., vocab_size]."""
-    probs = torch.softmax(logits.double() / temperature, dim=-1)
-    best, order = probs.sort(dim=-1, descending=True)
-    kept = best.cumsum(-1) - best < top_p
-    probs = torch.zeros_like(probs).scatter(-1, order, best * kept)
-    return probs / probs.sum(-1, keepdim=True)
-
-
 @torch.no_grad()
 def exact_law(model, prompt, temperature=1.0, top_p=1.0):
     """float64 [vocab_size] * 3: probability of every continuation by three tokens."""
@@ -20,7 +11,11 @@ def exact_law(model, prompt, temperature=1.0, top_p=1.0):
     law = torch.ones(1, dtype=torch.float64)
     texts = torch.tensor([prompt])
     for _ in range(3):
-        step = _next_law(model(texts).logits[:, -1], temperature, top_p)
+        probs = torch.softmax(model(texts).logits[:, -1].double() / temperature, dim=-1)
+        best, order = probs.sort(dim=-1, descending=True)
+        kept = best.cumsum(-1) - best < top_p
+        step = torch.zeros_like(probs).scatter(-1, order, best * kept)
+        step /= step.sum(-1, keepdim=True)
         law = (law[:, None] * step).flatten()
         tokens = torch.arange(size).repeat(len(texts))[:, None]
         texts = torch.cat([texts.repeat_interleave(size, dim=0), tokens], dim=1)
@@ -31,13 +26,13 @@ def assert_follows(drawn, law):
     """Pearson's test of continuations, int [count, 3], and of each of their tokens."""
     observed = np.zeros_like(law)
     np.add.at(observed, tuple(np.array(drawn).T), 1)
-    _assert_near(observed, law)
+    assert_near(observed, law)
     for axis in range(3):
-        _assert_near(observed.sum(axis), law.sum(axis))
+        assert_near(observed.sum(axis), law.sum(axis))
 
 
-def _assert_near(observed, law):
-    """Cells of few expected observations are thrown together."""
+def assert_near(observed, law):
+    """Pearson's test of counts; cells of few expected observations are thrown together."""
     assert observed[law == 0].sum() == 0
     expected = law * observed.sum()
     large = expected >= 5

@@ -185,18 +185,16 @@ def test_where_rounding_depends_on_what_is_drafted_nothing_is_alarming(
     assert not calls
 
 
-def two_runs():
-    plain = [Written(1.0 + i, text, "the model") for i, text in enumerate(["<a>", "&\n", "x" * 60])]
-    assisted = [Written(1.0, "<a>", "the model"), Written(1.5, "&\n", "text")]
-    assisted.append(Written(1.5, "x" * 60, "text"))
-    return Run(plain, [5, 6, 7], 3), Run(assisted, [5, 6, 7], 2)
-
-
 def test_the_picture_is_one_document_with_every_token(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     from demo_picture import animation
 
-    root = ElementTree.fromstring(animation(SHORT[0], *two_runs(), "said <b>"))
+    texts, ids = ("<a>", "&\n", "x" * 60), [5, 6, 7]
+    plain = [Written(1.0 + i, text, "the model") for i, text in enumerate(texts)]
+    by = (1.0, "the model"), (1.5, "text"), (1.5, "text")
+    assisted = [Written(second, text, who) for text, (second, who) in zip(texts, by, strict=True)]
+    runs = Run(plain, ids, 3), Run(assisted, ids, 2)
+    root = ElementTree.fromstring(animation(SHORT[0], *runs, "said <b>"))
     text = "".join(root.itertext())
     assert text.count("<a>") == 2
     assert text.count("x" * 54) == 2

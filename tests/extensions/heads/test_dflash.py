@@ -16,11 +16,6 @@ from tests.support.trees import paths
 NEW = 16
 
 
-@pytest.fixture(scope="module")
-def drafting():
-    return block_drafter()
-
-
 @pytest.mark.parametrize("window", [64, 6])
 def test_the_chain_is_transformers_own(llama, window, monkeypatch):
     drafting = block_drafter(window)

@@ -112,33 +112,27 @@ def load(case, folder, **overrides):
     return EagleHead.from_pretrained(case.save(folder), case.target(), **overrides)
 
 
-def session_of(case, head):
-    """A session that keeps all candidates, so that no node is left unexpanded."""
+def check_rounds(case, head):
+    """Drive a session through both recorded rounds, comparing their trees.
+
+    It keeps all candidates, so that no node is left unexpanded.
+    """
     top_k, depth = case.tree["top_k"], case.tree["depth"]
     candidates = top_k + depth * top_k**2
     drafter = EagleDrafter(head, top_k, depth, total=1 + candidates, min_prob=0.0)
     prompt = case.io["round0.input_ids"][0, :-1].numpy()
-    return OneText(drafter, prompt, Target(vocab_size=128))
-
-
-def check_rounds(case, head):
-    """Drive a session through both recorded rounds, comparing their trees."""
-    session = session_of(case, head)
-    committed = case.io["round0.input_ids"].shape[1] - 1
+    session, committed = OneText(drafter, prompt, Target(vocab_size=128)), len(prompt)
     for number in (0, 1):
         prefix = f"round{number}."
         tokens = case.io[prefix + "input_ids"][0, committed:].tolist()
         committed += len(tokens)
         session.commit(tokens, seen(case.io[prefix + "target_hidden"][0]))
-        check_tree(case, prefix, session.propose(1000).prune(case.tree["draft_nodes"]))
-
-
-def check_tree(case, prefix, tree):
-    assert tree.fault(1 << 30, 1 << 30) is None
-    assert tree.token_ids.tolist() == case.io[prefix + "tree.draft_tokens"][0, 1:].tolist()
-    assert tree.depths.tolist() == case.io[prefix + "tree.position_ids"][1:].tolist()
-    recorded_mask = case.io[prefix + "tree.mask"][0, 0, 1:, 1:].bool().numpy()
-    assert (tree.ancestor_mask == recorded_mask).all()
+        tree = session.propose(1000).prune(case.tree["draft_nodes"])
+        assert tree.fault(1 << 30, 1 << 30) is None
+        assert tree.token_ids.tolist() == case.io[prefix + "tree.draft_tokens"][0, 1:].tolist()
+        assert tree.depths.tolist() == case.io[prefix + "tree.position_ids"][1:].tolist()
+        recorded_mask = case.io[prefix + "tree.mask"][0, 0, 1:, 1:].bool().numpy()
+        assert (tree.ancestor_mask == recorded_mask).all()
 
 
 @pytest.mark.parametrize("name", [*CASES, "eagle3_target_hidden48_theta5e5, put right"])

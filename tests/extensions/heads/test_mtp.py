@@ -83,18 +83,15 @@ def draft_at_once(model, text, **sizes):
     return session.propose(100)
 
 
-def chain_of(model):
-    """Drafts what `use_mtp` does: the likeliest token of each layer."""
-    count = len(mtp_layers(model))
-    return Assistant([MtpDrafter(top_k=1, depth=count - 1, min_prob=0.0)], budget=count)
-
-
 @pytest.mark.parametrize("name", cases([n for n, tier in TIERS.items() if tier != "replay"], 2))
 def test_the_chain_is_transformers_own(name, models, monkeypatch):
     model = models(name)
     candidates, drafts = chains_of(monkeypatch, MTPCandidateGenerator)
     expected = run(model, IDS, use_mtp=True, max_new_tokens=NEW)
-    found = run(model, IDS, assistant=chain_of(model), max_new_tokens=NEW)
+    # Drafts what `use_mtp` does: the likeliest token of each layer.
+    count = len(mtp_layers(model))
+    assistant = Assistant([MtpDrafter(top_k=1, depth=count - 1, min_prob=0.0)], budget=count)
+    found = run(model, IDS, assistant=assistant, max_new_tokens=NEW)
     assert found.tolist() == expected.tolist()
     assert len(candidates) >= NEW // 2
     for text, chain in candidates.items():

@@ -100,16 +100,13 @@ def test_drafts_are_those_of_the_formulas(name, target, tmp_path):
     features, tree = drafted(folder, target, layers)
     assert len(tree) >= 20
     assert tree.depths.max() > 1
-    assert_by_definition(plain_head(tensors_of(name), FORMATS[name][0], target), features, tree)
-
-
-@pytest.mark.parametrize("name", cases(name for name in FORMATS if "dspark" in name.lower()))
-def test_a_markov_head_speaks_of_the_likeliest_ids_alone(name, target, tmp_path):
-    features, tree = drafted(saved(tmp_path, name), target, layers_of(name), top_k=3)
     head = plain_head(tensors_of(name), FORMATS[name][0], target)
-    head.top_k = 3
-    assert len(tree) > 3
     assert_by_definition(head, features, tree)
+    if "dspark" in name.lower():  # a Markov head speaks of the likeliest ids alone
+        head.top_k = 3
+        features, tree = drafted(folder, target, layers, head.top_k)
+        assert len(tree) > 3
+        assert_by_definition(head, features, tree)
 
 
 BLOCK_HEADS = [name for name in FORMATS if {"dflash", "dspark"} & {*name.lower().split()}]

@@ -1,6 +1,5 @@
 """Outputs shared by a real server: lost by nobody's death, and forgotten."""
 
-import os
 import re
 from collections import Counter
 from functools import partial
@@ -246,17 +245,3 @@ def test_a_view_that_nobody_holds_ends_its_thread(server):
     del view
     thread.join(WAIT)
     assert not thread.is_alive()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_shares_outputs_of_its_own(server):
-    memory = OutputMemory(url=server.url)
-    memory.add(output(0), "m")
-    assert memory.sync(WAIT)
-    child = os.fork()
-    if not child:
-        memory.add(output(1), "m")
-        os._exit(0 if memory.sync(WAIT) and known(memory) == Counter([0, 1]) else 1)
-    assert os.waitpid(child, 0) == (child, 0)
-    assert memory.sync(WAIT)
-    assert known(memory) == Counter([0, 1])

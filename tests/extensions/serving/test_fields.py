@@ -199,10 +199,6 @@ def test_the_models_own_settings_are_those_of_answers(folder, tmp_path, own):
         assert (status, answer["usage"]["completion_tokens"]) == (200, 40)
 
 
-def kinds_of(field):
-    return {one.get("type") for one in field.get("anyOf", [field])}
-
-
 WRONG = {"integer": ("3", True, 1.5, [3]), "number": ("0.5", True), "boolean": (1, 0, "true")}
 
 
@@ -213,7 +209,8 @@ def test_numbers_and_switches_are_no_texts(route):
     fields = kind.model_json_schema()["properties"]
     tried = 0
     for name, field in fields.items():
-        for which in kinds_of(field) & WRONG.keys():
+        kinds = {one.get("type") for one in field.get("anyOf", [field])}
+        for which in kinds & WRONG.keys():
             for value in WRONG[which]:
                 with pytest.raises(ValidationError) as found:
                     kind.model_validate(good | {"logprobs": True, name: value})
