@@ -28,7 +28,8 @@ MOST_BROKEN = 8
 MOST_STATES = 8
 
 
-Lengths = tuple[Hashable, int, int]
+Powers = tuple[int, int]
+Lengths = tuple[Hashable, Powers, Powers]
 Alike = set[Lengths]
 NOTHING: Alike = set()
 
@@ -46,6 +47,7 @@ class Recording(ABC):
     Attributes:
         key: by which it is known among its model's.
         family: what is equal of those that decide alike by the length of a text.
+        width: tokens by which it grows in one.
         content: what repeats it; None: nothing does.
         fault: why it is not recorded, in words; None while nothing speaks against it.
         short: whether there was no memory to record or to compare it.
@@ -56,6 +58,7 @@ class Recording(ABC):
 
     key: Hashable = None
     family: Hashable = None
+    width = 0
     content: Any = None
     fault: str | None = None
     short = spare = False
@@ -63,7 +66,7 @@ class Recording(ABC):
 
     def __init__(self, patience: int = 0) -> None:
         self._patience, self._broken = patience, 0
-        self._recorded_at = 0
+        self._recorded_at, self._recorded_in = 0, (0, 0)
         self.trusted = False
 
     @abstractmethod
@@ -91,14 +94,15 @@ class Recording(ABC):
         """What is asked for.
 
         Args:
-            at: the length of the text, where a recording may have made a constant of it: it is
-                compared at another one, and anew whenever that has passed a power of two, at which
-                what a model decides by it may change; None: it cannot.
+            at: the length of the text before, where a recording may have made a constant of it: it
+                is compared at another one, and anew whenever that, or the length behind, has passed
+                a power of two, at which what a model decides by it may change; None: it cannot.
             alike: see :class:`Recordings`.
         """
-        lengths = None
+        lengths, powers = None, (0, 0)
         if at is not None:
-            lengths = self.family, self._recorded_at.bit_length(), at.bit_length()
+            powers = at.bit_length(), (at + self.width).bit_length()
+            lengths = self.family, self._recorded_in, powers
         if self.trusted and (lengths is None or lengths in alike):
             self.did = "repeated"
             return self.repeat(asked, False)
@@ -112,7 +116,8 @@ class Recording(ABC):
             self._patience -= 1
             return self.compute(asked)
         result = self.record(asked)
-        self.did, self._recorded_at = "compared" if self.content is None else "recorded", at or 0
+        self._recorded_at, self._recorded_in = at or 0, powers
+        self.did = "compared" if self.content is None else "recorded"
         return result
 
     def _compare(self, asked: Any, lengths: Lengths | None, alike: Alike) -> Any:

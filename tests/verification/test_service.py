@@ -14,6 +14,7 @@ from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import build, knowing, run, same
 from tests.support.quick import cases, crossed
+from tests.support.watching import results_of
 from tests.support.wrapped_models import ROUNDINGS, rounding_activations
 
 CAPACITIES = [(8, 16, 40), (64, 16, 40), (64, 128, 110)]
@@ -89,19 +90,13 @@ def test_errors_are_rounding_as_far_as_the_models_own_forwards_are_apart(
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
-def test_one_forward_over_a_text_is_off_plain_decoding_by_rounding(dtype, most, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_forward_over_a_text_is_off_plain_decoding_by_rounding(dtype, most, rows, monkeypatch):
     """Texts of a batch too, of which one is padded."""
-    found, rounding = [], _Probe.rounding
-
-    def error(probe, expected):
-        found.append(rounding(probe, expected))
-        return 1.0
-
-    monkeypatch.setattr(_Probe, "narrow_error", error)
-    for rows in (1, 3):
-        choose_service(build().to(dtype), {}, rows)
-    assert len(found) > 3
-    assert max(found) < most
+    monkeypatch.setattr(_Probe, "narrow_error", _Probe.rounding)
+    found = results_of(monkeypatch, _Probe, "narrow_error", lambda error, *_: error)
+    choose_service(build().to(dtype), {}, rows)
+    assert 0 < max(found) < most
 
 
 @pytest.mark.parametrize(

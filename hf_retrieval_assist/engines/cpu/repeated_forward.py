@@ -276,7 +276,7 @@ class RepeatedForward(Borrower[Programs]):
             comes_again = repeats and inputs["input_ids"].numel() in AT_ONCE
             kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
             kinds[key].packed, kinds[key].key = packed, ("packed", shape[1]) if packed else shape
-            kinds[key].family = key[1:]  # whatever their width
+            kinds[key].family, kinds[key].width = key[1:], shape[1]
         seen = [one for one in masks if one is not None]
         return kinds[key], _Asked(self, given, inputs, seen)
 
