@@ -213,7 +213,7 @@ class CostView(CostModel):
         if not self.shared_width:
             return super().shares(rows)
         # Most of the numbers between were never fed. What is only hoped of one row saves nothing.
-        together, alone = self._cost.seconds(rows), self._cost.timed(1)
+        together, alone = float(self._cost.curve(rows)[-1]), self._cost.timed(1)
         alone = together if alone is None else min(alone, together)
         return [alone / together] + [(1 - alone / together) / (rows - 1)] * (rows - 1)
 
