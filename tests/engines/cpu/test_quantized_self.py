@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant, release_memory
 from hf_retrieval_assist.cache.kv_cache import SlotCache
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.engines.cpu import few_bits, tree_verifier
+from hf_retrieval_assist.engines.cpu import few_bits, repeated_forward, tree_verifier
 from hf_retrieval_assist.engines.cpu import quantized_self as module
 from hf_retrieval_assist.engines.cpu.few_bits import FewBits, bytes_of
 from hf_retrieval_assist.engines.cpu.linear import overrides
@@ -104,8 +104,9 @@ def test_output_is_plain(name, sampling, compiled):
 
 @pytest.mark.parametrize("rows", [2, 5])
 @pytest.mark.parametrize(("name", "sampling"), cases(crossed(FAMILIES, SAMPLINGS), 3))
-def test_texts_of_a_batch_are_drafted_for_together(name, sampling, rows, compiled):
-    """One compiled call a level; of rows of which one is padded, and which end one by one."""
+def test_texts_of_a_batch_are_drafted_for_together(name, sampling, rows, monkeypatch):
+    """One compiled call a level, filled up; of rows that are padded, and end one by one."""
+    monkeypatch.setattr(repeated_forward, "WIDTHS", (1, 8, 32, 64))
     model, drafting = made(name), assistant()
     options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": [7, 9], "pad_token_id": 0}
     options |= SAMPLINGS[sampling]
@@ -114,7 +115,6 @@ def test_texts_of_a_batch_are_drafted_for_together(name, sampling, rows, compile
     stats = drafting.stats.last
     assert stats.keeps_seed
     assert stats.accepted > 0.8 * stats.steps
-    assert sum(compiled) > stats.forwards / 2
 
 
 def hooked(model):
