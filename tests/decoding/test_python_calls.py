@@ -19,7 +19,7 @@ PACKAGE = str(Path(hf_retrieval_assist.__file__).parent)
 
 
 COUNTED = [
-    *[(1, 8, False, (284, 172, 30)), (16, 8, False, (945, 230, 35))],
+    *[(1, 8, False, (284, 172, 30)), (16, 8, False, (910, 228, 35))],
     *[(1, 0, False, (175, 130, 30)), (16, 0, False, (317, 130, 30))],
     (208, 0, True, (2370, 183, 35)),
 ]
@@ -33,8 +33,7 @@ def test_a_step_calls_no_more_functions(rows, budget, sampled, most, monkeypatch
     once = torch.randint(3, 60, (rows, 12), generator=torch.Generator().manual_seed(3))
     inputs = {"input_ids": once.repeat(1, 3), "attention_mask": torch.ones(rows, 36).long()}
     assistant, step, counts = SamAssistant(budget=budget), Generation.step, []
-    for _ in range(5):  # they test the model, and record its forwards
-        model.generate(**inputs, **options, assistant=assistant)
+    model.generate(**inputs, **options, assistant=assistant)  # tests the model, chooses kernels
 
     def counted(generation):
         def see(frame, event, argument):
