@@ -31,7 +31,6 @@ MOST_STATES = 8
 Powers = tuple[int, int]
 Lengths = tuple[Hashable, Powers, Powers]
 Alike = set[Lengths]
-NOTHING: Alike = set()
 
 
 class BrokenRecordingError(RuntimeError):
@@ -48,6 +47,9 @@ class Recording(ABC):
         key: by which it is known among its model's.
         family: what is equal of those that decide alike by the length of a text.
         width: tokens by which it grows in one.
+        alike: families, and powers of two of lengths: those at which one of the family was
+            recorded, and those at which that was then what the model computes. What a model decides
+            by the length, it decides for the whole family, whose recordings share this.
         content: what repeats it; None: nothing does.
         fault: why it is not recorded, in words; None while nothing speaks against it.
         short: whether there was no memory to record or to compare it.
@@ -66,6 +68,7 @@ class Recording(ABC):
 
     def __init__(self, patience: int = 0) -> None:
         self._patience, self._broken = patience, 0
+        self.alike: Alike = set()
         self._recorded_at, self._recorded_in = 0, (0, 0)
         self.trusted = False
 
@@ -90,27 +93,26 @@ class Recording(ABC):
         """Whether nothing is recorded, compared or repeated any more."""
         return self.fault is not None or self.short
 
-    def __call__(self, asked: Any, at: int | None = None, alike: Alike = NOTHING) -> Any:
+    def __call__(self, asked: Any, at: int | None = None) -> Any:
         """What is asked for.
 
         Args:
             at: the length of the text before, where a recording may have made a constant of it: it
                 is compared at another one, and anew whenever that, or the length behind, has passed
                 a power of two, at which what a model decides by it may change; None: it cannot.
-            alike: see :class:`Recordings`.
         """
         lengths, powers = None, (0, 0)
         if at is not None:
             powers = at.bit_length(), (at + self.width).bit_length()
             lengths = self.family, self._recorded_in, powers
-        if self.trusted and (lengths is None or lengths in alike):
+        if self.trusted and (lengths is None or lengths in self.alike):
             self.did = "repeated"
             return self.repeat(asked, False)
         if self.content is not None:
             self.did = "compared"
             if lengths is not None and at == self._recorded_at:
                 return self.compute(asked)
-            return self._compare(asked, lengths, alike)
+            return self._compare(asked, lengths)
         self.did = "computed"
         if self.computes or self._patience > 0:
             self._patience -= 1
@@ -120,7 +122,7 @@ class Recording(ABC):
         self.did = "compared" if self.content is None else "recorded"
         return result
 
-    def _compare(self, asked: Any, lengths: Lengths | None, alike: Alike) -> Any:
+    def _compare(self, asked: Any, lengths: Lengths | None) -> Any:
         """What is asked for, computed, and compared with what is repeated."""
         repeated = None
         with self.trying():
@@ -131,7 +133,7 @@ class Recording(ABC):
                 self.fault = self.difference(repeated, computed)
                 self.trusted = self.fault is None
                 if self.trusted and lengths is not None:
-                    alike.add(lengths)
+                    self.alike.add(lengths)
         return computed
 
     @contextmanager
@@ -157,15 +159,12 @@ class Recordings:
         faults: why computations with these keys are not recorded in this state.
         short: whether there was no memory for one of them: the next call may find enough.
         kinds: the recordings, by what tells them apart.
-        alike: families, and powers of two of lengths: at which one of the family was recorded, and
-            at which that was then what the model computes. What a model decides by the length, it
-            decides for the whole family.
     """
 
     def __init__(self, state: Any, faults: dict[Hashable, str]) -> None:
         self.state, self.faults, self.short = state, faults, False
         self.kinds: dict[Hashable, Any] = {}
-        self.alike: Alike = set()
+        self.alike: Alike = set()  # see `Recording`
 
     @property
     def made(self) -> int:
@@ -354,7 +353,7 @@ class Borrower(Generic[Kept]):
         if recording.content is None:
             recording.fault = lent.faults.get(recording.key)
         known = recording.fault
-        result = recording(asked, at, lent.alike)
+        result = recording(asked, at)
         self.repeated += recording.did == "repeated"
         self.recordings += recording.did == "recorded"
         lent.short |= recording.short

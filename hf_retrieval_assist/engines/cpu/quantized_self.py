@@ -422,9 +422,7 @@ class _Draft:
         self._seconds = None if curve is None else curve(1 + CHOICES * rooms).tolist()
         most = given.verifier.most_tokens
         self._room = math.inf if most is None else most - len(sessions)
-        if weights not in _levels:
-            _levels[weights] = _Levels()
-        self._costs = _levels[weights]
+        self._costs = _levels.setdefault(weights, _Levels())
         self._level_seconds = self._costs.timed(len(sessions))
 
     def grow(self) -> None:
@@ -493,11 +491,11 @@ class _Draft:
         nodes = self._nodes
         tokens = sum(1 + sum(prob for _, _, prob, _ in chain.nodes) for chain in self.chains)
         seconds, certainty = self._seconds, self._given.weights.certainty
-        now, reached = tokens / (seconds[nodes] + self._spent), sum(one.reached for one in growing)
+        now = tokens / (seconds[nodes] + self._spent)
         for levels in range(1, max(chain.room for chain in growing) - self._levels + 1):
-            reached *= certainty
-            nodes += len(growing)
-            tokens += reached
+            further = [one.reached for one in growing if one.room >= self._levels + levels]
+            nodes += len(further)
+            tokens += certainty**levels * sum(further)
             spent = self._spent + levels * level_seconds
             if tokens / (seconds[nodes] + spent) > margin * now:
                 return True

@@ -77,7 +77,7 @@ class _ShapeRecording(Recording):
             if strange := given - {"logits", CACHE}:
                 raise UnrecordableError(f"a forward that returns {sorted(strange)}")
             program = recorder.program(outputs.logits)
-            if program.nbytes + forward.bytes_of_programs > MOST_BYTES:
+            if program.nbytes + forward.lent.nbytes > MOST_BYTES:
                 raise UnrecordableError("its programs take too much memory")
             self.content = program, type(outputs)
             kept.clear()
@@ -198,8 +198,10 @@ class RepeatedForward(Borrower[Programs]):
         self.widths = WIDTHS if hopes else ()
 
     @property
-    def bytes_of_programs(self) -> int:
-        return 0 if self._programs is None else self._programs.nbytes
+    def lent(self) -> Programs:
+        """The programs, while they are those of the model as it is."""
+        assert self._programs is not None
+        return self._programs
 
     def is_current(self) -> bool:
         """Whether what was recorded is what the model computes; otherwise it is left."""
@@ -216,8 +218,7 @@ class RepeatedForward(Borrower[Programs]):
         if found is None:
             return self.compute(**given)
         kind, asked = found
-        assert self._programs is not None
-        outputs = self._run(self._programs, kind, asked, self._slots.longest)
+        outputs = self._run(self.lent, kind, asked, self._slots.longest)
         self.packs = self.packs and not (kind.packed and kind.fault)
         self.typical = kind.did == ("repeated" if self.repeats else "computed")
         return outputs
@@ -225,8 +226,11 @@ class RepeatedForward(Borrower[Programs]):
     def prospect(self, **given: Any) -> bool | None:
         """Whether a program repeats such a forward, and tells what the output layer reads of it;
         None: it may come to be recorded."""
-        found = self._kind(given)
-        if found is None or self._programs is None or found[0].key in self._programs.faults:
+        return self._prospect(self._kind(given))
+
+    def _prospect(self, found: tuple[_ShapeRecording, _Asked] | None) -> bool | None:
+        """The same of what `_kind` gives."""
+        if found is None or found[0].key in self.lent.faults:
             return False
         kind, _ = found
         if kind.trusted:
@@ -236,22 +240,20 @@ class RepeatedForward(Borrower[Programs]):
     def draft(self, weights: PackedModel, **given: Any) -> torch.Tensor | None:
         """What the output layer would read of a forward, [..., depth], with weights in another
         form; None: no program computes it, and the forward was computed only to be recorded."""
-        prospect = self.prospect(**given)
-        if prospect is None:
+        found = self._kind(given)
+        if (prospect := self._prospect(found)) is None:
             self(**given)
-        found = self._kind(given) if prospect else None
-        if found is None:
+        if found is None or not prospect:
             return None
-        program: Program = found[0].content[0]
-        return program.run(found[1].inputs, self.layers, found[1].masks, weights)
+        kind, asked = found
+        program: Program = kind.content[0]
+        return program.run(asked.inputs, self.layers, asked.masks, weights)
 
     def _kind(self, given: dict[str, Any]) -> tuple[_ShapeRecording, _Asked] | None:
         """Forwards like one that is given these, and what is asked of them; None: none of them is
         recorded."""
         if not self.is_current():
             return None
-        programs = self._programs
-        assert programs is not None
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
         tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         cache = getattr(given.get(CACHE), "layers", None)
@@ -271,12 +273,13 @@ class RepeatedForward(Borrower[Programs]):
             torch.get_num_threads(),
             packed,
         )
-        if key not in (kinds := programs.kinds):
+        if key not in (kinds := self.lent.kinds):
             repeats = any(kind.trusted for kind in kinds.values())
             comes_again = repeats and inputs["input_ids"].numel() in AT_ONCE
             kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
             kinds[key].packed, kinds[key].key = packed, ("packed", shape[1]) if packed else shape
             kinds[key].family, kinds[key].width = key[1:], shape[1]
+            kinds[key].alike = self.lent.alike
         seen = [one for one in masks if one is not None]
         return kinds[key], _Asked(self, given, inputs, seen)
 

@@ -157,9 +157,8 @@ class CpuTreeVerifier(TreeVerifier):
     ) -> tuple[Any, list[int]]:
         """What `call` makes of a forward of one token of each of some rows, and where these are
         among all that it is given."""
-        roots = [0] * len(self.prompt_ids)
-        for row, token in zip(rows, token_ids, strict=True):
-            roots[row] = token
+        tokens = dict(zip(rows, token_ids, strict=True))
+        roots = [tokens.get(row, 0) for row in range(len(self.prompt_ids))]
         fed = self._filled(roots, Forest.empty(len(roots)), rows)
         made = self._feed_lines(fed, call) if len(roots) == 1 else self._feed_behind(fed, call)
         return made, fed.begins.tolist()

@@ -117,6 +117,15 @@ def test_texts_of_a_batch_are_drafted_for_together(name, sampling, rows, monkeyp
     assert stats.accepted > 0.8 * stats.steps
 
 
+def test_levels_are_priced_for_the_texts_that_have_room_for_them():
+    draft, rooms = object.__new__(module._Draft), [1] * 15 + [8]
+    draft.chains = [SimpleNamespace(room=room, reached=1.0, nodes=[]) for room in rooms]
+    draft._seconds = [0.01] * (1 + few_bits.CHOICES * sum(rooms))
+    draft._levels, draft._spent, packed = 0, 0.0, SimpleNamespace(certainty=0.9)
+    draft._given = SimpleNamespace(weights=packed)
+    assert [draft._pays(draft.chains, level, 1.0) for level in (1.0, 0.005)] == [False, True]
+
+
 def hooked(model):
     model.model.layers[0].register_forward_hook(lambda *_: None)
     return model

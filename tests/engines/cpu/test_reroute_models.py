@@ -29,17 +29,6 @@ def test_wrapped_models(model_class, wrap, kernels):
     assert max(kernels) > 1
 
 
-@pytest.mark.parametrize("rows", [1, 64, 65])
-def test_rows_of_one_step_round_alike(rows, kernels):
-    """A step has at most a root and the 64 draft tokens of the largest default budget."""
-    model = build(Gemma3ForCausalLM, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
-    ids = torch.arange(65)[None] % 60
-    with torch.no_grad(), reroute(verifying=True):
-        whole = model(ids).logits[:, :rows]
-        parts = model(ids[:, :rows]).logits
-    assert torch.equal(whole, parts)
-
-
 @pytest.mark.parametrize(
     ("model_class", "do_sample", "length"), cases(crossed(CLASSES, [False, True], [14, 70]), 2)
 )
