@@ -223,7 +223,7 @@ class QuantizedSelf(Drafter):
         if output_weight(model) is None:
             return None
         assert isinstance(verifier, CpuTreeVerifier)
-        rows = [session.row for session in sessions]
+        rows = [session.target.call.row for session in sessions]
         first = [own.last(row) for row in rows]
         with own.drafting(), reroute():
             if not verifier.record_level(rows, first, min(session.room for session in sessions)):
@@ -323,16 +323,11 @@ class QuantizedSession(DraftSession):
     calibration: OpenDrafts = field(default_factory=OpenDrafts)
 
     @property
-    def row(self) -> int:
-        """The text's place in the batch."""
-        return self.target.call.row
-
-    @property
     def room(self) -> int:
         """Forwards that may be run for a draft."""
         own = self.target.call.own
         assert own is not None
-        deepest = own.deepest(self.row) if own.ready else 0
+        deepest = own.deepest(self.target.call.row) if own.ready else 0
         most = self.drafter.max_levels
         return most if deepest is None else min(most, deepest)
 
@@ -348,7 +343,7 @@ class _Chain:
     Attributes:
         row: the text's place in the batch.
         preview: what it would choose.
-        path: the first choices.
+        path: the first choices, behind the text's last token.
         nodes: parent, token, probability and class of each.
         reached: how likely the last of `path` is to be accepted.
         ended: whether nothing follows.
@@ -359,18 +354,13 @@ class _Chain:
         preview, own = session.target.call.preview, session.target.call.own
         assert preview is not None
         assert own is not None
-        self.row, self.preview = session.row, preview
-        self.path: list[int] = []
+        self.row, self.preview = session.target.call.row, preview
+        self.path = [own.last(self.row)]
         self.nodes: list[tuple[int, int, float, int]] = []
         self.certainties: list[float] = []
-        self._root, self._parent, self.reached = own.last(self.row), -1, 1.0
+        self._parent, self.reached = -1, 1.0
         self.room, self._budget, self._calibrator = session.room, budget, calibrator
         self.ended = not (budget and self.room)
-
-    @property
-    def last(self) -> int:
-        """The token that is fed next."""
-        return self.path[-1] if self.path else self._root
 
     def tree(self) -> TokenTree:
         parents, token_ids, probs, classes = (
@@ -397,7 +387,7 @@ class _Chain:
             self._parent, self.reached = first, reached * rates[0]
             self.path.append(token_ids[0])
         self.ended |= self.reached < _LEAST_FOLLOWED or len(self.nodes) >= self._budget
-        self.ended |= len(self.path) >= self.room
+        self.ended |= len(self.path) > self.room
 
 
 class _Draft:
@@ -431,7 +421,7 @@ class _Draft:
         more = True
         while more:
             growing = self._growing
-            rows, fed = [chain.row for chain in growing], [chain.last for chain in growing]
+            rows, fed = [chain.row for chain in growing], [chain.path[-1] for chain in growing]
             x = given.verifier.draft_level(rows, fed, given.weights)
             if x is None:  # the cache, or the model, is no longer what it was
                 break
@@ -459,7 +449,7 @@ class _Draft:
             return
         logits, among = self._given.output(x)
         for chain, own in zip(growing, logits.split(1), strict=True):
-            best, ids = chain.preview.best(own, [chain.path], CHOICES, among)
+            best, ids = chain.preview.best(own, [chain.path[1:]], CHOICES, among)
             known = chain.preview.knows(among.vocab_size)
             chain.add(ids[0].tolist(), best[0].tolist(), known)
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...system.lazy import cached_property
 from ...types.row_text import RowText
 from ...types.token_tree import Forest
 from ...verification.options import CallOptions
-from ...verification.tree_attention import TreeTokens
+from ...verification.tree_attention import TreeLayout, TreeTokens
 from ...verification.tree_verifier import TreeVerifier
 from ...verification.verified import Verified
 from ...verification.verifier import ForwardScope
@@ -134,8 +135,8 @@ class CpuTreeVerifier(TreeVerifier):
     def draft_level(
         self, rows: Sequence[int], token_ids: Sequence[int], weights: PackedModel
     ) -> torch.Tensor | None:
-        """What the output layer would read, [rows, depth], behind one token more of some rows,
-        which is not kept, with weights in few bits; None: no program computes it by now.
+        """What the output layer would read, [rows, depth] until the next call, behind a token more
+        of some rows, which is not kept, with other weights; None: no program computes it by now.
 
         Args:
             rows: their numbers in the batch, ascending.
@@ -147,9 +148,10 @@ class CpuTreeVerifier(TreeVerifier):
             self._unsound = True
             return None
         self._grow(rows)
-        x = x.flatten(0, -2)[begins]
+        x = x.view(-1, x.shape[-1])
+        x = x if len(begins) == len(x) else x[begins]
         # What is not finite makes NaN of all that the last norm gives.
-        self._unsound = self._unsound or bool(x[:, 0].isnan().any())
+        self._unsound = self._unsound or math.isnan(float(x[:, 0].sum()))
         return x
 
     def _fed_level(
@@ -157,11 +159,19 @@ class CpuTreeVerifier(TreeVerifier):
     ) -> tuple[Any, list[int]]:
         """What `call` makes of a forward of one token of each of some rows, and where these are
         among all that it is given."""
+        if len(self.prompt_ids) == 1:
+            arguments, views = self._tree_arguments(self._one)
+            return self._run(torch.tensor([token_ids]), 1, arguments, views, call), [0]
         tokens = dict(zip(rows, token_ids, strict=True))
         roots = [tokens.get(row, 0) for row in range(len(self.prompt_ids))]
         fed = self._filled(roots, Forest.empty(len(roots)), rows)
-        made = self._feed_lines(fed, call) if len(roots) == 1 else self._feed_behind(fed, call)
-        return made, fed.begins.tolist()
+        return self._feed_behind(fed, call), fed.begins.tolist()
+
+    @cached_property
+    def _one(self) -> TreeLayout:
+        """A token behind the only row."""
+        nothing = torch.zeros((1, 1), dtype=torch.int64)
+        return TreeLayout(nothing, nothing, torch.ones((1, 1, 1), dtype=torch.bool))
 
     def _grow(self, rows: Sequence[int]) -> None:
         """Count the tokens that were just fed to rows, until the draft is forgotten."""
