@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from .attachment import attached
 from .cache.prefixes import Prefixes
 from .decoding.decode import decode
-from .decoding.observer import Observer
 from .drafters.base import Drafter
 from .drafters.expected import Expected, Text
 from .plugins import every, load
@@ -246,12 +245,11 @@ class Assistant:
             with self._lock:
                 self.records.remove(record)
 
-    def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> Observer | None:
+    def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> Any:
         """What a call that starts now has to tell its steps to; None where nobody records."""
         with self._lock:
             records = list(self.records)
         if not records:
             return None
         first, *others = records
-        observed: Observer = first.observe(prompts, call, self.drafters, others)
-        return observed
+        return first.observe(prompts, call, self.drafters, others)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..policy.policy import DraftingPolicy
 from ..policy.stats import FEWEST_STEPS, PHASES, CallStats
+from ..types.token_tree import Int32Array
 from ..verification.engine import UnservableError, engine_of
 from ..verification.service import learn_moves
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .kept_prefix import KeptPrefix
 from .loop import Generation
-from .observer import Observe, Observer
 from .plainly import decode_plainly
 from .prompt_parts import feed_parts
+
+Observe: TypeAlias = Callable[[Sequence[Int32Array], CallStats], Any]
+"""Makes what is told the steps of a call of these prompts and figures while it goes on, see
+:class:`~..extensions.record.steps.CallRecord`; None: nothing is."""
 
 
 def decode(
@@ -101,7 +106,7 @@ def _decode_with_drafts(
     service: Service,
     kept: KeptPrefix | None,
     counts: CallStats,
-    observer: Observer | None,
+    observer: Any,
 ) -> Any:
     generation = Generation(call, policy, service, kept, counts, observer)
     result = generation.run()

@@ -34,7 +34,6 @@ from ..verification.verified import Verified
 from ..verification.verifier import Verifier
 from .call import Call
 from .kept_prefix import KeptPrefix
-from .observer import Observer
 from .selection import RowPreview
 from .walk import Drawn, Walk
 
@@ -85,7 +84,7 @@ class Generation:
         service: Service,
         kept: KeptPrefix | None,
         counts: CallStats,
-        observer: Observer | None,
+        observer: Any,
     ):
         self.call, self.policy, self.counts, self.observer = call, policy, counts, observer
         self.service, self.kept = service, kept

@@ -12,10 +12,9 @@ from ..cache.kv_cache import go_back, has_slots
 from ..host import transformers_private
 from ..policy.stats import CallStats
 from .call import Call
-from .observer import Observer
 
 
-def decode_plainly(call: Call, counts: CallStats, observer: Observer | None) -> Any:
+def decode_plainly(call: Call, counts: CallStats, observer: Any) -> Any:
     """What plain `generate` returns, from the loop that makes it."""
     result, texts = _sampled(call, counts)
     if observer is not None:

@@ -92,12 +92,14 @@ class Account:
 
     Args:
         costly: of each drafter, whether it is.
+        texts: that are drafted for together: an ask tells as much as it would of each of them.
     """
 
-    def __init__(self, costly: Sequence[bool]) -> None:
+    def __init__(self, costly: Sequence[bool], texts: int = 1) -> None:
+        lent, lent_to_costly = _LENT / texts, _LENT_TO_COSTLY / texts
         # Costly drafters may pay where those before them leave a step open, and only there.
         self._entries = [
-            {True: Entry(_LENT_TO_COSTLY), False: Entry(_LENT)} if dear else {True: Entry(_LENT)}
+            {True: Entry(lent_to_costly), False: Entry(lent)} if dear else {True: Entry(lent)}
             for dear in costly
         ]
         # Half of what drafts promise is believed before any was verified.

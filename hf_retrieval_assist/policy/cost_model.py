@@ -119,10 +119,9 @@ class CostModel:
         """The n of t(n) for a forward that fed so many tokens."""
         return tokens
 
-    def shares(self, rows: int) -> list[float]:
-        """What a step of so many rows takes longer for the first one, the second and so on, the
-        others having ended: parts of the step."""
-        return [1.0] + [0.0] * (rows - 1)
+    def part_of_each(self, rows: int) -> float:
+        """The part of a step of so many rows, 2 at least, that each saves by ending earlier."""
+        return 0.0
 
     def curve(self, max_tokens: int) -> Float64Array:
         """float64 [max_tokens]: t(1), …, t(max_tokens) in seconds, non-decreasing; read-only."""
@@ -209,13 +208,11 @@ class CostView(CostModel):
         # Fewer are fed where a step that was priced packed had to be repeated otherwise.
         return 1 + max(0, tokens - self._rows)
 
-    def shares(self, rows: int) -> list[float]:
-        if not self.shared_width:
-            return super().shares(rows)
+    def part_of_each(self, rows: int) -> float:
         # Most of the numbers between were never fed. What is only hoped of one row saves nothing.
-        together, alone = float(self._cost.curve(rows)[-1]), self._cost.timed(1)
-        alone = together if alone is None else min(alone, together)
-        return [alone / together] + [(1 - alone / together) / (rows - 1)] * (rows - 1)
+        alone = self._cost.timed(1) if self.shared_width else None
+        part = 0.0 if alone is None else 1 - alone / self._cost.seconds(rows)
+        return max(0.0, part) / (rows - 1)
 
     def curve(self, max_tokens: int) -> Float64Array:
         fed = self._fed(max_tokens)

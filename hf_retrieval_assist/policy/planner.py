@@ -78,6 +78,7 @@ class Planner:
         cost: CostModel | None,
         limits: Limits = _ANY,
         belief: float = 1.0,
+        weights: Float64Array | None = None,
     ) -> Forest:
         """The part of each row's draft to verify: of what can be verified, what pays.
 
@@ -92,13 +93,14 @@ class Planner:
                 asked for.
             limits: of the forward.
             belief: share of the promised tokens that are expected to come.
+            weights: float64 [rows], what a token of each row counts, 1 on average; None: all do.
 
         Returns:
             Trees that are closed under parents, maybe empty.
         """
         forest = limits.within(drafts)
         if cost is not None and self.budget == "auto":
-            return forest.prune(_sizes(forest, cost, limits, belief))
+            return forest.prune(_sizes(forest, cost, limits, belief, weights))
         if not len(forest.token_ids):
             return forest
         forest = forest.prune(self.request())
@@ -108,12 +110,17 @@ class Planner:
         return forest.prune(_shares(forest, rows))
 
 
-def _sizes(forest: Forest, cost: CostModel, limits: Limits, belief: float) -> list[int]:
+def _sizes(
+    forest: Forest, cost: CostModel, limits: Limits, belief: float, weights: Float64Array | None
+) -> list[int]:
     """How many nodes of each tree pay."""
+    probs = forest.probs
+    if weights is not None:
+        probs = probs * np.repeat(weights, np.diff(forest.offsets)).astype(np.float32)
     if not limits.packed:
-        tokens = draft_tree.by_width(forest.probs, forest.offsets)
+        tokens = draft_tree.by_width(probs, forest.offsets)
         return [_best_width(tokens, cost, limits.backlog, belief)] * len(forest)
-    rows, tokens = draft_tree.rank(forest.probs, forest.offsets)
+    rows, tokens = draft_tree.rank(probs, forest.offsets)
     most = len(rows) if limits.total is None else limits.total
     return _shares(forest, rows[: _best_width(tokens[: most + 1], cost, 0, belief)])
 

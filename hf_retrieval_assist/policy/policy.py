@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
@@ -174,7 +173,8 @@ class DraftingPolicy:
             return None
         with self._lock:
             if key not in self._accounts:
-                self._accounts[key] = Account([drafter.costly for drafter in self.drafters])
+                costly = [drafter.costly for drafter in self.drafters]
+                self._accounts[key] = Account(costly, key.batch_size)
             return self._accounts[key]
 
     def start(
@@ -197,7 +197,9 @@ class DraftingPolicy:
         drafts = self.propose(step, budget)
         limits = ask.limits() if ask.agree or len(drafts.token_ids) else Limits()
         belief = 1.0 if ask.account is None else ask.account.belief
-        step.trees = self.planner.plan(drafts, ask.price, limits, belief)
+        texts = len(ask.sessions)
+        weights = texts * step.weights if texts > 1 and ask.account is not None else None
+        step.trees = self.planner.plan(drafts, ask.price, limits, belief, weights)
         if ask.agree is not None:
             step.trees = ask.agree(step.trees, len(ask.sessions))
         return step
@@ -348,29 +350,25 @@ class DraftingPolicy:
         """Count what became of drafts, in the statistics and in the step's account."""
         places = {session: place for place, session in enumerate(step.sessions)}
         drafted = [
-            (places[one.session], one.session, one.tokens, one.tree)
+            (places[one.session], one.tokens, one.tree)
             for one in outcomes
             if one.tokens and one.tree is not None
         ]
         if not drafted:
             return
-        found = [step.reached(place, tokens[:-1]) for place, _, tokens, _ in drafted]
-        by_drafter = [[*reached] for reached in zip(*found, strict=True)]
-        self.stats.count_sources([sum(reached) for reached in by_drafter])
+        # Accepted tokens, of the drafters up to each of them together; the first line is nobody's.
+        reached = np.zeros((1 + len(self.drafters), len(places)))
+        promises = np.zeros((2, len(places)))  # tokens, and how many of them came
+        for place, tokens, tree in drafted:
+            reached[1:, place] = step.reached(place, tokens[:-1])
+            promises[:, place] = step.promise(place, tree, tokens)
+        self.stats.count_sources(reached[1:].sum(1).astype(int).tolist())
         if step.account is None:
             return
-        worth = partial(
-            step.worth, [session.came - len(tokens) for _, session, tokens, _ in drafted]
-        )
-        promises = [step.promise(place, tree, tokens) for place, _, tokens, tree in drafted]
-        promised, came = zip(*promises, strict=True)
-        step.account.count_promise(sum(promised), len(drafted) * worth(came))
-        known, brought = [0] * len(drafted), []
-        for reached in by_drafter:
-            further = [max(pair) for pair in zip(known, reached, strict=True)]
-            brought.append(worth(further) - worth(known))
-            known = further
-        step.end(width, brought)
+        promised, came = (len(places) * promises @ step.weights).tolist()
+        step.account.count_promise(promised, came)
+        saved = step.saved(np.maximum.accumulate(reached))
+        step.end(width, np.diff(saved).tolist())
 
     def count(self, call: CallStats) -> None:
         """Add a finished call to the statistics."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
+
+import numpy as np
 
 from ..structures import draft_tree
 from ..types.token_tree import Forest, TokenTree
 from .account import Account, Use
-from .cost_model import CostModel
+from .cost_model import CostModel, Float64Array
+
+_LEAD = 2.0  # tokens by which a text is ahead of another, where its next ones count e times less
 
 
 @dataclass
@@ -67,26 +71,36 @@ class DraftedStep:
         prob, token = max((proposal.first(place) for proposal in self.proposals), default=(0.0, -1))
         return prob, int(token == token_ids[0])
 
-    def worth(self, came: Sequence[int], tokens: Sequence[int]) -> float:
-        """Steps of all rows that some tokens of each save.
+    @cached_property
+    def _parts(self) -> tuple[float, float, Float64Array]:
+        """Parts of a step that each text saves by ending earlier, and that those which are furthest
+        behind save by coming further; and how far each is one of these, float64 [texts]."""
+        count, came = len(self.sessions), np.array([session.came for session in self.sessions])
+        if self.apart or self.price is None or count == 1:
+            return 1 / count, 0.0, came
+        behind, each = np.exp((came.min() - came) / _LEAD), self.price.part_of_each(count)
+        return each, 1 - count * each, behind / behind.sum()
 
-        Rows of a call share forwards until the last of them ends, so what counts in full is how far
-        the one that is furthest behind comes; another row's tokens save its part of a wider
-        forward. Requests that come and go save their part of all.
+    @property
+    def weights(self) -> Float64Array:
+        """float64 [texts]: parts of a step that the next token of each saves, 1 together; to be
+        asked before the step's tokens come, as `saved`.
 
-        Args:
-            came: how far each row is.
-            tokens: that it comes further.
+        Texts of a call share forwards until the last of them ends. Which one that is changes from
+        step to step, so those that are little further count nearly as much.
         """
-        if self.apart:
-            return sum(tokens) / len(tokens)
-        further = sorted([a + b for a, b in zip(came, tokens, strict=True)])
-        assert self.price is not None
-        shares = self.price.shares(len(came))
-        return sum(
-            share * (after - before)
-            for share, before, after in zip(shares, sorted(came), further, strict=True)
-        )
+        each, last, behind = self._parts
+        weights: Float64Array = each + last * behind
+        return weights
+
+    def saved(self, further: Float64Array) -> Float64Array:
+        """Steps that are saved where texts come so many tokens further, float64 [..., texts]: what
+        their smooth minimum comes further, so that a call's steps save what the call saves."""
+        each, last, behind = self._parts
+        saved: Float64Array = each * further.sum(-1)
+        if last:
+            saved -= last * _LEAD * np.log((behind * np.exp(-further / _LEAD)).sum(-1))
+        return saved
 
     def end(self, width: int, accepted: Sequence[float]) -> None:
         """Enter the step in the account.

@@ -29,8 +29,12 @@ MOST_STATES = 8
 
 
 Powers = tuple[int, int]
-Lengths = tuple[Hashable, Powers, Powers]
-Alike = set[Lengths]
+
+Alike = dict[tuple[Hashable, Powers], set[Powers]]
+"""Powers of two of lengths at which a model decides as at others, by families of recordings.
+
+What was recorded at one was what the model computes at another, which shows it for the family.
+"""
 
 
 class BrokenRecordingError(RuntimeError):
@@ -47,9 +51,7 @@ class Recording(ABC):
         key: by which it is known among its model's.
         family: what is equal of those that decide alike by the length of a text.
         width: tokens by which it grows in one.
-        alike: families, and powers of two of lengths: those at which one of the family was
-            recorded, and those at which that was then what the model computes. What a model decides
-            by the length, it decides for the whole family, whose recordings share this.
+        alike: what is known of its family, whose recordings share this.
         content: what repeats it; None: nothing does.
         fault: why it is not recorded, in words; None while nothing speaks against it.
         short: whether there was no memory to record or to compare it.
@@ -68,8 +70,10 @@ class Recording(ABC):
 
     def __init__(self, patience: int = 0) -> None:
         self._patience, self._broken = patience, 0
-        self.alike: Alike = set()
-        self._recorded_at, self._recorded_in = 0, (0, 0)
+        self.alike: Alike = {}
+        self._recorded_at: tuple[int, ...] = ()
+        self._recorded_in: Powers = 0, 0
+        self._stands_there = False  # compared where the longest text is as long as it was recorded
         self.trusted = False
 
     @abstractmethod
@@ -93,48 +97,62 @@ class Recording(ABC):
         """Whether nothing is recorded, compared or repeated any more."""
         return self.fault is not None or self.short
 
-    def __call__(self, asked: Any, at: int | None = None) -> Any:
+    def __call__(self, asked: Any, lengths: Sequence[int] = ()) -> Any:
         """What is asked for.
 
         Args:
-            at: the length of the text before, where a recording may have made a constant of it: it
-                is compared at another one, and anew whenever that, or the length behind, has passed
-                a power of two, at which what a model decides by it may change; None: it cannot.
+            lengths: of the texts before, where a recording may have made constants of them: it is
+                compared where the longest has another one, and anew whenever that, or what it is
+                behind, has passed a power of two, at which what a model decides by it may change;
+                empty: it cannot.
         """
-        lengths, powers = None, (0, 0)
-        if at is not None:
-            powers = at.bit_length(), (at + self.width).bit_length()
-            lengths = self.family, self._recorded_in, powers
-        if self.trusted and (lengths is None or lengths in self.alike):
+        here, longest = tuple(lengths), max(lengths, default=0)
+        powers = longest.bit_length(), (longest + self.width).bit_length()
+        alike = self.alike.get((self.family, self._recorded_in), ())
+        if self.trusted and (powers == self._recorded_in or powers in alike):
             self.did = "repeated"
             return self.repeat(asked, False)
         if self.content is not None:
-            self.did = "compared"
-            if lengths is not None and at == self._recorded_at:
-                return self.compute(asked)
-            return self._compare(asked, lengths)
+            return self._compared(asked, here, powers)
         self.did = "computed"
         if self.computes or self._patience > 0:
             self._patience -= 1
             return self.compute(asked)
         result = self.record(asked)
-        self._recorded_at, self._recorded_in = at or 0, powers
+        self._recorded_at, self._recorded_in = here, powers
         self.did = "compared" if self.content is None else "recorded"
         return result
 
-    def _compare(self, asked: Any, lengths: Lengths | None) -> Any:
-        """What is asked for, computed, and compared with what is repeated."""
-        repeated = None
+    def _compared(self, asked: Any, here: tuple[int, ...], powers: Powers) -> Any:
+        """What is asked for, computed, and compared with what is repeated.
+
+        Others may grow while the longest text does not, which has ended: what is compared there
+        stands there alone.
+        """
+        there = bool(here) and max(here) == max(self._recorded_at)
+        if there and self._stands_there:
+            self.did = "repeated"
+            return self.repeat(asked, False)
+        self.did, repeated = "compared", None
+        if here and here == self._recorded_at:
+            return self.compute(asked)
         with self.trying():
             repeated = self.repeat(asked, True)
         computed = self.compute(asked)
         with self.trying():
             if repeated is not None:
                 self.fault = self.difference(repeated, computed)
-                self.trusted = self.fault is None
-                if self.trusted and lengths is not None:
-                    self.alike.add(lengths)
+                self._stands_there = there and self.fault is None
+                self.trusted = not there and self.fault is None
+                if self.trusted:
+                    self._join(self._recorded_in, powers)
         return computed
+
+    def _join(self, one: Powers, other: Powers) -> None:
+        """Note that the model decides the same at both, and wherever it does at either."""
+        groups = [self.alike.get((self.family, powers), {powers}) for powers in (one, other)]
+        joint = groups[0] | groups[1]
+        self.alike.update(((self.family, powers), joint) for powers in joint)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -164,7 +182,7 @@ class Recordings:
     def __init__(self, state: Any, faults: dict[Hashable, str]) -> None:
         self.state, self.faults, self.short = state, faults, False
         self.kinds: dict[Hashable, Any] = {}
-        self.alike: Alike = set()  # see `Recording`
+        self.alike: Alike = {}
 
     @property
     def made(self) -> int:
@@ -348,12 +366,14 @@ class Borrower(Generic[Kept]):
         """Whether what was lent repeats what the model computes now."""
         return self._read is not None and lent.fit(self._read())
 
-    def _run(self, lent: Kept, recording: Recording, asked: Any, at: int | None = None) -> Any:
+    def _run(
+        self, lent: Kept, recording: Recording, asked: Any, lengths: Sequence[int] = ()
+    ) -> Any:
         """What is computed, repeated where it can be, see :meth:`Recording.__call__`."""
         if recording.content is None:
             recording.fault = lent.faults.get(recording.key)
         known = recording.fault
-        result = recording(asked, at)
+        result = recording(asked, lengths)
         self.repeated += recording.did == "repeated"
         self.recordings += recording.did == "recorded"
         lent.short |= recording.short

@@ -1,4 +1,6 @@
-"""The account of time: how much is believed, whom it asks, and what tokens are worth to it."""
+"""The account of time: how much is believed, whom it asks, and what tokens save."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from hf_retrieval_assist.policy.cost_model import CostModel, CostView
 from hf_retrieval_assist.policy.cost_store import CostKey
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.policy.policy import Ask, Outcome
-from hf_retrieval_assist.policy.step import DraftedStep
-from hf_retrieval_assist.types.token_tree import TokenTree
+from hf_retrieval_assist.policy.step import _LEAD, DraftedStep
+from hf_retrieval_assist.types.token_tree import Limits, TokenTree
 from tests.support.parts import needs
 from tests.support.scripted import Scripted
 
@@ -40,19 +42,6 @@ def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, mis
             lost += spent + cost.seconds(width) - cost.seconds(1) - gained[0]
         drafting.end(width, gained)
     return asked, lost
-
-
-@pytest.mark.parametrize("steps", [31, 5000])
-@pytest.mark.parametrize("spent", [0.01, 0.05, 0.3, 1.0, 5.0])
-@pytest.mark.parametrize("costly", [False, True])
-def test_fruitless_drafting_loses_a_small_share(spent, costly, steps):
-    asked, lost = ask(make(costly), steps, spent)
-    assert asked[0]
-    # What is lent at first, one draft beyond it, and then a share of the time.
-    assert lost <= (4 if costly else 0.75) + spent + steps / 100
-    late = ask(make(costly), 20_000, spent)[0][10_000:]
-    assert sum(late) * spent <= 10_000 / 250 + spent
-    assert any(late), "asked again, now and then"
 
 
 @pytest.mark.parametrize(
@@ -209,38 +198,47 @@ def test_what_asking_takes_is_the_host_s_time_without_the_drafters(monkeypatch):
     assert entry.gain == -(0.125 + 1.0 / 32)  # what a first ask takes is paid in instalments
 
 
-LENGTH = 12
-ROWS = st.lists(st.lists(st.integers(1, 4), min_size=LENGTH, max_size=LENGTH), min_size=1)
+def step_of(came, price=None, **settings):
+    """A step of texts that have come so far."""
+    texts = [SimpleNamespace(came=tokens) for tokens in came]
+    return DraftedStep(price or CostView(FLAT, rows=len(came)), None, texts, **settings)
 
 
-@given(ROWS, st.floats(0, 1))
-def test_tokens_are_worth_the_time_that_their_rows_end_earlier(rows, slope):
-    """Rows of one length that come further by given numbers a step: the seconds that their batch
-    is spared are those that it takes less than without drafts."""
-
-    def seconds(fed):
-        return 1 + slope * (fed - 1)
-
-    price = CostView(CostModel.fixed(seconds), rows=len(rows))
-    came, saved, taken = [0] * len(rows), 0.0, 0.0
-    for brought in zip(*rows, strict=True):
-        running = [row for row, length in enumerate(came) if length < LENGTH]
-        if not running:
-            break
-        taken += seconds(len(running))
-        step = DraftedStep(CostView(CostModel.fixed(seconds), rows=len(running)))
-        further = [min(brought[row], LENGTH - came[row]) - 1 for row in running]
-        worth = step.worth([came[row] for row in running], further)
-        saved += worth * seconds(len(running))
-        for row, accepted in zip(running, further, strict=True):
-            came[row] += 1 + accepted
-    assert taken + saved == pytest.approx(LENGTH * price.seconds(1), rel=1e-9)
+@given(st.lists(st.lists(st.integers(0, 6), min_size=8, max_size=8), min_size=2, max_size=8))
+def test_what_steps_save_adds_up_to_what_the_last_text_comes_further(rows):
+    came, saved = np.zeros(len(rows)), 0.0
+    for further in np.transpose(rows):
+        saved += float(step_of(came).saved(further))
+        came += 1 + further
+    assert came.min() - 1e-9 <= saved + 8 <= came.min() + _LEAD * np.log(len(rows)) + 1e-9
 
 
-def test_rows_that_are_fed_until_the_last_one_ends_are_worth_what_it_comes_further():
-    step = DraftedStep(FLAT)
-    assert step.worth([7, 5, 6], [0, 2, 3]) == 2
-    assert step.worth([7, 5, 6], [4, 0, 3]) == 0
+def test_the_text_that_is_furthest_behind_counts_most():
+    assert step_of([3, 3, 3, 3]).weights.tolist() == [0.25] * 4
+    weights = step_of([30, 6, 5, 6]).weights
+    assert weights.sum() == pytest.approx(1)
+    assert weights[0] < 1e-3 < weights[1] == weights[3] < weights[2]
+    # Tokens of few save as much as their texts' weights tell, and all together a step each.
+    step = step_of([7, 5, 6])
+    assert step.saved(1e-6 * np.eye(3)) == pytest.approx(1e-6 * step.weights, rel=1e-4)
+    assert step.saved(np.full(3, 2.0)) == pytest.approx(2)
+
+
+@given(st.floats(0, 1))
+def test_a_text_that_ends_earlier_saves_its_part_of_a_forward(slope):
+    """A forward of four texts, of which each adds as much, and of one."""
+    price = CostView(CostModel.fixed(lambda fed: 1 + slope * (fed - 1)), rows=4)
+    step = step_of([100, 0, 100, 100], price)
+    part = slope / (1 + 3 * slope)
+    assert step.weights == pytest.approx([part, 1 - 3 * part, part, part], abs=1e-9)
+    assert step.saved(np.array([3.0, 0, 0, 0])) == pytest.approx(3 * part, abs=1e-6)
+
+
+def test_a_plan_prefers_tokens_of_the_text_that_is_behind():
+    steep, trees = CostModel.fixed(lambda n: 1 + 0.2 * n), [TokenTree.chain([1], [0.6])] * 2
+    weights, limits = 2 * step_of([9, 4]).weights, Limits(packed=True)
+    kept = Planner().plan(trees, CostView(steep, rows=2), limits, weights=weights)
+    assert [len(tree) for tree in kept] == [0, 1]
 
 
 def test_a_row_that_ends_earlier_is_not_hoped_to_save_what_was_never_timed():
@@ -248,12 +246,11 @@ def test_a_row_that_ends_earlier_is_not_hoped_to_save_what_was_never_timed():
     price = CostView(known, rows=2)
     for tokens in (2, 4):
         known.observe(tokens, 0.01 * tokens)
-        assert price.shares(2) == [1, 0]
+        assert price.part_of_each(2) == 0
     for _ in range(200):
         known.observe(1, 0.018)
-    assert price.shares(2) == pytest.approx([0.9, 0.1], rel=1e-3)
+    assert price.part_of_each(2) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_requests_that_come_and_go_are_worth_their_part_of_what_they_accept():
-    step = DraftedStep(FLAT, apart=True)
-    assert step.worth([7, 5, 6], [4, 0, 2]) == 2
+    assert step_of([7, 5, 6], apart=True).saved(np.array([4.0, 0, 2])) == 2

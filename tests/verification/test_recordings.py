@@ -35,7 +35,7 @@ def did(recording, *lengths):
     """What it did for texts of these lengths, whose results are right."""
     found = []
     for length in lengths:
-        assert recording(length, length) == (length > LIMIT)
+        assert recording(length, [length]) == (length > LIMIT)
         found.append(recording.did)
     return " ".join(found)
 
@@ -47,6 +47,36 @@ def test_a_length_is_compared_once_for_all_of_a_family():
     assert did(first, 20, 20, 21, 22, 40) == "recorded compared compared repeated compared"
     assert did(second, 21, 22, 41) == "recorded compared repeated"
     assert did(other, 21, 22, 41) == "recorded compared compared"
+
+
+def test_what_stands_at_two_lengths_stands_wherever_either_was_recorded():
+    """What one has shown of two lengths, and another of two, holds for all of them."""
+    first = Deciding()
+    second, third = Deciding(first), Deciding(first)
+    assert did(first, 10, 20, 20) == "recorded compared repeated"
+    assert did(second, 20, 40, 40) == "recorded compared repeated"
+    assert did(third, 41, 42, 10) == "recorded compared repeated"
+
+
+class OfLongest(Deciding):
+    """A recording makes a constant of the length of the longest text."""
+
+    def compute(self, asked):
+        return max(asked)
+
+    def record(self, asked):
+        with self.trying():
+            self.content = (max(asked),)
+        return max(asked)
+
+
+def test_texts_that_grow_behind_a_longer_one_that_has_ended_are_repeated_there_alone():
+    recording = OfLongest()
+    found = []
+    for lengths in ([9, 5], [9, 5], [9, 6], [9, 7], [9, 9], [9, 10], [9, 9]):
+        assert recording(lengths, lengths) == max(lengths)
+        found.append(recording.did)
+    assert found == ["recorded", *["compared"] * 2, *["repeated"] * 2, "compared", "computed"]
 
 
 def test_a_forward_that_passes_a_decision_is_compared_apart():

@@ -22,6 +22,7 @@ from .program import OutputLayer
 from .quantized import WEIGHTS
 from .screen import Screen, Screened
 from .screened import shortlist_of
+from .skinny import ANY_ROWS
 from .weight_copies import WeightCopies, packable
 
 # Forwards that cost as much by being computed in full as packing costs, on whatever machine: both
@@ -31,7 +32,7 @@ PATIENCE = 24
 # Bytes that a copy has to save where tokens are drawn: the thousand logits that may be of the first
 # ones.
 LEAST_SAVED = 64 << 20
-# Rows of which eight bits are read in less time than all; their candidates take time of their own.
+# Rows of which eight bits take less time; half as many where a CPU has instructions for the type.
 MOST_SCREENED = 8
 
 
@@ -159,7 +160,8 @@ class Copies:
         of which `screened` then tells those that matter; None: they are to be computed."""
         rows = x.numel() // x.shape[-1]
         weights = self._output.weights
-        if output is None or not weights or output.weight is not weights[0] or rows > MOST_SCREENED:
+        most = MOST_SCREENED if x.dtype in {torch.float32, *ANY_ROWS} else MOST_SCREENED // 2
+        if output is None or not weights or output.weight is not weights[0] or rows > most:
             return None
         self._output.missed = True
         if self._screen is None or not self._output.kept[0].stands_for(output.weight):

@@ -29,16 +29,14 @@ from .skinny import MAX_ROWS, PATHS
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
 # repeating it saves in eight; programs outlive calls. Where one could be recorded, others of
-# `AT_ONCE` are when they are first met: they come again, and take little longer.
+# `WIDTHS` are when they are first met: they come again.
 PATIENCE = 4
 
 WIDTHS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Tokens that forwards of one row, or of packed rows together, are filled up to, so that there are
 few kinds of them; between these are more where each token takes time, as it hardly does by AMX."""
-AT_ONCE = WIDTHS
 if "amx" not in PATHS:
     WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    AT_ONCE = (1, 2, 3, 4, 6, 8, 12, 16)
 
 # All programs of a model in one state; and those of its other states, and of other calls.
 MOST_BYTES = 256 << 20
@@ -218,7 +216,7 @@ class RepeatedForward(Borrower[Programs]):
         if found is None:
             return self.compute(**given)
         kind, asked = found
-        outputs = self._run(self.lent, kind, asked, self._slots.longest)
+        outputs = self._run(self.lent, kind, asked, self._slots.lengths)
         self.packs = self.packs and not (kind.packed and kind.fault)
         self.typical = kind.did == ("repeated" if self.repeats else "computed")
         return outputs
@@ -275,7 +273,7 @@ class RepeatedForward(Borrower[Programs]):
         )
         if key not in (kinds := self.lent.kinds):
             repeats = any(kind.trusted for kind in kinds.values())
-            comes_again = repeats and inputs["input_ids"].numel() in AT_ONCE
+            comes_again = repeats and inputs["input_ids"].numel() in WIDTHS
             kinds[key] = _ShapeRecording(0 if comes_again else PATIENCE)
             kinds[key].packed, kinds[key].key = packed, ("packed", shape[1]) if packed else shape
             kinds[key].family, kinds[key].width = key[1:], shape[1]
