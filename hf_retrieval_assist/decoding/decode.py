@@ -22,8 +22,7 @@ from .plainly import decode_plainly
 from .prompt_parts import feed_parts
 
 Observe: TypeAlias = Callable[[Sequence[Int32Array], CallStats], Any]
-"""Makes what is told the steps of a call of these prompts and figures while it goes on, see
-:class:`~..extensions.record.steps.CallRecord`; None: nothing is."""
+"""Makes what is told the steps of a call, a `CallRecord` of its records; None: nothing is."""
 
 
 def decode(

@@ -358,13 +358,14 @@ class DraftingPolicy:
             return
         # Accepted tokens, of the drafters up to each of them together; the first line is nobody's.
         reached = np.zeros((1 + len(self.drafters), len(places)))
-        promises = np.zeros((2, len(places)))  # tokens, and how many of them came
-        for place, tokens, tree in drafted:
+        for place, tokens, _ in drafted:
             reached[1:, place] = step.reached(place, tokens[:-1])
-            promises[:, place] = step.promise(place, tree, tokens)
         self.stats.count_sources(reached[1:].sum(1).astype(int).tolist())
         if step.account is None:
             return
+        promises = np.zeros((2, len(places)))  # tokens, and how many of them came
+        for place, tokens, tree in drafted:
+            promises[:, place] = step.promise(place, tree, tokens)
         promised, came = (len(places) * promises @ step.weights).tolist()
         step.account.count_promise(promised, came)
         saved = step.saved(np.maximum.accumulate(reached))

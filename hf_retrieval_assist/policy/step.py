@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..structures import draft_tree
+from ..system.lazy import cached_property
 from ..types.token_tree import Forest, TokenTree
 from .account import Account, Use
 from .cost_model import CostModel, Float64Array
@@ -90,8 +91,7 @@ class DraftedStep:
         step to step, so those that are little further count nearly as much.
         """
         each, last, behind = self._parts
-        weights: Float64Array = each + last * behind
-        return weights
+        return each + last * behind
 
     def saved(self, further: Float64Array) -> Float64Array:
         """Steps that are saved where texts come so many tokens further, float64 [..., texts]: what
