@@ -18,7 +18,7 @@ from ..system.locks import Lock
 Float64Array = NDArray[np.float64]
 
 _SLOPE = 0.02  # t(n)/t(1) grows by it per token, as long as one width was fed at most
-_HOPE = 0.5  # share of the measured slope, beyond the widest that was fed
+_HOPE = 0.5  # devices compute many widths in the time of few
 _NARROWER = 0.4  # share of the least that was measured, for less than was ever fed
 _MUCH = 2.0  # times a mean: a timing that says something new
 _BUSY = 1.3  # times what a wider forward takes: means of moments in which the machine was busy
@@ -49,6 +49,9 @@ class CostModel:
 
     Safe to share between threads.
 
+    Args:
+        hope: share of the measured slope by which t(n) grows beyond the widest that was fed.
+
     Attributes:
         shared_width: tokens of other rows that share the forward whose time t(n) is.
         observations: forwards timed so far.
@@ -56,7 +59,8 @@ class CostModel:
 
     shared_width = 0
 
-    def __init__(self) -> None:
+    def __init__(self, hope: float = _HOPE) -> None:
+        self._hope = hope
         self._widths: dict[int, _Width] = {}
         self._doubted: set[int] = set()  # widths whose last timing was surprisingly long
         self.observations = 0
@@ -138,7 +142,7 @@ class CostModel:
             widths, means = [1], [1.0]
         slope = _SLOPE * means[0]
         if len(widths) > 1:
-            slope = _HOPE * max(0.0, means[-1] - means[0]) / (widths[-1] - widths[0])
+            slope = self._hope * max(0.0, means[-1] - means[0]) / (widths[-1] - widths[0])
         curve = np.interp(sizes, widths, means, left=_NARROWER * means[0])
         curve += slope * np.maximum(sizes - widths[-1], 0)
         self._curve = np.minimum.accumulate(curve[::-1])[::-1]

@@ -65,16 +65,12 @@ class CostModels:
             if key not in self._models:
                 if len(self._models) == _MOST_MODELS:
                     del self._models[next(iter(self._models))]
-                model = CostModel()
+                # A CPU, which packs rows, takes as long for each further token.
+                model = CostModel(hope=1.0) if key.packed else CostModel()
                 if nearest := self._nearest_timed(key):
                     model.start_from(self._models[nearest])
                 self._models[key] = model
             return self._models[key]
-
-    def timed(self) -> dict[CostKey, CostModel]:
-        """The models that were timed."""
-        with self._lock:
-            return {key: model for key, model in self._models.items() if model.observations}
 
     def _nearest_timed(self, key: CostKey) -> CostKey | None:
         alike = [k for k, m in self._models.items() if m.observations and k.setting == key.setting]

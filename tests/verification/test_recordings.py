@@ -21,8 +21,8 @@ class Deciding(Recording):
 
     def record(self, asked):
         with self.trying():
-            self.content = (asked > LIMIT,)
-        return asked > LIMIT
+            self.content = (self.compute(asked),)
+        return self.compute(asked)
 
     def repeat(self, asked, aside):
         return self.content[0] if self.able else None
@@ -62,11 +62,6 @@ class OfLongest(Deciding):
     """A recording makes a constant of the length of the longest text."""
 
     def compute(self, asked):
-        return max(asked)
-
-    def record(self, asked):
-        with self.trying():
-            self.content = (max(asked),)
         return max(asked)
 
 
