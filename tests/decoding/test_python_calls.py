@@ -21,7 +21,7 @@ PACKAGE = str(Path(hf_retrieval_assist.__file__).parent)
 COUNTED = [
     *[(1, 8, False, (284, 172, 30)), (16, 8, False, (910, 228, 35))],
     *[(1, 0, False, (175, 130, 30)), (16, 0, False, (317, 131, 30))],
-    (208, 0, True, (2370, 183, 35)),
+    (208, 0, True, (2380, 183, 35)),
 ]
 
 
