@@ -106,20 +106,20 @@ class Recording(ABC):
                 behind, has passed a power of two, at which what a model decides by it may change;
                 empty: it cannot.
         """
-        here, longest = tuple(lengths), max(lengths, default=0)
+        longest, first = max(lengths, default=0), self._recorded_in
         powers = longest.bit_length(), (longest + self.width).bit_length()
-        alike = self.alike.get((self.family, self._recorded_in), ())
-        if self.trusted and (powers == self._recorded_in or powers in alike):
+        alike = powers == first or powers in self.alike.get((self.family, first), ())
+        if self.trusted and alike:
             self.did = "repeated"
             return self.repeat(asked, False)
         if self.content is not None:
-            return self._compared(asked, here, powers)
+            return self._compared(asked, tuple(lengths), powers)
         self.did = "computed"
         if self.computes or self._patience > 0:
             self._patience -= 1
             return self.compute(asked)
         result = self.record(asked)
-        self._recorded_at, self._recorded_in = here, powers
+        self._recorded_at, self._recorded_in = tuple(lengths), powers
         self.did = "compared" if self.content is None else "recorded"
         return result
 
@@ -142,8 +142,8 @@ class Recording(ABC):
         with self.trying():
             if repeated is not None:
                 self.fault = self.difference(repeated, computed)
-                self._stands_there = there and self.fault is None
-                self.trusted = not there and self.fault is None
+                self._stands_there = self.fault is None
+                self.trusted = self._stands_there and not there
                 if self.trusted:
                     self._join(self._recorded_in, powers)
         return computed

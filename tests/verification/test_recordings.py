@@ -50,7 +50,6 @@ def test_a_length_is_compared_once_for_all_of_a_family():
 
 
 def test_what_stands_at_two_lengths_stands_wherever_either_was_recorded():
-    """What one has shown of two lengths, and another of two, holds for all of them."""
     first = Deciding()
     second, third = Deciding(first), Deciding(first)
     assert did(first, 10, 20, 20) == "recorded compared repeated"
