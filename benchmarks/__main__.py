@@ -11,15 +11,7 @@ from types import ModuleType
 
 import torch
 
-from . import (
-    accelerator,
-    acceptance,
-    beside,
-    groups,
-    machine,
-    model,
-    replay,
-)
+from . import accelerator, acceptance, beside, groups, machine, model, replay
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {

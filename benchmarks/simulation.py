@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import numpy as np
@@ -21,6 +21,23 @@ from hf_retrieval_assist.policy.policy import Ask, AssistantSession, DraftingPol
 from hf_retrieval_assist.system.arguments import require_at_least
 from hf_retrieval_assist.types.token_tree import Ids, Limits, TokenTree, checked_ids
 from hf_retrieval_assist.verification.verified import TopLogits
+
+
+class KnownCost(CostModel):
+    """A known t(n), `seconds(n)`, that learns nothing."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        super().__init__()
+        self._known = cache(seconds)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def timed(self, tokens: int) -> float:
+        return float(self._known(tokens))
+
+    def curve(self, max_tokens: int) -> NDArray[np.float64]:
+        return np.array([self.timed(n) for n in range(1, 1 + max_tokens)])
 
 
 @dataclass
@@ -71,14 +88,6 @@ class SimulationReport:
         """Time of plain decoding over time of verification, at the given t(n)."""
         return None if self.cost is None else self.plain_forwards / max(self.cost, 1e-12)
 
-    def __str__(self) -> str:
-        speedup = "" if self.speedup is None else f", {self.speedup:.2f}x"
-        return (
-            f"{self.mean_accepted_tokens:.2f} tokens/step, {self.nodes_per_step:.1f} nodes/step, "
-            f"draft {self.draft_us:.0f} us/step, update {self.update_us_per_token:.1f} us/token"
-            f"{speedup} ({self.tokens} tokens in {self.steps} steps)"
-        )
-
 
 def simulate(
     assistant: Assistant,
@@ -107,7 +116,7 @@ def simulate(
         TypeError: ids that are no integers.
     """
     require_at_least(1, batch_size=batch_size)
-    policy, model = assistant.policy, None if cost is None else CostModel.fixed(cost)
+    policy, model = assistant.policy, None if cost is None else KnownCost(cost)
     report = SimulationReport(cost=None if cost is None else 0.0)
     # Every simulation learns for itself: outputs of different recordings do not belong together.
     target = Target(vocab_size=vocab_size, fingerprint="simulation")

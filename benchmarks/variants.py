@@ -7,12 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_retrieval_assist import (
-    Assistant,
-    Datastore,
-    OutputMemory,
-    SamAssistant,
-)
+from hf_retrieval_assist import Assistant, Datastore, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.papers import Rest, SamDecoding, SuffixDecoding
@@ -90,11 +85,9 @@ def rest_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
     if not trace.corpus:
         return {}
     found = {}
-    for share in (16, 4, 1):
-        part = trace.corpus[::share]
-        found[f"1/{share} of the corpus" if share > 1 else "whole corpus"] = _rest(
-            trace, folder, part
-        )
+    sizes = {"1/16 of the corpus": 16, "1/4 of the corpus": 4, "whole corpus": 1}
+    for size, share in sizes.items():
+        found[size] = _rest(trace, folder, trace.corpus[::share])
     for longest in (2, 4, 8):
         found[f"matches up to {longest}"] = _rest(trace, folder, trace.corpus, longest)
     return found

@@ -13,6 +13,7 @@ from hf_retrieval_assist.attachment import _attachments, attached_to
 from tests.support.memories import remembering
 
 from .support.lossless import build, knowing, outcome, run
+from .support.wrapped_models import with_lora
 
 
 @pytest.fixture
@@ -78,13 +79,8 @@ def test_models_are_not_kept_alive():
     assert len(_attachments) == known
 
 
-def adapted(model):
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False))
-
-
 WRAPPERS = {
-    "adapted": adapted,
+    "adapted": with_lora,
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "data parallel": torch.nn.DataParallel,
     "module": lambda model: torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1), "policy": model}),

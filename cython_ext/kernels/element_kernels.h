@@ -20,14 +20,15 @@ typedef struct {
     int64_t shape[4], strides[3][4]; /* strides of a, b and out */
     int dtype;
     int kind;
-    const int64_t *places; /* [shape[0], shape[2], 2]: where `out` has them on these axes; NULL: in their order */
+    const int64_t *places; /* [shape[0], shape[2], 2]: where one tensor has them on these axes; NULL: in order */
+    int placed;            /* which one: 0 or 2, a or out */
 } element_problem;
 
 /* Where a row of the last axis begins in a, b or out. */
 static inline int64_t element_place(const element_problem *p, int tensor, int64_t row) {
     const int64_t *strides = p->strides[tensor], j = row / p->shape[2];
     int64_t first = j / p->shape[1], third = row % p->shape[2];
-    if (tensor == 2 && p->places) {
+    if (p->places && tensor == p->placed) {
         const int64_t *place = p->places + 2 * (first * p->shape[2] + third);
         first = place[0], third = place[1];
     }

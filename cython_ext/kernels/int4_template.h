@@ -19,49 +19,31 @@ typedef struct {
     int8_t values[INT4_GROUP];
 } int4_x;
 
-static ALWAYS_INLINE const int4_x *int4_x_of(const char *panel) { return (const int4_x *)panel; }
-
-/* Elements of a group of a row. */
-static void read_group(float *to, const char *from, int64_t group, int64_t depth, int dtype) {
-    const int64_t bytes = skinny_item_bytes(dtype), first = group * INT4_GROUP;
-    const int64_t begin = first < 0 ? -first : 0, end = skinny_min(INT4_GROUP, depth - first);
-    char part[INT4_GROUP * 4] = {0};
-    const char *elements = from + first * bytes;
-    if (end - begin < INT4_GROUP) {
-        memcpy(part + begin * bytes, elements + begin * bytes, (end - begin) * bytes);
-        elements = part;
-    }
-    for (int i = 0; i < INT4_GROUP; i += LANES) STORE(to + i, read_lanes(elements + i * bytes, dtype));
-}
-
-static void pack_int4_x(const linear_pass *pass) {
-    const linear_problem *p = pass->problems;
-    const int64_t groups = skinny_parts(p->depth, INT4_GROUP), row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
-    for (int64_t row = 0; row < p->rows; row++) {
-        int4_x *to = (int4_x *)(pass->panels + row * pass->packed_bytes);
-        for (int64_t g = 0; g < groups; g++, to++) {
-            float step[INT4_GROUP];
-            int16_t rounded[INT4_GROUP] = {0};
-            int sum = 0;
-            read_group(step, p->x + row * row_bytes, g, p->depth, p->dtype);
-            to->scale = scale_of(skinny_float_of(greatest_bits(step, INT4_GROUP)), INT8_MOST);
-            if (to->scale > 0) round_step(rounded, step, 1 / to->scale, INT4_GROUP);
-            for (int i = 0; i < INT4_GROUP; i++) to->values[i] = (int8_t)rounded[i], sum += rounded[i];
-            to->offset = -INT4_ZERO * (float)sum;
-        }
+/* One row of x, a group every `stride` bytes. */
+static void pack_int4_x(char *to, int64_t stride, const char *from, int64_t depth, int dtype) {
+    for (int64_t k = 0; k < depth; k += INT4_GROUP, to += stride) {
+        int4_x *group = (int4_x *)to;
+        float step[INT4_GROUP];
+        int16_t rounded[INT4_GROUP] = {0};
+        int sum = 0;
+        read_step(step, from, k, depth, dtype, INT4_GROUP);
+        group->scale = scale_of(skinny_float_of(greatest_bits(step, INT4_GROUP)), INT8_MOST);
+        if (group->scale > 0) round_step(rounded, step, 1 / group->scale, INT4_GROUP);
+        for (int i = 0; i < INT4_GROUP; i++) group->values[i] = (int8_t)rounded[i], sum += rounded[i];
+        group->offset = -INT4_ZERO * (float)sum;
     }
 }
 
 /* Some rows times INT4_ROWS outputs in each of some places: as many streams, each of which the hardware follows.
  * sums[row * CHUNK_ROWS + place * apart + output]. */
 static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const char *const *blocks, int64_t groups,
-                                      const char *x, int64_t x_bytes, float *sums, int64_t apart) {
+                                      const int4_x *x, float *sums, int64_t apart) {
     enum { PARTS_OF_BLOCK = INT4_ROWS / LANES };
     VEC acc[INT4_PLACES][PANEL_ROWS][PARTS_OF_BLOCK];
     for (int p = 0; p < places; p++)
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < PARTS_OF_BLOCK; i++) acc[p][r][i] = ZERO();
-    for (int64_t g = 0; g < groups; g++, x += sizeof(int4_x))
+    for (int64_t g = 0; g < groups; g++, x += rows)
         for (int p = 0; p < places; p++) {
             const char *block = blocks[p] + g * INT4_BLOCK_BYTES, *values = block + INT4_ROWS * 2;
             for (int line = 0; line < INT4_BLOCK_BYTES; line += CACHE_LINE) PREFETCH(block + AHEAD + line);
@@ -72,12 +54,11 @@ static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const ch
                 for (int k = 0; k < INT4_GROUP / 8; k++) {
                     const char *w = values + (k * INT4_ROWS + i * LANES) * 4;
                     for (int r = 0; r < rows; r++)
-                        products[r] = add_int4(products[r], w, (const char *)int4_x_of(x + r * x_bytes)->values + 8 * k);
+                        products[r] = add_int4(products[r], w, (const char *)x[r].values + 8 * k);
                 }
                 for (int r = 0; r < rows; r++) {
-                    const int4_x *own = int4_x_of(x + r * x_bytes);
-                    const VEC exact = ADD(to_floats(products[r]), SET1(own->offset));
-                    acc[p][r][i] = FMA(MUL(scales, SET1(own->scale)), exact, acc[p][r][i]);
+                    const VEC exact = ADD(to_floats(products[r]), SET1(x[r].offset));
+                    acc[p][r][i] = FMA(MUL(scales, SET1(x[r].scale)), exact, acc[p][r][i]);
                 }
             }
         }
@@ -87,16 +68,16 @@ static ALWAYS_INLINE void int4_blocks(const int rows, const int places, const ch
                 STORE(sums + r * CHUNK_ROWS + p * apart + i * LANES, acc[p][r][i]);
 }
 
-#define INT4_CASE(many)                                                                       \
-    if (are_rows(rows, many)) {                                                               \
-        if (places == 1)                                                                      \
-            int4_blocks(many, 1, blocks, groups, x, x_bytes, sums, apart);                    \
-        else                                                                                  \
-            int4_blocks(many, INT4_PLACES, blocks, groups, x, x_bytes, sums, apart);          \
+#define INT4_CASE(many)                                                     \
+    if (are_rows(rows, many)) {                                             \
+        if (places == 1)                                                    \
+            int4_blocks(many, 1, blocks, groups, x, sums, apart);           \
+        else                                                                \
+            int4_blocks(many, INT4_PLACES, blocks, groups, x, sums, apart); \
     }
 
-static void int4_blocks_of(int64_t rows, int places, const char *const *blocks, int64_t groups, const char *x,
-                           int64_t x_bytes, float *sums, int64_t apart) {
+static void int4_blocks_of(int64_t rows, int places, const char *const *blocks, int64_t groups, const int4_x *x,
+                           float *sums, int64_t apart) {
     CASES(PANEL_ROWS, INT4_CASE)
 }
 
@@ -113,15 +94,15 @@ static void multiply_int4(const linear_pass *pass, const linear_problem *p, int6
         for (int64_t i = 0; i < pass->panel_count; i++) {
             const int64_t start = linear_panel_start(pass, i);
             int4_blocks_of(linear_panel_start(pass, i + 1) - start, places, blocks, groups,
-                           pass->panels + start * pass->packed_bytes, pass->packed_bytes,
+                           (const int4_x *)(pass->panels + start * pass->packed_bytes),
                            sums + start * CHUNK_ROWS + block * INT4_ROWS, apart * INT4_ROWS);
         }
     }
 }
 
-/* Sums of what lies between the levels below each element of a group, of `between` each, times a factor. Elements are
- * rounded to half a unit of the levels. */
-static ALWAYS_INLINE void climb(int16_t *sums, const float *step, float factor, const int16_t *between) {
+/* The levels that are nearest to the elements of a group times a factor, less the first level; or their numbers.
+ * Elements are rounded to half a unit of the levels. */
+static ALWAYS_INLINE void climb(int16_t *sums, const float *step, float factor, const int numbers) {
     float cut[INT4_GROUP];
     int16_t doubled[INT4_GROUP];
     for (int i = 0; i < INT4_GROUP; i++) {
@@ -131,7 +112,8 @@ static ALWAYS_INLINE void climb(int16_t *sums, const float *step, float factor, 
     round_step(doubled, cut, 1, INT4_GROUP);
     memset(sums, 0, INT4_GROUP * sizeof(*sums));
     for (int k = 1; k < 16; k++) {
-        const int16_t middle = (int16_t)(int4_levels[k - 1] + int4_levels[k] - 2 * INT4_ZERO), more = between[k];
+        const int16_t middle = (int16_t)(int4_levels[k - 1] + int4_levels[k] - 2 * INT4_ZERO);
+        const int16_t more = (int16_t)(numbers ? 1 : int4_levels[k] - int4_levels[k - 1]);
         for (int i = 0; i < INT4_GROUP; i++) sums[i] += (int16_t)(-(doubled[i] > middle) & more); /* a mask */
     }
 }
@@ -139,11 +121,10 @@ static ALWAYS_INLINE void climb(int16_t *sums, const float *step, float factor, 
 /* What the nearest levels times a scale leave out of a group, squared, less the group's own square; and the scale of
  * least squares for them. */
 static ALWAYS_INLINE float left_out_of(const float *step, const float *weights, float scale, float *better) {
-    int16_t between[16], above[INT4_GROUP];
+    int16_t above[INT4_GROUP];
     float levels[INT4_GROUP];
     VEC products = ZERO(), squares = ZERO();
-    for (int k = 1; k < 16; k++) between[k] = int4_levels[k] - int4_levels[k - 1];
-    climb(above, step, 1 / scale, between);
+    climb(above, step, 1 / scale, 0);
     for (int i = 0; i < INT4_GROUP; i++) levels[i] = (float)(above[i] + int4_levels[0] - INT4_ZERO);
     for (int i = 0; i < INT4_GROUP; i += LANES) {
         const VEC level = LOAD(levels + i), weighted = MUL(LOAD(weights + i), level);
@@ -175,42 +156,33 @@ static uint16_t int4_scale_of(const float *step, const float *weights) {
     return best;
 }
 
-/* How much the columns of a group count; what stands beside the matrix does not. */
-static void read_column_weights(float *to, const int4_packing *p, int64_t group) {
-    for (int i = 0; i < INT4_GROUP; i++) {
-        const int64_t column = group * INT4_GROUP + i;
-        to[i] = column < 0 || column >= p->depth ? 0 : p->column_weights ? p->column_weights[column] : 1;
-    }
-}
-
-static void pack_int4_group(const int4_packing *p, char *block, int64_t output, int64_t group, const float *weights) {
+static void pack_int4_group(const weight_packing *p, char *block, int64_t output, int64_t k, const float *weights) {
     const int64_t o = output % INT4_ROWS, bytes = skinny_item_bytes(p->dtype);
     float step[INT4_GROUP] = {0};
-    int16_t ones[16], numbers[INT4_GROUP];
+    int16_t numbers[INT4_GROUP];
     uint8_t *to = (uint8_t *)block + INT4_ROWS * 2 + o * 4;
     if (output < p->outputs)
-        read_group(step, p->weight + output * p->weight_stride * bytes, group, p->depth, p->dtype);
-    for (int k = 0; k < 16; k++) ones[k] = 1;
+        read_step(step, p->weight + output * p->weight_stride * bytes, k, p->depth, p->dtype, INT4_GROUP);
     const uint16_t half = int4_scale_of(step, weights);
     const float scale = skinny_float_of_f16(half), factor = scale == 0 ? 0 : 1 / scale;
-    climb(numbers, step, factor, ones);
+    climb(numbers, step, factor, 1);
     memcpy(block + o * 2, &half, 2);
     for (int i = 0; i < INT4_GROUP; i += 8, to += INT4_ROWS * 4)
         for (int b = 0; b < 4; b++) to[b] = (uint8_t)(numbers[i + b] | numbers[i + 4 + b] << 4);
 }
 
-/* What one thread does: blocks of INT4_ROWS outputs until none is left. */
-static void pack_int4_work(void *shared) {
-    int4_packing *p = shared;
-    const int64_t groups = skinny_parts(p->depth, INT4_GROUP);
-    int64_t first;
-    while ((first = FETCH_ADD(&p->next_block) * INT4_ROWS) < p->outputs)
-        for (int64_t g = 0; g < groups; g++) {
-            char *block = p->blocks + (first / INT4_ROWS * groups + g) * INT4_BLOCK_BYTES;
-            float weights[INT4_GROUP];
-            read_column_weights(weights, p, g);
-            for (int64_t o = 0; o < INT4_ROWS; o++) pack_int4_group(p, block, first + o, g, weights);
-        }
+/* A block for each group of the same outputs. Columns beside the matrix do not count. */
+static void pack_int4_blocks(void *of, int64_t chunk, int thread) {
+    const weight_packing *p = of;
+    char *block = p->values + chunk * skinny_parts(p->depth, INT4_GROUP) * INT4_BLOCK_BYTES;
+    (void)thread;
+    for (int64_t k = 0; k < p->depth; k += INT4_GROUP, block += INT4_BLOCK_BYTES) {
+        float weights[INT4_GROUP];
+        read_step(weights, (const char *)p->column_weights, k, p->depth, SKINNY_FLOAT32, INT4_GROUP);
+        for (int64_t o = 0; o < INT4_ROWS; o++) pack_int4_group(p, block, chunk * INT4_ROWS + o, k, weights);
+    }
 }
 
-static void pack_int4(int4_packing *packing, int threads) { openmp_parallel(pack_int4_work, packing, threads); }
+static work_step int4_step(weight_packing *p) {
+    return (work_step){.work = pack_int4_blocks, .of = p, .chunks = skinny_parts(p->outputs, INT4_ROWS)};
+}

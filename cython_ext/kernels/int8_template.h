@@ -11,16 +11,16 @@
 /* Weights of a row whose products the lanes of a vector can sum up. */
 #define SUMMED_DEPTH (SUMMED * LANES)
 
-/* INT8_STEP elements from the k-th as float32, zeros behind the last. */
-static ALWAYS_INLINE void read_step(float *to, const char *from, int64_t k, int64_t depth, int dtype) {
+/* Elements of a row from the k-th as float32, at most INT8_STEP, zeros behind the last. */
+static ALWAYS_INLINE void read_step(float *to, const char *from, int64_t k, int64_t depth, int dtype, const int count) {
     const int64_t bytes = skinny_item_bytes(dtype);
     char part[INT8_STEP * 4] = {0};
     const char *step = from + k * bytes;
-    if (k + INT8_STEP > depth) {
+    if (k + count > depth) {
         memcpy(part, step, (depth - k) * bytes);
         step = part;
     }
-    for (int i = 0; i < INT8_STEP; i += LANES) STORE(to + i, read_lanes(step + i * bytes, dtype));
+    for (int i = 0; i < count; i += LANES) STORE(to + i, read_lanes(step + i * bytes, dtype));
 }
 
 /* The bits of the greatest magnitude of at most INT8_STEP numbers; a NaN counts as more than infinity. */
@@ -38,7 +38,7 @@ static float greatest_of(const char *from, int64_t depth, int dtype) {
     float step[INT8_STEP];
     uint32_t greatest = 0;
     for (int64_t k = 0; k < depth; k += INT8_STEP) {
-        read_step(step, from, k, depth, dtype);
+        read_step(step, from, k, depth, dtype, INT8_STEP);
         const uint32_t here = greatest_bits(step, INT8_STEP);
         greatest = here > greatest ? here : greatest;
     }
@@ -62,29 +62,16 @@ static ALWAYS_INLINE void round_step(int16_t *to, const float *step, float facto
 }
 
 /* One row of x in integers, INT8_STEP of them every `stride` bytes. Returns their scale. */
-static float pack_x(char *to, int64_t stride, const char *from, int64_t depth, int dtype) {
+static float pack_int8_x(char *to, int64_t stride, const char *from, int64_t depth, int dtype) {
     const float greatest = greatest_of(from, depth, dtype), scale = scale_of(greatest, X_MOST);
     float step[INT8_STEP];
     int16_t rounded[INT8_STEP] = {0};
     for (int64_t k = 0; k < depth; k += INT8_STEP, to += stride) {
-        read_step(step, from, k, depth, dtype);
+        read_step(step, from, k, depth, dtype, INT8_STEP);
         if (scale > 0) round_step(rounded, step, X_MOST / greatest, INT8_STEP);
         memcpy(to, rounded, sizeof(rounded));
     }
     return scale;
-}
-
-/* Panels of x as [steps][its rows][INT8_STEP]. */
-static void pack_x_panels(const linear_pass *pass) {
-    const linear_problem *p = pass->problems;
-    const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
-    for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
-        char *panel = pass->panels + start * pass->packed_bytes;
-        for (int64_t row = start; row < end; row++)
-            pass->x_scales[row] = pack_x(panel + (row - start) * X_STEP_BYTES, (end - start) * X_STEP_BYTES,
-                                         p->x + row * row_bytes, p->depth, p->dtype);
-    }
 }
 
 /* TILE_ROWS weight rows times one panel; into t->sums. */
@@ -118,40 +105,36 @@ static ALWAYS_INLINE void int8_tile(const int rows, const skinny_tile *t) {
 
 static void int8_tile_of(int64_t rows, const skinny_tile *t) { CASES(PANEL_ROWS, INT8_CASE) }
 
-/* One row of weights in eight bits. Returns the squared norm of what is left out, and that of the row. */
-static void pack_int8_row(const int8_packing *p, int64_t row, double *left_out, double *whole) {
+/* One row of weights in eight bits. Norms are rounded up. */
+static void pack_int8_row(const weight_packing *p, int64_t row) {
     const char *from = p->weight + row * p->weight_stride * skinny_item_bytes(p->dtype);
-    int8_t *to = p->values + row * skinny_parts(p->depth, INT8_STEP) * INT8_STEP;
+    int8_t *to = (int8_t *)p->values + row * skinny_parts(p->depth, INT8_STEP) * INT8_STEP;
     const float scale = scale_of(greatest_of(from, p->depth, p->dtype), INT8_MOST);
     float step[INT8_STEP];
     int16_t rounded[INT8_STEP] = {0};
-    *left_out = *whole = 0;
+    double left_out = 0, whole = 0;
     for (int64_t k = 0; k < p->depth; k += INT8_STEP, to += INT8_STEP) {
-        read_step(step, from, k, p->depth, p->dtype);
+        read_step(step, from, k, p->depth, p->dtype, INT8_STEP);
         if (scale > 0) round_step(rounded, step, 1 / scale, INT8_STEP);
         for (int i = 0; i < INT8_STEP; i++) {
             const double part = (double)step[i] - (double)scale * rounded[i];
             to[i] = (int8_t)rounded[i];
-            *left_out += part * part;
-            *whole += (double)step[i] * step[i];
+            left_out += part * part;
+            whole += (double)step[i] * step[i];
         }
     }
     p->scales[row] = scale;
+    p->left_out[row] = (float)(sqrt(left_out) * (1 + 0x1p-20));
+    p->norms[row] = (float)(sqrt(whole) * (1 + 0x1p-20));
 }
 
-/* What one thread does: chunks of rows until none is left. Norms are rounded up. */
-static void pack_int8_work(void *shared) {
-    int8_packing *p = shared;
-    int64_t first;
-    while ((first = FETCH_ADD(&p->next_chunk) * CHUNK_ROWS) < p->outputs)
-        for (int64_t row = first; row < skinny_min(first + CHUNK_ROWS, p->outputs); row++) {
-            double left_out, whole;
-            pack_int8_row(p, row, &left_out, &whole);
-            p->left_out[row] = (float)(sqrt(left_out) * (1 + 0x1p-20));
-            p->norms[row] = (float)(sqrt(whole) * (1 + 0x1p-20));
-        }
+static void pack_int8_chunk(void *of, int64_t chunk, int thread) {
+    const weight_packing *p = of;
+    const int64_t first = chunk * CHUNK_ROWS, end = skinny_min(first + CHUNK_ROWS, p->outputs);
+    (void)thread;
+    for (int64_t row = first; row < end; row++) pack_int8_row(p, row);
 }
 
-static void pack_int8(int8_packing *packing, int threads) {
-    openmp_parallel(pack_int8_work, packing, threads);
+static work_step int8_step(weight_packing *p) {
+    return (work_step){.work = pack_int8_chunk, .of = p, .chunks = skinny_parts(p->outputs, CHUNK_ROWS)};
 }

@@ -19,22 +19,15 @@ cdef class Matrix:
         return self._problem.outputs
 
 
-cdef int _describe_weight(linear_problem *problem, object weight) except -1:
+cdef int _describe_weight(linear_problem *problem, object weight, int dtype, object scales=None) except -1:
+    """Note where a matrix [outputs, depth] lies, and the scales of its rows, if they have some."""
     problem.outputs, problem.depth = weight.shape
     problem.weight = <char *><uintptr_t>weight.data_ptr()
-    problem.weight_stride = weight.stride()[0]
-    problem.weight_dtype = _dtypes[weight.dtype]
+    problem.weight_stride = weight.stride(0)
+    problem.weight_dtype = dtype
     problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
-    return 0
-
-
-cdef int _describe_values(linear_problem *problem, object values, object scales) except -1:
-    problem.outputs, problem.depth = values.shape
-    problem.weight = <char *><uintptr_t>values.data_ptr()
-    problem.weight_stride = values.stride(0)
-    problem.weight_dtype = SKINNY_INT8
-    problem.scales = <char *><uintptr_t>scales.data_ptr()
-    problem.scale_dtype = _dtypes[scales.dtype]
+    if scales is not None:
+        problem.scales, problem.scale_dtype = <char *><uintptr_t>scales.data_ptr(), _dtypes[scales.dtype]
     return 0
 
 
@@ -44,7 +37,7 @@ def dense(weight):
     """
     matrix = Matrix()
     matrix._kept = weight
-    _describe_weight(&matrix._problem, weight)
+    _describe_weight(&matrix._problem, weight, _dtypes[weight.dtype])
     return matrix
 
 
@@ -59,7 +52,7 @@ def int8(values, scales, depth=None):
     """
     matrix = Matrix()
     matrix._kept = values, scales
-    _describe_values(&matrix._problem, values, scales)
+    _describe_weight(&matrix._problem, values, SKINNY_INT8, scales)
     if depth is not None:
         matrix._problem.depth, matrix._problem.weight_dtype = depth, SKINNY_ROUNDED
     return matrix
@@ -72,12 +65,10 @@ def int4(blocks, int64_t outputs, int64_t depth):
     as integers, groups in float32. What is not finite gives what is not, in its own row or output.
     """
     matrix = Matrix()
-    cdef linear_problem *problem = &matrix._problem
     matrix._kept = blocks
-    problem.outputs, problem.depth = outputs, depth
-    problem.weight = <char *><uintptr_t>blocks.data_ptr()
-    problem.weight_stride, problem.weight_dtype = skinny_parts(depth, INT4_GROUP) * INT4_ROW_BYTES, SKINNY_INT4
-    problem.scales, problem.scale_dtype = NULL, SKINNY_FLOAT32
+    _describe_weight(&matrix._problem, blocks, SKINNY_INT4)
+    matrix._problem.outputs, matrix._problem.depth = outputs, depth
+    matrix._problem.weight_stride = skinny_parts(depth, INT4_GROUP) * INT4_ROW_BYTES
     return matrix
 
 
@@ -140,7 +131,7 @@ def product(x, Matrix matrix, bias=None, *, path=None, threads=None):
 def skinny_linear(x, weight, bias=None, *, path=None, threads=None):
     """:func:`product` with a matrix as it is; see `dense`."""
     cdef linear_problem problem
-    _describe_weight(&problem, weight)
+    _describe_weight(&problem, weight, _dtypes[weight.dtype])
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 
@@ -154,7 +145,7 @@ cdef class RepeatedLinears(RepeatedOperator):
         """
         Args:
             x, matrix, bias: as for :func:`product`.
-            out: [..., outputs], contiguous, which every call writes to.
+            out: [..., outputs], its rows at equal distances, which every call writes to.
 
         Raises:
             ValueError: rows of x do not lie at equal distances.
@@ -182,6 +173,7 @@ cdef class RepeatedLinears(RepeatedOperator):
         described = _describe_rows(problem, x, bias, out)
         if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
+        problem.y_stride = out.view(-1, problem.outputs).stride(0)
         self._kept.append((out, x, matrix, described))
         self._operation.count += 1
         return 0
@@ -193,6 +185,25 @@ cdef class RepeatedLinears(RepeatedOperator):
             failed = run_linears(self._problems, self._operation.count, _paths + path, threads)
         if failed:
             raise MemoryError("no memory to pack the rows of a linear layer")
+
+
+cdef weight_packing _packing_of(object weight, object values) except *:
+    """A matrix that is to be rounded, and where to."""
+    cdef weight_packing packing
+    packing.outputs, packing.depth = weight.shape
+    packing.weight = <char *><uintptr_t>weight.data_ptr()
+    packing.weight_stride = weight.stride(0)
+    packing.dtype = _dtypes[weight.dtype]
+    packing.values = <char *><uintptr_t>values.data_ptr()
+    return packing
+
+
+cdef int _run_step(work_step step, object threads) except -1:
+    cdef work_progress progress
+    cdef int count = _thread_count(threads)
+    with nogil:
+        run_steps(&step, &progress, 1, count)
+    return 0
 
 
 def pack_int8(weight, *, path=None, threads=None):
@@ -209,23 +220,15 @@ def pack_int8(weight, *, path=None, threads=None):
         left_out: float32 [outputs], the Euclidean norm of what rounding takes from a row, rounded up.
         norms: float32 [outputs], of the rows themselves, rounded up.
     """
-    cdef int8_packing packing
     cdef int chosen = _path_index(path)
-    cdef int count = _thread_count(threads)
-    packing.outputs, packing.depth = weight.shape
-    cdef int64_t steps = (packing.depth + INT8_STEP - 1) // INT8_STEP
-    values = torch.empty((packing.outputs, steps * INT8_STEP), dtype=torch.int8)
-    scales, left_out, norms = torch.empty((3, packing.outputs)).unbind()
-    packing.weight = <char *><uintptr_t>weight.data_ptr()
-    packing.weight_stride = weight.stride(0)
-    packing.dtype = _dtypes[weight.dtype]
-    packing.values = <int8_t *><uintptr_t>values.data_ptr()
+    outputs, depth = weight.shape
+    values = torch.empty((outputs, skinny_parts(depth, INT8_STEP) * INT8_STEP), dtype=torch.int8)
+    scales, left_out, norms = torch.empty((3, outputs)).unbind()
+    cdef weight_packing packing = _packing_of(weight, values)
     packing.scales = <float *><uintptr_t>scales.data_ptr()
     packing.left_out = <float *><uintptr_t>left_out.data_ptr()
     packing.norms = <float *><uintptr_t>norms.data_ptr()
-    packing.next_chunk = 0
-    with nogil:
-        _paths[chosen].pack_int8(&packing, count)
+    _run_step(_paths[chosen].int8_step(&packing), threads)
     return values, scales, left_out, norms
 
 
@@ -243,22 +246,14 @@ def pack_int4(weight, column_weights=None, *, path=None, threads=None):
     Returns:
         uint8 [blocks of 16 outputs, bytes], as `int4` takes them; linear_kernels.h says how.
     """
-    cdef int4_packing packing
     cdef int chosen = _path_index(path)
-    cdef int count = _thread_count(threads)
-    packing.outputs, packing.depth = weight.shape
-    packing.dtype, packing.next_block = _dtypes[weight.dtype], 0
-    groups = skinny_parts(packing.depth, INT4_GROUP)
-    blocks = torch.empty((skinny_parts(packing.outputs, INT4_ROWS), groups * INT4_BLOCK_BYTES), dtype=torch.uint8)
-    packing.weight = <char *><uintptr_t>weight.data_ptr()
-    packing.weight_stride = weight.stride(0)
-    packing.column_weights = NULL
-    if column_weights is not None:
-        column_weights = column_weights.contiguous()
-        packing.column_weights = <float *><uintptr_t>column_weights.data_ptr()
-    packing.blocks = <char *><uintptr_t>blocks.data_ptr()
-    with nogil:
-        _paths[chosen].pack_int4(&packing, count)
+    outputs, depth = weight.shape
+    row_bytes = skinny_parts(depth, INT4_GROUP) * INT4_BLOCK_BYTES
+    blocks = torch.empty((skinny_parts(outputs, INT4_ROWS), row_bytes), dtype=torch.uint8)
+    counts = torch.ones(depth, dtype=torch.float32) if column_weights is None else column_weights.contiguous()
+    cdef weight_packing packing = _packing_of(weight, blocks)
+    packing.column_weights = <float *><uintptr_t>counts.data_ptr()
+    _run_step(_paths[chosen].int4_step(&packing), threads)
     return blocks
 
 

@@ -44,41 +44,35 @@ typedef struct {
     int scale_dtype;
 } linear_problem;
 
-/* A matrix to be rounded to int8, a row to one scale; its rows are filled up to whole steps with zeros. x is
- * rounded to 14 bits, so that each lane can sum up SUMMED products in 32. */
+/* A matrix in int8 has one scale a row; its rows are filled up to whole steps with zeros. x is rounded to 14 bits, so
+ * that each lane can sum up SUMMED products in 32. */
 #define INT8_STEP 64
 #define X_STEP_BYTES (INT8_STEP * 2)
 #define INT8_MOST 127.0f
 #define X_MOST 8191.0f
 #define SUMMED 2048
 #define INT8_LEAST 1e-30f /* what is less in magnitude counts as zero */
-typedef struct {
-    const char *weight; /* [outputs, depth] */
-    int64_t outputs, depth, weight_stride;
-    int dtype;
-    int8_t *values;     /* [outputs, steps, INT8_STEP] */
-    float *scales;      /* [outputs] */
-    float *left_out;    /* [outputs]: the norm of what rounding leaves out of a row, rounded up */
-    float *norms;       /* [outputs]: of the row itself, rounded up */
-    int64_t next_chunk; /* taken atomically */
-} int8_packing;
 
-/* A matrix to be rounded to four bits, which is kept in blocks of INT4_ROWS outputs and INT4_GROUP columns: a scale
- * in float16 of each output, then for every 8 columns 4 bytes of each, of which the low halves hold the first 4
- * columns and the high ones the others, as numbers of levels. Blocks of the same outputs follow one another, and what
- * they are filled up with is zero. To a linear problem such rows lie INT4_ROW_BYTES for each group apart. */
+/* A matrix in four bits is kept in blocks of INT4_ROWS outputs and INT4_GROUP columns: a scale in float16 of each
+ * output, then for every 8 columns 4 bytes of each, of which the low halves hold the first 4 columns and the high ones
+ * the others, as numbers of levels. Blocks of the same outputs follow one another, and what they are filled up with is
+ * zero. To a linear problem such rows lie INT4_ROW_BYTES for each group apart. */
 #define INT4_GROUP 32
 #define INT4_ROWS 16
 #define INT4_ROW_BYTES (2 + INT4_GROUP / 2)
 #define INT4_BLOCK_BYTES (INT4_ROWS * INT4_ROW_BYTES)
+
+/* A matrix to be rounded to int8 or to four bits. */
 typedef struct {
     const char *weight; /* [outputs, depth] */
     int64_t outputs, depth, weight_stride;
     int dtype;
-    const float *column_weights; /* [depth]: how much what is left out of a column counts; NULL: the same for all */
-    char *blocks;
-    int64_t next_block; /* taken atomically */
-} int4_packing;
+    char *values;                /* int8 [outputs, steps, INT8_STEP], or the blocks */
+    float *scales;               /* int8's: [outputs] */
+    float *left_out;             /* int8's: [outputs], the norm of what rounding leaves out of a row, rounded up */
+    float *norms;                /* int8's: [outputs], of the row itself, rounded up */
+    const float *column_weights; /* four bits': [depth], how much what is left out of a column counts */
+} weight_packing;
 
 /* What a weight in four bits may be, plus INT4_ZERO, times its scale: 16 levels that leave out least of 32 normal
  * numbers. None is zero: that the gaps beside it differ lets either sign of a scale fit other groups. Two products

@@ -1,25 +1,35 @@
 /* The linear layer by register tiles; see tile_template.h. */
 
-/* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
+/* Columns of a step: x is packed by steps, of which one may be filled up. */
+static int64_t step_columns(const linear_problem *p) {
+    return p->weight_dtype == SKINNY_ROUNDED ? INT8_STEP : p->weight_dtype == SKINNY_INT4 ? INT4_GROUP : STEP;
+}
+
+/* Bytes of a packed row in a step. */
+static int64_t step_bytes(const linear_problem *p) {
+    if (p->weight_dtype == SKINNY_INT4) return sizeof(int4_x);
+    return p->weight_dtype == SKINNY_ROUNDED ? X_STEP_BYTES : STEP_BYTES;
+}
+
+/* Panels of x one after another, each as [steps][its rows][a step]: products read them forward. */
 static void pack_panels(void *of, int64_t chunk, int thread) {
     const linear_pass *pass = of;
     const linear_problem *p = pass->problems;
-    const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
+    const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype), bytes = step_bytes(p);
     (void)chunk, (void)thread;
-    if (p->weight_dtype == SKINNY_ROUNDED) {
-        pack_x_panels(pass);
-        return;
-    }
-    if (p->weight_dtype == SKINNY_INT4) {
-        pack_int4_x(pass);
-        return;
-    }
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
-        char *panel = pass->panels + start * pass->packed_bytes;
-        for (int64_t row = start; row < end; row++)
-            pack_row(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
-                     p->x + row * row_bytes, p->depth, p->dtype);
+        const int64_t stride = (end - start) * bytes;
+        char *to = pass->panels + start * pass->packed_bytes;
+        for (int64_t row = start; row < end; row++, to += bytes) {
+            const char *from = p->x + row * row_bytes;
+            if (p->weight_dtype == SKINNY_ROUNDED)
+                pass->x_scales[row] = pack_int8_x(to, stride, from, p->depth, p->dtype);
+            else if (p->weight_dtype == SKINNY_INT4)
+                pack_int4_x(to, stride, from, p->depth, p->dtype);
+            else
+                pack_row(to, stride, from, p->depth, p->dtype);
+        }
     }
 }
 
@@ -29,11 +39,11 @@ static void pack_panels(void *of, int64_t chunk, int thread) {
  * what it is asked for when it is too busy, hence they ask twice. */
 static skinny_tile tile_of_chunk(const linear_pass *pass, const linear_problem *p, int64_t apart) {
     const int64_t item_bytes = skinny_item_bytes(p->weight_dtype), row_bytes = p->weight_stride * item_bytes;
-    const int64_t step_bytes = p->weight_dtype == SKINNY_ROUNDED ? INT8_STEP : STEP * item_bytes;
-    const int two = pass->panel_count < TILE_ROWS && TILE_ROWS * step_bytes > 2 * CACHE_LINE;
+    const int64_t read_bytes = step_columns(p) * item_bytes;
+    const int two = pass->panel_count < TILE_ROWS && TILE_ROWS * read_bytes > 2 * CACHE_LINE;
     skinny_tile tile = {.last = p->weight + (p->outputs - 1) * row_bytes, .weight_step = apart * row_bytes,
                         .depth = p->depth, .fetch_again = 2 * apart * row_bytes, .fetch_apart = apart * row_bytes,
-                        .fetch_step = step_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
+                        .fetch_step = read_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
     if (pass->panel_count > 1) {
         tile.fetch_again = FETCHED_AGAIN;
         tile.fetch_apart = two ? CACHE_LINE : 0;
@@ -63,7 +73,7 @@ static void tile_row(const linear_pass *pass, const linear_problem *p, skinny_ti
 /* Tiles of the outputs [first, end). Places past the last weight row repeat it: nobody reads those sums. */
 static void multiply_tiles(const linear_pass *pass, const linear_problem *p, int64_t first, int64_t end, float *sums) {
     const int64_t all = skinny_parts(end - first, TILE_ROWS), apart = pass->panel_count == 1 ? all : 1;
-    const int64_t steps = skinny_parts(p->depth, p->weight_dtype == SKINNY_ROUNDED ? INT8_STEP : STEP);
+    const int64_t steps = skinny_parts(p->depth, step_columns(p));
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
     skinny_tile tile = tile_of_chunk(pass, p, apart);
     for (int64_t i = 0; i < all; i++) {
@@ -79,12 +89,7 @@ static void multiply_outputs(const linear_pass *pass, const linear_problem *p, i
     (p->weight_dtype == SKINNY_INT4 ? multiply_int4 : multiply_tiles)(pass, p, first, end, sums);
 }
 
-/* Bytes of one packed row. */
-static int64_t packed_bytes(const linear_problem *p) {
-    if (p->weight_dtype == SKINNY_ROUNDED) return skinny_parts(p->depth, INT8_STEP) * X_STEP_BYTES;
-    if (p->weight_dtype == SKINNY_INT4) return skinny_parts(p->depth, INT4_GROUP) * (int64_t)sizeof(int4_x);
-    return skinny_parts(p->depth, STEP) * STEP_BYTES;
-}
+static int64_t packed_bytes(const linear_problem *p) { return skinny_parts(p->depth, step_columns(p)) * step_bytes(p); }
 
 /* How many places a chunk is read in at once. */
 static int64_t places_of(const linear_pass *pass) { return pass->panel_count == 1 ? TILE_ROWS : 1; }

@@ -13,24 +13,16 @@
 #endif
 
 static ALWAYS_INLINE float norm_read(const char *from, int64_t i, int dtype) {
-    uint16_t half;
-    float value;
-    if (dtype == SKINNY_FLOAT32) {
-        memcpy(&value, from + 4 * i, 4);
-        return value;
-    }
-    memcpy(&half, from + 2 * i, 2);
+    if (dtype == SKINNY_FLOAT32) return ((const float *)from)[i];
+    const uint16_t half = ((const uint16_t *)from)[i];
     return dtype == SKINNY_BFLOAT16 ? skinny_float_of_bf16(half) : skinny_float_of_f16(half);
 }
 
 static ALWAYS_INLINE void norm_write(char *to, int64_t i, float value, int dtype) {
-    uint16_t half;
-    if (dtype == SKINNY_FLOAT32) {
-        memcpy(to + 4 * i, &value, 4);
-        return;
-    }
-    half = dtype == SKINNY_BFLOAT16 ? skinny_bf16_of(value) : skinny_f16_of(value);
-    memcpy(to + 2 * i, &half, 2);
+    if (dtype == SKINNY_FLOAT32)
+        ((float *)to)[i] = value;
+    else
+        ((uint16_t *)to)[i] = dtype == SKINNY_BFLOAT16 ? skinny_bf16_of(value) : skinny_f16_of(value);
 }
 
 static ALWAYS_INLINE float norm_round(float value, int dtype) {

@@ -21,8 +21,8 @@ typedef struct kernel_path {
     void (*add_attention)(work_step *, attention_pass *, char *memory, int threads);
     work_step (*norm_step)(norm_problem *);
     work_step (*element_step)(element_problem *);
-    void (*pack_int8)(int8_packing *, int threads);
-    void (*pack_int4)(int4_packing *, int threads);
+    work_step (*int8_step)(weight_packing *);
+    work_step (*int4_step)(weight_packing *);
 } kernel_path;
 
 static inline const kernel_path *path_of_linears(const kernel_path *path, const linear_problem *p) {

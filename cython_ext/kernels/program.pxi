@@ -7,19 +7,32 @@ cdef struct _Buffer:
     int64_t batch, heads, depth
 
 
+cdef struct _Run:
+    # Tokens of a line of a forward, `count` from `begin` on, that are written to a row of the cache; the slots
+    # from `first` on up to `end`, behind the last of them, are seen.
+    int64_t line, begin, count, row, first, end
+
+
+cdef struct _Pages:
+    # Keys and values of a layer, [slots, heads * depth], and what a forward sees of them and writes to.
+    char *keys
+    char *values
+    const int64_t *sources
+    const int64_t *seen
+    const int64_t *written
+    int64_t read, tokens
+
+
 cdef struct _Place:
     # What a forward writes to of a layer, from `start` on, and what it then sees of it; counted from the
     # first slot there is. `length` counts from the first that there ever was, as `base` does, which is the
-    # first there is. `apart`: rows are written to where `_Run` says.
+    # first there is. `apart`: rows are written to where runs say; `pages`: where they lie, if this is a copy.
     _Buffer keys, values
     int64_t start, first, extent, length, base
     bint apart
-
-
-cdef struct _Run:
-    # Tokens of a line of a forward, `count` from `begin` on, that are written to a row of the cache, and the
-    # slot behind the last of them.
-    int64_t line, begin, count, row, end
+    const _Run *runs
+    int run_count
+    _Pages pages
 
 
 cdef class GivenLayers:
@@ -28,6 +41,7 @@ cdef class GivenLayers:
     Args:
         numbers: of the layers that are written to.
         dtype: of their keys and values.
+        paged: whether these lie in pages, see `Pages`.
     """
 
     cdef _Place *_places
@@ -40,8 +54,10 @@ cdef class GivenLayers:
     cdef _Run *_runs
     cdef int64_t _tokens, _room
     cdef int _run_count
+    cdef bint _paged
 
-    def __cinit__(self, numbers, dtype):
+    def __cinit__(self, numbers, dtype, paged):
+        self._paged = paged
         self._numbers, self._dtype, self._kept, self._masks = list(numbers), dtype, [], ()
         self._places = <_Place *>calloc(max(self._numbers, default=0) + 1, sizeof(_Place))
         if self._places == NULL:
@@ -90,7 +106,7 @@ cdef class GivenLayers:
                 if row < 0 or slot < 0 or (run != NULL and row <= run.row):
                     return False
                 run = self._runs + self._run_count
-                run.line, run.begin, run.count, run.row, run.end = line, i, 1, row, slot + 1
+                run.line, run.begin, run.count, run.row, run.first, run.end = line, i, 1, row, 0, slot + 1
                 self._run_count += 1
         return True
 
@@ -124,6 +140,10 @@ cdef class GivenLayers:
         now.start, now.first, now.length, now.apart = 0, 0, 0, False
         self._read = None
         held, viewed, kept = None, None, []
+        if self._paged:
+            self.open_pages(layers)
+            self._tokens, self._masks = tokens, masks
+            return True
         for number in self._numbers:
             layer = layers[number]
             store = layer.store
@@ -144,7 +164,7 @@ cdef class GivenLayers:
             viewed = view
             place = self._places + <int64_t>number
             place.start, place.first, place.length = now.start, now.first, now.length
-            place.apart = now.apart
+            place.apart, place.runs, place.run_count = now.apart, self._runs, self._run_count
             refs = store.block_refs
             if not refs:
                 return False
@@ -171,6 +191,36 @@ cdef class GivenLayers:
         self._kept, self._masks = kept, masks
         return True
 
+    cdef int open_pages(self, layers) except -1:
+        """The same of layers that lie in pages."""
+        cdef _Place *place
+        cdef _Buffer *buffer
+        cdef _Pages *pages
+        for number in self._numbers:
+            place = self._places + <int64_t>number
+            layer = layers[number]
+            given, pools, shown = layer.pages, layer.pools, layer.shown
+            self._kept.append((given, pools, shown))
+            buffer = &place.keys
+            for states, pool in zip(shown, pools):
+                _, buffer.heads, buffer.depth = states.shape
+                fits = states.is_contiguous() and pool.stride() == states.stride()
+                if not fits or not states.dtype == pool.dtype == self._dtype:
+                    raise ValueError(f"layer {number}: expected pages of {self._dtype}, one slot behind another")
+                buffer.batch, buffer.data = 1, <char *><uintptr_t>states.data_ptr()
+                buffer.strides = [0, buffer.depth, buffer.heads * buffer.depth]
+                buffer = &place.values
+            place.start, place.first, place.base, place.apart = 0, 0, 0, True
+            place.extent = place.length = given.slots
+            place.runs, place.run_count = <const _Run *><uintptr_t>given.runs.data_ptr(), <int>given.runs.size(0)
+            pages = &place.pages
+            pages.keys, pages.values = <char *><uintptr_t>pools[0].data_ptr(), <char *><uintptr_t>pools[1].data_ptr()
+            pages.sources = <const int64_t *><uintptr_t>given.sources.data_ptr()
+            pages.seen = <const int64_t *><uintptr_t>given.seen.data_ptr()
+            pages.written = <const int64_t *><uintptr_t>given.written.data_ptr()
+            pages.read, pages.tokens = given.sources.size(0), given.written.size(0)
+        return 0
+
     def close(self):
         """Forget what was given."""
         self._kept, self._masks, self._read = [], (), None
@@ -181,26 +231,28 @@ cdef class RepeatedUpdate:
 
     Args:
         layer: its number.
+        paged: whether it lies in pages.
         key, value: [batch, heads, n, depth].
 
     Raises:
         ValueError: they are no plain tensors with adjacent elements.
     """
 
-    cdef element_problem _problems[2]
+    cdef element_problem _problems[6]
     cdef object _states
     cdef readonly int layer
+    cdef readonly bint paged
 
-    def __init__(self, int layer, key, value):
+    def __init__(self, int layer, bint paged, key, value):
         cdef int i
-        self.layer, self._states = layer, (key, value)
+        self.layer, self.paged, self._states = layer, paged, (key, value)
         for i, states in enumerate(self._states):
             fits = PATHS and states.dtype in _dtypes and _is_plain(states, states.dtype)
             if not fits or states.dim() != 4 or states.stride(3) != 1 or states.numel() == 0:
                 raise ValueError(f"layer {layer}: expected plain keys and values, adjacent elements of four axes")
             self._problems[i].kind, self._problems[i].dtype = ELEMENT_COPY, _dtypes[states.dtype]
             self._problems[i].a = self._problems[i].b = <char *><uintptr_t>states.data_ptr()
-            self._problems[i].shape = states.shape
+            self._problems[i].shape, self._problems[i].placed = states.shape, 2
             self._problems[i].strides[0] = states.stride()
 
     @property
@@ -221,7 +273,9 @@ cdef class RepeatedUpdate:
         cdef int i
         for i in range(2):
             p = self._problems + i
-            if place.apart:
+            if self.paged:
+                fits = p.shape[0] == 1 and place.pages.tokens <= self.tokens
+            elif place.apart:
                 fits = p.shape[0] * p.shape[2] == given._tokens
             else:
                 fits = p.shape[0] == buffer.batch and p.shape[2] == place.extent - place.start
@@ -235,8 +289,22 @@ cdef class RepeatedUpdate:
             p.out = buffer.data + start * buffer.strides[2] * skinny_item_bytes(p.dtype)
             p.places = given._slots if place.apart else NULL
             p.strides[2] = [buffer.strides[0], buffer.strides[1], buffer.strides[2], 1]
+            if self.paged:
+                self.turn_pages(&place.pages, place.pages.values if i else place.pages.keys, p)
             buffer = &place.values
         return 0
+
+    cdef void turn_pages(self, const _Pages *pages, char *pool, element_problem *seen):
+        """Let keys, or values, be copied from pages to where new ones are seen with them, and these back."""
+        cdef element_problem *copied = seen + 2
+        cdef element_problem *written = seen + 4
+        seen.shape[2], seen.places = pages.tokens, pages.seen
+        copied[0] = written[0] = seen[0]
+        written.out, written.places = pool, pages.written
+        copied.a, copied.places, copied.placed = pool, pages.sources, 0
+        copied.shape = [1, 1, pages.read, seen.shape[1] * seen.shape[3]]
+        copied.strides[0] = [0, 0, copied.shape[3], 1]
+        copied.strides[2] = [0, 0, copied.shape[3], 1]
 
 
 cdef class RepeatedAttend(_Attention):
@@ -315,25 +383,25 @@ cdef class RepeatedAttend(_Attention):
         cdef int64_t mask_bytes = 1 if whole.mask_kind == MASK_BOOL else bytes
         cdef const _Run *run
         cdef int i
-        if given._run_count > self._room:
+        if place.run_count > self._room:
             free(self._rows)
-            self._rows = <attention_problem *>calloc(given._run_count, sizeof(attention_problem))
-            self._room = 0 if self._rows == NULL else given._run_count
+            self._rows = <attention_problem *>calloc(place.run_count, sizeof(attention_problem))
+            self._room = 0 if self._rows == NULL else place.run_count
             if self._rows == NULL:
                 raise MemoryError("no memory for attention of rows")
-        for i in range(given._run_count):
-            run, p = given._runs + i, self._rows + i
+        for i in range(place.run_count):
+            run, p = place.runs + i, self._rows + i
             p[0] = whole[0]
-            p.batch, p.queries, p.slots = 1, run.count, run.end - place.base - place.first
-            if p.slots > whole.slots:
+            p.batch, p.queries, p.slots = 1, run.count, run.end - run.first - place.base - place.first
+            if run.first + p.slots > whole.slots:
                 raise ValueError(f"mask: expected at least {p.slots} slots of row {run.row}, got {whole.slots}")
             p.query += (run.line * whole.query_strides[0] + run.begin * whole.query_strides[2]) * bytes
             p.out += (run.line * whole.queries + run.begin) * heads * whole.width * bytes
-            p.key += run.row * whole.key_strides[0] * bytes
-            p.value += run.row * whole.value_strides[0] * bytes
+            p.key += (run.row * whole.key_strides[0] + run.first * whole.key_strides[2]) * bytes
+            p.value += (run.row * whole.value_strides[0] + run.first * whole.value_strides[2]) * bytes
             if whole.mask_kind != MASK_NONE:
-                p.mask += (run.line * whole.mask_strides[0] + run.begin * whole.mask_strides[2]) * mask_bytes
-        as_operation.problem, as_operation.count = self._rows, given._run_count
+                p.mask += (run.line * whole.mask_strides[0] + run.begin * whole.mask_strides[2] + run.first) * mask_bytes
+        as_operation.problem, as_operation.count = self._rows, place.run_count
         return 0
 
 
@@ -356,7 +424,7 @@ cdef class CompiledOperators:
         cdef int i
         self._operators, self._given = list(operators), given
         self._placed = []
-        self._program.operations = <operation *>calloc(2 * len(self._operators) + 1, sizeof(operation))
+        self._program.operations = <operation *>calloc(6 * len(self._operators) + 1, sizeof(operation))
         if self._program.operations == NULL:
             raise MemoryError("no memory for the operators of a program")
         next = self._program.operations
@@ -365,7 +433,7 @@ cdef class CompiledOperators:
                 self._placed.append((operator, next - self._program.operations))
             if isinstance(operator, RepeatedUpdate):
                 update = operator
-                for i in range(2):
+                for i in [2, 3, 0, 1, 4, 5] if update.paged else [0, 1]:
                     next.kind, next.count, next.problem = OPERATION_ELEMENTS, 1, &update._problems[i]
                     next += 1
                 continue

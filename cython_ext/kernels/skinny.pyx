@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from libc.math cimport sqrt
-from libc.stdint cimport int8_t, int64_t, uintptr_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 cdef extern from "openmp_runtime.h" nogil:
@@ -63,23 +63,15 @@ cdef extern from "program.h" nogil:
         const char *scales
         int scale_dtype
 
-    ctypedef struct int8_packing:
+    ctypedef struct weight_packing:
         const char *weight
         int64_t outputs, depth, weight_stride
         int dtype
-        int8_t *values
+        char *values
         float *scales
         float *left_out
         float *norms
-        int64_t next_chunk
-
-    ctypedef struct int4_packing:
-        const char *weight
-        int64_t outputs, depth, weight_stride
-        int dtype
         const float *column_weights
-        char *blocks
-        int64_t next_block
 
     ctypedef struct attention_problem:
         const char *query
@@ -116,16 +108,20 @@ cdef extern from "program.h" nogil:
         int dtype
         int kind
         const int64_t *places
+        int placed
 
     ctypedef struct work_step:
+        pass
+
+    ctypedef struct work_progress:
         pass
 
     ctypedef struct kernel_path:
         const char *name
         work_step (*norm_step)(norm_problem *) noexcept nogil
         work_step (*element_step)(element_problem *) noexcept nogil
-        void (*pack_int8)(int8_packing *, int) noexcept nogil
-        void (*pack_int4)(int4_packing *, int) noexcept nogil
+        work_step (*int8_step)(weight_packing *) noexcept nogil
+        work_step (*int4_step)(weight_packing *) noexcept nogil
 
     ctypedef struct operation:
         int kind
@@ -141,6 +137,7 @@ cdef extern from "program.h" nogil:
     int kernel_paths(kernel_path *paths)
     void plain_norm(norm_problem *)
     void run_alone(work_step)
+    void run_steps(const work_step *, work_progress *, int count, int threads)
     int run_linears(const linear_problem *, int count, const kernel_path *, int threads)
     int run_attention(const attention_problem *, const kernel_path *, int threads)
     int run_program(program *, const kernel_path *, int threads)
@@ -183,8 +180,6 @@ cdef tuple _openmp_functions = (
 cdef int _share_openmp() except -1:
     """Let this module's kernels run on the threads of PyTorch's OpenMP, if there is one."""
     cdef uintptr_t addresses[3]
-    if not PATHS:
-        return 0
     library = ctypes.CDLL(None)
     for functions in _openmp_functions:
         if hasattr(library, functions[0]):
@@ -200,19 +195,12 @@ cdef class RepeatedOperator:
 
     cdef operation _operation
 
-    def __call__(self):
-        raise NotImplementedError
-
 
 cdef int _path_index(object path) except -1:
     """The place of an instruction set in `PATHS`; None: the last one, the fastest."""
     if not PATHS:
         raise RuntimeError("kernels: expected a CPU with AVX2 or NEON, got another one")
-    if path is None:
-        return <int>len(PATHS) - 1
-    if path not in PATHS:
-        raise ValueError(f"path: expected one of {PATHS}, got {path!r}")
-    return PATHS.index(path)
+    return <int>len(PATHS) - 1 if path is None else PATHS.index(path)
 
 
 cdef int _thread_count(object threads) except -1:

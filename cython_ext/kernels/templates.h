@@ -9,4 +9,4 @@
 #include "element_template.h"
 
 #define OWN_FUNCTIONS                                                                                    \
-    plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, pack_int8, pack_int4
+    plan_linears, add_linears, plan_attention, add_attention, norm_step, element_step, int8_step, int4_step

@@ -6,7 +6,7 @@ A step is the forward, the walk and what the cache keeps; drafting is counted el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -67,11 +67,6 @@ class CostModel:
         self._curve: Float64Array = np.empty(0)
         self._stale = True
         self._lock = Lock()
-
-    @classmethod
-    def fixed(cls, seconds: Callable[[int], float]) -> CostModel:
-        """A model of a known t(n), `seconds(n)`, that learns nothing: for simulations."""
-        return _FixedCostModel(seconds)
 
     def start_from(self, other: CostModel) -> None:
         """Begin with what is known of similar forwards."""
@@ -166,25 +161,6 @@ class CostModel:
                 means.append(known.seconds)
                 wider = min(wider, known.seconds)
         return widths[::-1], means[::-1]
-
-
-class _FixedCostModel(CostModel):
-    """A known t(n); see `CostModel.fixed`."""
-
-    def __init__(self, seconds: Callable[[int], float]):
-        super().__init__()
-        self._seconds = seconds
-        self._stale = False
-
-    def timed(self, tokens: int) -> float | None:
-        return float(self._seconds(tokens))
-
-    def _count(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def _refresh(self, max_tokens: int) -> None:
-        new = range(len(self._curve) + 1, max_tokens + 1)
-        self._curve = np.concatenate([self._curve, [float(self._seconds(n)) for n in new]])
 
 
 class CostView(CostModel):

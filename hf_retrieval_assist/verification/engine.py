@@ -100,6 +100,17 @@ class Engine:
         """
         return nullcontext()
 
+    def repeated(self, model: Any, cache: Any) -> Any:
+        """What stands for a model in forwards of few tokens over a cache that lies in pages, and
+        repeats them from recordings; None: nothing does.
+
+        Args:
+            cache: has `slots`, which know the length of the longest text, and `layers`, each with
+                its `pools`, keys and values [slots, heads, depth], `shown`, memory for those that
+                are seen, which layers may share, and `pages`, which say what is seen.
+        """
+        return None
+
     def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
         """What computes the forwards of a call."""
         return ForwardScope()

@@ -1,6 +1,5 @@
 """Replays of hand-made requests, whose every step can be counted."""
 
-import numpy as np
 import pytest
 
 from benchmarks.simulation import simulate
@@ -21,32 +20,6 @@ def counts(report):
     return report.steps, report.tokens, report.nodes
 
 
-# The steps, tokens and nodes of the copy by each kind of budget.
-COUNTED = [
-    # Nine tokens follow the first; the last one needs no node.
-    ({}, (1, 9, 8)),
-    # 4 nodes and a token, then 3 nodes and a token.
-    ({"budget": 4}, (2, 9, 7)),
-]
-
-
-@pytest.mark.parametrize(("options", "counted"), COUNTED)
-def test_budgets_decide_how_a_copy_is_drafted(options, counted):
-    arrays = ((np.array(p, np.int64), np.array(o, np.uint16)) for p, o in [COPY])
-    for requests in ([COPY], arrays):
-        assert counts(simulate(sam(**options), requests)) == counted
-
-
-def test_a_wrong_turn_costs_a_step():
-    # Right up to 5, then 99 instead of 6, which nothing has seen; after it all is new.
-    output = [1, 2, 3, 4, 5, 99, 98]
-    report = simulate(sam(budget=4), [(TEXT, output)])
-    # The draft 2 3 4 5 and 99 from its last logits; 98 alone.
-    assert counts(report) == (2, 6, 4)
-    assert report.mean_accepted_tokens == 3
-    assert report.nodes_per_step == 2
-
-
 @pytest.mark.parametrize("output", [[], [7]])
 @pytest.mark.parametrize("prompt", [[], TEXT])
 def test_outputs_without_a_step(prompt, output):
@@ -62,7 +35,6 @@ def test_the_planner_follows_the_cost():
     assert steep.speedup == near(1)
     assert counts(flat) == (1, 9, 8)
     assert flat.speedup == near(9)
-    assert "9.00x" in str(flat)
 
 
 def test_of_logits_it_is_shown_which_token_came():
@@ -80,6 +52,7 @@ def test_rows_of_a_batch_go_in_lockstep():
     requests = [COPY, (list(range(60, 70)), [80, 81, 82])]
     report = simulate(sam(budget=8), requests, batch_size=2, cost=lambda n: 1 + 0.5 * n)
     assert counts(report) == (1 + 2, 9 + 2, 8)
+    assert (report.mean_accepted_tokens, report.nodes_per_step) == (11 / 3, 8 / 3)
     assert (report.forwards, report.plain_forwards) == (2, 9)
     # The first forward is 9 tokens wide, the second 1; plain decoding takes 9 of those.
     assert report.cost == near((1 + 0.5 * 9) / 1.5 + 1)

@@ -35,7 +35,7 @@ from hf_retrieval_assist.host.plain_step import LOOP_METHODS
 from hf_retrieval_assist.host.transformers_private import CACHE, loop
 from hf_retrieval_assist.host.written import LIBRARIES, name_of, strangers_part, written_in
 from tests.support.callers import START, TEXT, agree
-from tests.support.changes import COMPUTED, exchanged, first
+from tests.support.changes import COMPUTED, exchanged, first, hooked
 from tests.support.lossless import INPUTS, build, knowing, run, same
 from tests.support.quick import cases, crossed
 from tests.support.wrapped_models import offloaded, with_lora
@@ -58,15 +58,6 @@ class Weight(nn.Parameter):
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def hooked(register, hook):
-    handle = register(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

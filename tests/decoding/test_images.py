@@ -186,19 +186,15 @@ def test_many_calls_are_assisted_alike(images, tests):
 
 def test_layers_that_look_at_an_image_instead_of_the_text_are_decoded_plainly(told):
     """Their cache holds one entry for each part of the image."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    vision |= {"num_global_layers": 1, "attention_heads": 2, "image_size": 16, "patch_size": 8}
-    vision |= {"max_num_tiles": 1, "intermediate_layers_indices": [0], "vision_output_dim": 32}
-    vision |= {"supported_aspect_ratios": [[1, 1]]}
-    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 67}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1, 3]}
-    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    config = transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=66)
+    config = tiny_config(transformers.MllamaConfig, image_token_index=66)
+    config.text_config.cross_attention_layers = [1]
+    vision = config.vision_config
+    vision.max_num_tiles, vision.supported_aspect_ratios = 1, [[1, 1]]
+    vision.intermediate_layers_indices, vision.vision_output_dim = [0], 2 * vision.hidden_size
     model = tiny_model(transformers.MllamaForConditionalGeneration, config)
     ids = torch.tensor([[66, 5, 9, 33, 21, 60, 7, 44, 5, 9]])
     ones = torch.ones((1, 1), dtype=torch.long)
-    image = {"pixel_values": pixels(1, 1, 1, 3, 16, 16, seed=0), "aspect_ratio_ids": ones}
+    image = {"pixel_values": pixels(1, 1, 1, 3, 32, 32, seed=0), "aspect_ratio_ids": ones}
     image |= {"aspect_ratio_mask": ones[None]}
     seen = {"cross_attention_mask": torch.ones(1, 10, 1, 1, dtype=torch.long)}
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 
 from hf_retrieval_assist import OutputMemory, Prefixes, SamAssistant, release_memory
 from hf_retrieval_assist.decoding.prompt_parts import prompts_in_parts
@@ -17,6 +16,7 @@ from tests.support.op_recorder import serve_in_place
 from tests.support.quick import cases
 from tests.support.threads import in_threads
 from tests.support.watching import fed_shapes
+from tests.support.wrapped_models import with_lora
 
 # No window, windows that texts pass, and layers that share another's keys and values.
 KINDS = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Qwen2ForCausalLM"]
@@ -99,12 +99,7 @@ def test_threads(model):
 
 
 def test_a_model_that_has_changed_is_read_anew():
-    model = build()
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj"]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    model = with_lora(build(), target_modules=["q_proj", "k_proj"])
     assistant = SamAssistant(prefixes=Prefixes(), budget=4)
     text, _ = turns(model, assistant, 2)
     with model.disable_adapter():

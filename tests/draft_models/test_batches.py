@@ -1,14 +1,14 @@
 """Texts of a batch are drafted for together: the same drafts, one forward a level."""
 
-from contextlib import contextmanager
-
 import pytest
 
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
+from tests.support.changes import hooked
 from tests.support.drafted_texts import ROWS, Texts
 from tests.support.feature_following import assert_same
 from tests.support.heads import assisted, layers_of
 from tests.support.quick import cases
+from tests.support.watching import fed_shapes
 
 NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows"]
 # Heads of windows, of several layers, and of layers that read tokens in a row.
@@ -41,21 +41,14 @@ def proposed(batch, *rows):
     check(batch, rows, trees)
 
 
-@contextmanager
-def counted(batch):
-    forwards, layers = [], layers_of(batch.drafter, batch.target)
-    hook = layers.register_forward_hook(lambda *_: forwards.append(1))
-    yield forwards
-    hook.remove()
-
-
 @pytest.mark.parametrize("name", cases(NAMES, 4))
 def test_a_batch_takes_the_forwards_of_one_text(name):
     batch = batch_of(name)
     proposed(batch, *ROWS)
     for row in ROWS:
         batch.grow(row, 1 + row % 3)
-    with counted(batch) as forwards:
+    forwards, layers = [], layers_of(batch.drafter, batch.target)
+    with hooked(layers.register_forward_hook, lambda *_: forwards.append(1)):
         trees = batch.propose(ROWS)
     depth = max(int(tree.depths.max()) for tree in trees)
     check(batch, ROWS, trees)
@@ -106,12 +99,9 @@ def test_what_a_text_went_on_with_is_not_fed_again(name):
     batch, rows = batch_of(name), [0, 1, 3]
     for row, tree, count in zip(rows, batch.propose(rows), (3, 0, 1), strict=True):
         batch.accept(row, tree, count)
-    fed = []
-    hook = batch.drafter.model.register_forward_pre_hook(
-        lambda _, args, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True
-    )
-    trees = batch.propose(rows)
-    hook.remove()
-    assert fed[0].shape[0] == 3
-    assert fed[0].shape[1] <= 2
+    with fed_shapes(batch.drafter.model) as shapes:
+        trees = batch.propose(rows)
+    texts, tokens = shapes[0]
+    assert texts == 3
+    assert tokens <= 2
     check(batch, rows, trees)

@@ -18,14 +18,10 @@ from hf_retrieval_assist.types.row_text import RowText
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.lossless import build, run
 from tests.support.one_text import OneText
-from tests.support.trees import paths
+from tests.support.trees import ids, paths
 
 CPU = torch.device("cpu")
 VOCAB = 60
-
-
-def ids(*tokens):
-    return np.array(tokens, np.int32)
 
 
 def target(fingerprint="a", vocab_size=VOCAB, **others):

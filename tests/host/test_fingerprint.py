@@ -2,13 +2,13 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, fingerprint
 from tests.support.lossless import build, same
+from tests.support.wrapped_models import with_lora
 
 
 def changed(model, **settings):
@@ -21,10 +21,7 @@ def changed(model, **settings):
 @pytest.fixture
 def adapted():
     """A model with adapters "a" and "b", "a" in use."""
-    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    wrapped = peft.get_peft_model(build(), lora, adapter_name="a")
-    wrapped.add_adapter("b", lora)
-    return wrapped
+    return with_lora(build(), "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +83,7 @@ def test_a_parameter_of_more_elements_than_single_precision_counts():
     ids=["tokens", "saved modules", "magnitudes"],
 )
 def test_adapters_of_every_part(settings):
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False, **settings
-    )
-    wrapped = peft.get_peft_model(build(), lora).eval()
+    wrapped = with_lora(build(), task_type="CAUSAL_LM", **settings)
     base = wrapped.get_base_model()
     same(wrapped, tier="tree")
     with wrapped.disable_adapter():

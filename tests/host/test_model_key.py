@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_retrieval_assist.host.model_key import key_of, recording_key, structure_of
-from tests.support.changes import COMPUTED, exchanged
+from tests.support.changes import COMPUTED, exchanged, hooked
 from tests.support.int8_weight import rounded
 from tests.support.lossless import build, knowing, run, same
 from tests.support.quick import cases, crossed
@@ -208,9 +208,8 @@ def test_what_libraries_hook_in_counts_by_what_it_is():
     for factor in (2, 2, 3):
         # What is called is written in torch.
         hook = partial(torch.utils.hooks.unserializable_hook, [factor])
-        handle = model.lm_head.register_forward_hook(hook)
-        keys.append(key_of(model))
-        handle.remove()
+        with hooked(model.lm_head.register_forward_hook, hook):
+            keys.append(key_of(model))
     assert keys[0] == keys[1] != keys[2]
     # A verdict holds for all of them: adapters are mixed by hooks of each call.
     assert keys[0].structure == keys[2].structure

@@ -15,6 +15,7 @@ from hf_retrieval_assist.policy.policy import Ask
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.one_text import OneText
 from tests.support.scripted import Scripted
+from tests.support.trees import ends_of
 
 TARGET = Target(vocab_size=1000)
 TEXT = list(range(1, 11))
@@ -32,31 +33,6 @@ TEXT = list(range(1, 11))
 def test_how_a_copy_is_drafted(options, counted):
     report = simulate(SamDecoding(fallback=None, **options), [(TEXT, TEXT)])
     assert (report.steps, report.tokens, report.nodes) == counted
-
-
-# A corpus of consecutive ids, and texts that match it in part.
-CORPUS = list(range(100, 140))
-
-
-def first_draft(prompt, first, **options):
-    policy = SamDecoding([CORPUS], fallback=None, **options).policy
-    session = policy.start(np.array(prompt, np.int32), TARGET)
-    session.begin([first])
-    dynamic, static = (part.match_length for part in session.sessions)
-    (tree,) = policy.draft(Ask([session])).trees
-    return dynamic, static, tree.token_ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("matched", "options", "length"),
-    [
-        *((9, {}, 0), (10, {}, 30), (11, {}, 29)),
-        *((6, {"corpus_bias": 0}, 34), (6, {"corpus_bias": 0, "max_draft": 3}, 3)),
-    ],
-)
-def test_a_corpus_match_counts_less_by_its_bias(matched, options, length):
-    found = first_draft(CORPUS[: matched - 1], CORPUS[matched - 1], **options)
-    assert found == (0, matched, CORPUS[matched : matched + length])
 
 
 class Seven(Scripted):
@@ -92,9 +68,11 @@ def test_the_fallback_is_asked_for_no_text_but_those_below_the_threshold():
     assert draft_rows([matching], max_draft=1)[:2] == ([[9]], [])
 
 
-def ends(pattern, text):
-    size = len(pattern)
-    return [i for i in range(size, len(text) + 1) if text[i - size : i] == pattern]
+def test_by_default_a_match_takes_ten_tokens_of_a_corpus_and_drafts_forty():
+    corpus = list(range(100, 160))
+    drafts, asked, _ = draft_rows([corpus[:9], corpus[:10]], corpus=[corpus])
+    assert drafts == [[7], corpus[10:50]]
+    assert asked == [1]
 
 
 def by_definition(text, documents, min_match, bias, most):
@@ -105,7 +83,7 @@ def by_definition(text, documents, min_match, bias, most):
         length, best = 0, []
         for size in range(len(suffixes), 0, -1):
             pattern = suffixes[-size:]
-            places = [(t, end) for t in texts for end in ends(pattern, t)]
+            places = [(t, end) for t in texts for end in ends_of(pattern, t)]
             if own:
                 places = [(t, end) for t, end in places if end < len(t)]
             if places:

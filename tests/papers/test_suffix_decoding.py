@@ -34,30 +34,20 @@ def knowing(*outputs, **options):
     return assistant.private()
 
 
-def test_a_tree_grows_by_shares_of_counts_to_alpha_nodes_a_matched_token():
-    """Behind 1: 2 twice and 5 once; behind 1 2: 3 and 4, once each."""
-    assistant = knowing([1, 2, 3], [1, 2, 4], [1, 5, 6])
-    tree, score = drafted(assistant, [9], [1])
-    # 3 nodes besides the matched one: 2, then of 3, 4 and 5 two, each of 1/3.
-    assert paths(tree)[0] == (2,)
-    assert len(tree) == 3
-    assert tree.probs == pytest.approx([2 / 3, 1 / 3, 1 / 3], rel=1e-5)
-    assert score == pytest.approx(1 + 4 / 3, rel=1e-5)
-    for alpha, nodes in ((1, 0), (1.5, 1), (2, 1), (3, 2), (8, 5)):
+def test_a_tree_grows_to_alpha_nodes_a_matched_token():
+    """Behind 1: 2 twice and 5 once; behind 1 2: 3 and 4, once each; 6 behind 1 5."""
+    for alpha, nodes in ((1, 0), (1.5, 1), (2, 1), (3, 2), (4, 3), (8, 5)):
         tree, _ = drafted(knowing([1, 2, 3], [1, 2, 4], [1, 5, 6], alpha=alpha), [9], [1])
         assert len(tree) == nodes
+    assert paths(drafted(knowing([1, 2, 3], [1, 2, 4], [1, 5, 6]), [9], [1])[0])[0] == (2,)
 
 
-def test_among_equal_scores_the_shorter_match_and_the_outputs_tree_stay():
-    # Behind 2 3 and behind 3 all that came is 4; in the text 8 came behind 3.
+def test_among_equal_scores_the_outputs_tree_stays():
+    """Behind 3 of the output 4 came; in the text 8 came behind 3, and more behind 2 3."""
     assistant = knowing([1, 2, 3, 4], alpha=2)
-    tree, score = drafted(assistant, [3, 8, 9, 2], [3])
-    assert (tree.token_ids.tolist(), score) == ([4], 2.0)
-    found = assistant.memory.tree("m").speculate(np.array([2, 3], np.int32), 9, alpha=2)
-    assert (found.match_length, found.score) == (1, 2.0)
-    # The text's match of two tokens makes a tree of a higher score.
-    tree, score = drafted(assistant, [2, 3, 8, 9, 2], [3])
-    assert (tree.token_ids.tolist(), score) == ([8, 9, 2], 4.0)
+    for prompt, tokens, score in (([3, 8, 9, 2], [4], 2.0), ([2, 3, 8, 9, 2], [8, 9, 2], 4.0)):
+        tree, found = drafted(assistant, prompt, [3])
+        assert (tree.token_ids.tolist(), found) == (tokens, score)
 
 
 @given(st.lists(texts, max_size=3), texts, texts)

@@ -12,11 +12,7 @@ from hf_retrieval_assist.structures import draft_tree
 from hf_retrieval_assist.types.token_tree import TokenTree
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.one_text import OneText
-from tests.support.trees import check_draft, paths
-
-
-def ids(*tokens):
-    return np.array(tokens, dtype=np.int32)
+from tests.support.trees import check_draft, ids, paths
 
 
 def target(vocab_size=100, **options):

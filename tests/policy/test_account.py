@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation import KnownCost
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.policy import policy
@@ -20,7 +21,7 @@ from hf_retrieval_assist.types.token_tree import Limits, TokenTree
 from tests.support.parts import needs
 from tests.support.scripted import Scripted
 
-FLAT = CostModel.fixed(lambda n: 1.0)
+FLAT = KnownCost(lambda n: 1.0)
 
 
 def make(*costly):
@@ -59,7 +60,7 @@ def test_what_pays_is_asked_in_every_step(costly, steps, spent, brought):
 
 
 def test_what_a_wider_forward_takes_is_not_gained():
-    steep = CostModel.fixed(lambda n: float(n))
+    steep = KnownCost(lambda n: float(n))
     flat, wide = (
         sum(ask(make(), 300, 0.5, lambda step: 1.0, cost, width=2)[0]) for cost in (FLAT, steep)
     )
@@ -150,7 +151,7 @@ def test_promises_are_believed_as_far_as_they_come_true():
 
 def test_a_doubtful_draft_is_not_verified_before_any_came_true():
     tree = TokenTree.chain([1, 2], [0.9, 0.8])
-    cost = CostModel.fixed(lambda n: 1.0 if n == 1 else 1.9)
+    cost = KnownCost(lambda n: 1.0 if n == 1 else 1.9)
     assert [len(Planner().plan([tree], cost, belief=b)[0]) for b in (0.5, 1.0)] == [0, 2]
 
 
@@ -223,7 +224,7 @@ def test_the_text_that_is_furthest_behind_counts_most():
 
 @given(st.floats(0, 1))
 def test_a_text_that_ends_earlier_saves_its_part_of_a_forward(slope):
-    price = CostView(CostModel.fixed(lambda fed: 1 + slope * (fed - 1)), rows=4)
+    price = CostView(KnownCost(lambda fed: 1 + slope * (fed - 1)), rows=4)
     step = step_of([100, 0, 100, 100], price)
     part = slope / (1 + 3 * slope)
     assert step.weights == pytest.approx([part, 1 - 3 * part, part, part], abs=1e-9)
@@ -233,7 +234,7 @@ def test_a_text_that_ends_earlier_saves_its_part_of_a_forward(slope):
 def test_a_plan_prefers_tokens_of_the_text_that_is_behind():
     asked = Assistant([Scripted(lambda budget: TokenTree.chain([1], [0.9]))]).policy
     texts = [asked.start(np.zeros(1, np.int32), Target(vocab_size=10)) for _ in range(2)]
-    price = CostView(CostModel.fixed(lambda n: 1 + 0.2 * n), rows=2)
+    price = CostView(KnownCost(lambda n: 1 + 0.2 * n), rows=2)
     account = asked.account(CostKey("", "", "", "", batch_size=2))
     for ahead, sizes in ((0, [1, 1]), (5, [0, 1])):
         texts[0].came = ahead

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulation import KnownCost
 from hf_retrieval_assist.policy.cost_model import CostModel, CostView
 from hf_retrieval_assist.policy.planner import Planner
 from hf_retrieval_assist.types.token_tree import Limits, TokenTree
@@ -33,7 +34,7 @@ def subtrees(tree):
 )
 def test_no_subtree_brings_more_tokens_per_second(tree, name, extra, widths):
     """Whether a forward feeds what is planned, or is filled up to one of some widths."""
-    cost = CostView(CostModel.fixed(CURVES[name]), widths)
+    cost = CostView(KnownCost(CURVES[name]), widths)
     curve = cost.seconds
 
     def rate(nodes):
@@ -51,7 +52,7 @@ def test_no_subtree_brings_more_tokens_per_second(tree, name, extra, widths):
 @given(st.lists(trees(8), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
 def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
     curve = CURVES[name]
-    kept = Planner().plan(rows, CostModel.fixed(curve))
+    kept = Planner().plan(rows, KnownCost(curve))
 
     def rate(width):
         return sum(1 + np.sort(row.probs)[::-1][:width].sum() for row in rows) / curve(1 + width)
@@ -64,14 +65,14 @@ def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
 
 
 def test_budgets():
-    tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
+    tree, cost = chain(0.5, 32), KnownCost(CURVES["cpu"])
     assert len(Planner(budget=5).plan([tree], cost)[0]) == 5
     assert len(Planner(budget=0).plan([tree], cost)[0]) == 0
     assert [Planner(budget=b).request() for b in ("auto", 7)] == [64, 7]
 
 
 @pytest.mark.parametrize("planner", [Planner(), Planner(100)])
-@pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["flat"])])
+@pytest.mark.parametrize("cost", [None, KnownCost(CURVES["flat"])])
 def test_no_more_is_kept_than_a_forward_can_verify(planner, cost):
     drafts = [chain(0.9, n) for n in (30, 2, 30, 0)]
 
@@ -96,7 +97,7 @@ def test_only_the_likeliest_path_is_kept_where_trees_cannot_be_verified():
 def test_drafters_are_asked_for_no_more_than_could_pay():
     planner = Planner(max_nodes=96)
     curves = (CURVES["flat"], CURVES["step"], lambda n: 0.02 * n**2)
-    assert [planner.request(CostModel.fixed(curve)) for curve in curves] == [96, 63, 0]
+    assert [planner.request(KnownCost(curve)) for curve in curves] == [96, 63, 0]
 
 
 class Run:
@@ -109,7 +110,7 @@ class Run:
 
     def steps(self, curve, rates, count):
         """Mean share of the time lost against a planner who knows the curve, and the sizes."""
-        knowing, known = Planner(), CostModel.fixed(curve)
+        knowing, known = Planner(), KnownCost(curve)
         lost = spent = 0.0
         sizes = []
         for _ in range(count):
@@ -176,7 +177,7 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
         )
         return gain / curve(sum(1 + len(kept) for kept in choice))
 
-    cost = CostView(CostModel.fixed(curve), rows=len(rows))
+    cost = CostView(KnownCost(curve), rows=len(rows))
     kept = Planner().plan(rows, cost, Limits(packed=True))
     gain = len(rows) + sum(float(tree.probs.sum()) for tree in kept)
     best = max(map(rate, product(*map(subtrees, rows))))
@@ -184,6 +185,6 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
 
 
 def test_many_rows_share_what_is_asked_for():
-    flat = CostModel.fixed(CURVES["flat"])
+    flat = KnownCost(CURVES["flat"])
     asked = [Planner().request(CostView(flat, rows=rows)) for rows in (1, 2, 8, 64)]
     assert asked == [255, 255, 63, 16]

@@ -12,17 +12,13 @@ from hf_retrieval_assist.structures import logit_ngrams
 from hf_retrieval_assist.structures.draws import Numbers
 from hf_retrieval_assist.structures.logit_ngrams import BLIND, GREEDY, RACED, Ngrams, NgramText
 from hf_retrieval_assist.types.token_tree import Forest
-from tests.support.trees import paths
+from tests.support.trees import ids, paths
 
 ORDERS, TOP, VOCAB = 4, logit_ngrams.LIKELIEST, 40
 MODES, _, STEPS = logit_ngrams.CLASS_SHAPE
 RATES = np.linspace(0.05, 0.95, STEPS, dtype=np.float32)
 ALL_RATES = np.broadcast_to(RATES, logit_ngrams.CLASS_SHAPE).ravel().copy()
 LAW = (GREEDY, 0.0, 2**31 - 1, 1.0, 0.0)
-
-
-def ids(*tokens):
-    return np.array(tokens, np.int32)
 
 
 def text_of(table, tokens, own=None):

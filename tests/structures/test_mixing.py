@@ -20,6 +20,7 @@ from hf_retrieval_assist.structures.suffix_tree import (
 )
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.rounding import near
+from tests.support.trees import array
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 ORDERS = len(LENGTHS)
@@ -27,10 +28,6 @@ GAP = ORDERS  # the kind of context that follows the lengths
 KINDS, COPY_STATES = ORDERS + 1, 3
 COPY, BOTH, BIAS = 3 * KINDS, 3 * KINDS + 2, 3 * KINDS + 3
 VOCABULARY = 1000
-
-
-def array(tokens):
-    return np.array(tokens, dtype=np.int32)
 
 
 def grown(texts):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures.suffix_automaton import SuffixAutomaton
+from tests.support.trees import array, ends_of
 
 LARGEST = 2**31 - 1
 
@@ -16,16 +17,6 @@ def texts(max_size=24):
     wide = st.lists(st.integers(0, 70), max_size=max_size)
     large = st.lists(st.sampled_from([0, 70_000, 262_143, LARGEST - 1, LARGEST]), max_size=max_size)
     return st.one_of(small, wide, large)
-
-
-def ends_of(pattern, text):
-    """1-based end positions of the occurrences, ascending."""
-    m = len(pattern)
-    return [end for end in range(m, len(text) + 1) if text[end - m : end] == pattern]
-
-
-def array(tokens):
-    return np.array(tokens, np.int32)
 
 
 def build(text):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.types.token_tree import TokenTree
-from tests.support.trees import paths
+from tests.support.trees import array, paths
 
 
 class PlainTrie:
@@ -63,10 +63,6 @@ class PlainTrie:
             tree.append(-negative)
             offer(run, -negative)
         return tree
-
-
-def array(tokens):
-    return np.array(tokens, dtype=np.int32)
 
 
 def assert_equal_counts(tree, trie):

@@ -4,7 +4,7 @@ import torch
 from transformers import StoppingCriteria
 
 from tests.support.lossless import INPUTS, PROMPT
-from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.oracle_drafter import agreeing
 
 START = PROMPT.shape[1]
 TEXT = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 24}
@@ -52,24 +52,8 @@ ASKED = {
 }
 
 
-def both(model, make, inputs="one row", seed=1, assistant=None, **options):
-    """The results of plain decoding and of an assistant whose drafts are right, and that assistant.
-
-    Args:
-        make: the options of one call, whose objects are its own.
-    """
-    options, given = TEXT | options, INPUTS[inputs]
-    results = []
-    for assistants in (False, True):
-        torch.manual_seed(seed)
-        if assistants and assistant is None:
-            assistant = oracle_assistant(results[0], given.get("attention_mask"))
-        extra = {"assistant": assistant} if assistants else {}
-        results.append(model.generate(**given, **options, **make(), **extra))
-    return *results, assistant
-
-
-def agree(model, make, **options):
-    plain, assisted, assistant = both(model, make, **options)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    return assistant.stats.last
+def agree(model, each, inputs="one row", seed=1, assistant=None, **options):
+    """The figures of a call whose text is plain decoding's; `each`: see `agreeing`."""
+    make = None if assistant is None else lambda plain: assistant
+    given = {"seed": seed, "make": make, "each": each, **TEXT, **options}
+    return agreeing(model, INPUTS[inputs], **given)[2].stats.last

@@ -37,8 +37,9 @@ def written(tensor):
 
 
 @contextmanager
-def hooked(module):
-    handle = module.register_forward_hook(lambda module, args, out: out * 2)
+def hooked(register, hook=lambda module, arguments, out: out * 2):
+    """Scope in which a hook is registered."""
+    handle = register(hook)
     try:
         yield
     finally:
@@ -125,7 +126,7 @@ RECORDABLE = {
 COMPUTED = {
     "a class": lambda m: exchanged(m.model.norm, "__class__", lambda _: Mirrored),
     "autocast": lambda m: torch.autocast("cpu", torch.bfloat16),
-    "a hook": lambda m: hooked(first(m).mlp),
+    "a hook": lambda m: hooked(first(m).mlp.register_forward_hook),
     "a forward": lambda m: exchanged(first(m).mlp, "forward", partial(scaled, by=0.3)),
     "rotary positions": lambda m: exchanged(modeling_llama, "apply_rotary_pos_emb", stretched),
     "an operator": lambda m: exchanged(F, "silu", partial(scaled, by=0.3)),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hf_retrieval_assist.policy.cost_model import CostModel
+from benchmarks.simulation import KnownCost
 from hf_retrieval_assist.policy.cost_store import CostModels
 
 CURVES = {
@@ -19,8 +19,7 @@ class FixedCosts(CostModels):
 
     def __init__(self, seconds):
         super().__init__()
-        self.known = CostModel.fixed(seconds)
-        self.known.timed = seconds
+        self.known = KnownCost(seconds)
 
     def get(self, key):
         return self.known

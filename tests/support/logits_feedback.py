@@ -4,11 +4,13 @@ import torch
 from transformers import DynamicCache
 
 from hf_retrieval_assist import TokenTree
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE
 
+from .oracle_drafter import OracleDrafter
 
-class Learner(Drafter):
+
+class Learner(OracleDrafter):
     """Drafts what follows in a row's known text, and a wrong token behind it.
 
     Attributes:
@@ -19,31 +21,19 @@ class Learner(Drafter):
     needs = FeedbackNeeds(logits=True, top_k=2)
 
     def __init__(self, texts, depth=3):
-        self.texts, self.depth, self.shown = [list(text) for text in texts], depth, []
+        super().__init__(texts, depth=depth)
+        self.shown = []
 
-    def start(self, prompt_ids, target):
-        return _Session(prompt_ids.tolist())
-
-    def propose(self, sessions, budgets):
-        return [self._draft(*pair) for pair in zip(sessions, budgets, strict=True)]
-
-    def _draft(self, session, budget):
-        end = len(session.text)
-        known = next((x for x in self.texts if x[:end] == session.text), session.text)
-        tokens = [*known[end : end + self.depth - 1], 3][:budget]
+    def draft(self, coming, budget):
+        tokens = [*coming[: self.depth - 1], 3][:budget]
         return TokenTree.chain(tokens, [0.9**i for i in range(1, 1 + len(tokens))])
 
     def commit(self, sessions, tokens, feedbacks):
-        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
-            if len(session.text) > session.begun and feedback is not None:
-                fed = [*session.text[:-1], *feedback.token_ids.tolist()]
+        for session, feedback in zip(sessions, feedbacks, strict=True):
+            if session.length > session.begun and feedback is not None:
+                fed = [*session.text[: session.length - 1], *feedback.token_ids.tolist()]
                 self.shown.append((torch.tensor([fed]), feedback))
-            session.text += token_ids
-
-
-class _Session(DraftSession):
-    def __init__(self, prompt):
-        self.text, self.begun = prompt, len(prompt)
+        super().commit(sessions, tokens, feedbacks)
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ class OracleDrafter(Drafter):
 
 class _OracleSession(DraftSession):
     def __init__(self, text, length):
-        self.text, self.length = text, length
+        self.text, self.length, self.begun = text, length, length
 
 
 def oracle_assistant(
@@ -97,7 +97,9 @@ def sequences_of(result):
     return result if isinstance(result, torch.Tensor) else result.sequences
 
 
-def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True, **kwargs):
+def agreeing(
+    model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True, each=dict, **kwargs
+):
     """Generate plainly, and the same with an assistant that knows the outcome, under one seed.
 
     A call that says that it keeps the seed has left the random state where plain decoding does.
@@ -105,9 +107,10 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True
     Args:
         tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
         make: makes another assistant from plain decoding's result.
+        each: makes options of one call, whose objects are its own.
     """
     torch.manual_seed(seed)
-    plain = model.generate(**inputs, **kwargs)
+    plain = model.generate(**inputs, **kwargs, **each())
     left = torch.get_rng_state()
     if make is None:
         mask = inputs.get("attention_mask")
@@ -116,7 +119,7 @@ def agreeing(model, inputs, tier="", seed=0, oracle=None, make=None, graphs=True
         assistant = make(plain)
     assistant.policy.graphs = graphs
     torch.manual_seed(seed)
-    assisted = model.generate(**inputs, **kwargs, assistant=assistant)
+    assisted = model.generate(**inputs, **kwargs, **each(), assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
     if assistant.stats.last.keeps_seed:
         assert torch.equal(torch.get_rng_state(), left)

@@ -1,9 +1,23 @@
-"""Random token trees, and what their nodes stand for."""
+"""Random token trees, what their nodes stand for, and token ids as structures take them."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.types.token_tree import TokenTree
+
+
+def array(tokens):
+    return np.array(tokens, np.int32)
+
+
+def ids(*tokens):
+    return array(tokens)
+
+
+def ends_of(pattern, text):
+    """1-based end positions of the occurrences, ascending."""
+    size = len(pattern)
+    return [end for end in range(size, len(text) + 1) if text[end - size : end] == pattern]
 
 
 @st.composite

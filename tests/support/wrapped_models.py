@@ -9,10 +9,15 @@ from transformers import GenerationMixin
 from .int8_weight import in_eight_bits
 
 
-def with_lora(model):
+def with_lora(model, *names, **settings):
+    """The model with an adapter of each name, the first in use; without names it has one."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval()
+    settings = {"target_modules": ["q_proj"], "init_lora_weights": False} | settings
+    config, (first, *others) = peft.LoraConfig(**settings), names or ("default",)
+    wrapped = peft.get_peft_model(model, config, adapter_name=first)
+    for name in others:
+        wrapped.add_adapter(name, config)
+    return wrapped.eval()
 
 
 def offloaded(model):

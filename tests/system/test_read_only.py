@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
+from tests.support.documents import contents
 from tests.support.lossless import run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="modes are POSIX's")
@@ -46,14 +47,10 @@ def read_only(folder):
             directory.chmod(0o755)
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def test_a_log_of_outputs(folder):
     with read_only(folder), pytest.raises(OSError, match=str(folder)):
         OutputMemory(path=folder / "log")
-    assert not contents(folder)
+    assert not list(folder.iterdir())
 
 
 def test_a_datastore(model, plain, folder):
@@ -63,7 +60,7 @@ def test_a_datastore(model, plain, folder):
         Datastore.build(documents, path, **options)
     assert not list(folder.iterdir())
     Datastore.build(documents, path, **options)
-    stored = contents(folder)
+    stored = contents(path)
     with read_only(folder):
         store = Datastore.open(path)
         assistant = SamAssistant(store, budget=8)
@@ -71,4 +68,4 @@ def test_a_datastore(model, plain, folder):
         assert assistant.stats.last.accepted > 0
         with pytest.raises(OSError, match="store"):
             store.append(documents, progress=False)
-    assert contents(folder) == stored
+    assert contents(path) == stored

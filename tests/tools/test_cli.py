@@ -117,9 +117,7 @@ def test_a_build_tells_what_it_read(store, tmp_path, tokenizer, capsys):
     ("arguments", "message"),
     [
         (["info", "missing"], "no datastore at missing"),
-        (["build", "new", "missing.txt"], "no file or directory missing.txt"),
         (["build", "new", "{corpus}", "--field", "body"], "expected text in field 'body'"),
-        (["build", "new", "{corpus}", "--vocab-size", "32"], "expected ids from 0 to 31"),
         (["build", "new", "{corpus}", "--vocab-size", "0"], "vocab_size: expected 1 to"),
         (["build", "new", "{corpus}", "--workers", "0"], "workers: expected"),
         (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
@@ -218,9 +216,7 @@ def test_suggest_reads_prompts(tmp_path, monkeypatch, capsys):
     ("content", "message"),
     [
         ("", "found none"),
-        ("{", "a.jsonl:1: expected JSON"),
-        ("\n[1]", "a.jsonl:2: expected text in field 'prompt'"),
-        ('{"text": "one"}', "a.jsonl:1: expected text in field 'prompt'"),
+        ('\n{"text": "one"}', "a.jsonl:2: expected text in field 'prompt'"),
     ],
 )
 def test_a_damaged_prompt_is_named(content, message, tmp_path, capsys):

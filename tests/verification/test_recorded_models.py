@@ -15,6 +15,7 @@ from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.parts import needs
 from tests.support.quick import cases, crossed
+from tests.support.wrapped_models import with_lora
 
 IN_PLACE = (
     *("a setting", "weights' memory", "another order", "fewer layers", "a hook", "autocast"),
@@ -46,15 +47,6 @@ def test_calls_of_a_model_that_was_changed_and_changed_back_are_plain(name, memo
     assert torch.equal(text(), before)
 
 
-def adapted(model):
-    """The model with two adapters."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config, adapter_name="one").eval()
-    adapted.add_adapter("other", config)
-    return adapted
-
-
 @contextmanager
 def switched(model):
     model.set_adapter("other")
@@ -81,7 +73,7 @@ def test_what_changes_in_turns_is_recorded_once_in_each_state(name, memory, monk
         serve_in_place(monkeypatch)
     model = build()
     if "adapter" in name:
-        model = adapted(model)
+        model = with_lora(model, "one", "other", r=4, target_modules=["q_proj", "v_proj"])
     states = [IN_TURNS[name], lambda model: nullcontext()]
     plain, assistants = [], []
     for state in states:

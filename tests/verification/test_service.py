@@ -15,7 +15,7 @@ from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import build, knowing, run, same
 from tests.support.quick import cases, crossed
 from tests.support.watching import results_of
-from tests.support.wrapped_models import ROUNDINGS, rounding_activations
+from tests.support.wrapped_models import ROUNDINGS, rounding_activations, with_lora
 
 CAPACITIES = [(8, 16, 40), (64, 16, 40), (64, 128, 110)]
 
@@ -41,18 +41,10 @@ def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
     ],
 )
 def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj", "o_proj"],
-        task_type="CAUSAL_LM",
-        init_lora_weights=False,
-        alora_invocation_tokens=[40, 41],
-    )
     base = build()
     run(base, assistant=SamAssistant())
-    model = peft.get_peft_model(base, config).eval()
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj", "o_proj"]}
+    model = with_lora(base, r=4, alora_invocation_tokens=[40, 41], **settings)
     tests.clear()
     same(model, torch.tensor([prompt]), calls=2, tier=tier, max_new_tokens=40)
     if width is not None:

@@ -24,31 +24,6 @@ plain_attention = sdpa_attention_forward
 MAX_SCORES = 1 << 25
 
 
-def _takes_kernel(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> bool:
-    """Whether this is attention and nothing else, of a kind that the kernel knows and is to compute
-    here."""
-    if not in_route() or asks_for_more(options, ("softcap",)):
-        return False
-    if not can_attend(query, key, value, mask):
-        return False
-    sharing = query.shape[1] // key.shape[1]
-    if sharing != getattr(module, "num_key_value_groups", 1):
-        return False
-    if sharing * query.shape[2] * key.shape[2] > MAX_SCORES:
-        return False
-    causal = options.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    return not (causal and mask is None and query.shape[2] > 1)
-
-
 def kernel_result(
     module: Any,
     options: dict[str, Any],
@@ -57,8 +32,21 @@ def kernel_result(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """[batch, queries, heads, width] by the kernel; None where it does not compute it."""
-    if not _takes_kernel(module, query, key, value, mask, options):
+    """[batch, queries, heads, width] by the kernel; None where this is more than attention, of a
+    kind that the kernel does not know, or not to be computed here."""
+    if not in_route() or asks_for_more(options, ("softcap",)):
+        return None
+    if not can_attend(query, key, value, mask):
+        return None
+    sharing = query.shape[1] // key.shape[1]
+    if sharing != getattr(module, "num_key_value_groups", 1):
+        return None
+    if sharing * query.shape[2] * key.shape[2] > MAX_SCORES:
+        return None
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if causal and mask is None and query.shape[2] > 1:
         return None
     result: torch.Tensor = kernel_attention(query, key, value, mask, options.get("scaling"))
     return result

@@ -23,7 +23,7 @@ from .quantized import WEIGHTS
 from .screen import Screen, Screened
 from .screened import shortlist_of
 from .skinny import ANY_ROWS
-from .weight_copies import WeightCopies, packable
+from .weight_copies import WeightCopies, output_weight
 
 # Forwards that cost as much by being computed in full as packing costs, on whatever machine: both
 # go with the weight's bytes.
@@ -52,16 +52,13 @@ class _Part:
     serves: bool = False
     missed: bool = False
 
-    @property
-    def missing_bytes(self) -> int:
-        pairs = zip(self.weights, self.kept, strict=True)
-        return sum(self.copies.size_of(weight) for weight, kept in pairs if kept is None)
-
     def look(self, limit: int | None, other_bytes: int = 0) -> None:
         """Look for copies of the weights, which are read as they are if there is no memory for
         them."""
         self.kept = [self.copies.find(weight) for weight in self.weights]
-        if not may_take(self.missing_bytes, limit, other_bytes):
+        pairs = zip(self.weights, self.kept, strict=True)
+        missing = sum(self.copies.size_of(weight) for weight, kept in pairs if kept is None)
+        if not may_take(missing, limit, other_bytes):
             self.drop()
 
     def drop(self) -> None:
@@ -109,8 +106,9 @@ class Copies:
         """
         copies = cls(model, extra_memory)
         if select is not None and shortlist_of(select):
-            output = _output_weight(model)
-            if output is not None and _pays(output, select):
+            output = output_weight(model)
+            unbiased = output is not None and model.get_output_embeddings().bias is None
+            if unbiased and _pays(output, select):
                 copies._output.weights = [output]
         copies._compact.weights = compactable(model)
         any_weights = any(part.weights for part in copies._parts)
@@ -189,10 +187,3 @@ def _compact_of(model: nn.Module, part: _Part) -> CompactModel:
 def _pays(weight: torch.Tensor, select: TokenSelector) -> bool:
     """Whether choosing from what a copy tells takes less time than it saves."""
     return not select.do_sample or weight.numel() * (weight.element_size() - 1) >= LEAST_SAVED
-
-
-def _output_weight(model: Any) -> torch.Tensor | None:
-    """That of a model's output layer; None where its products are not known."""
-    layer = model.get_output_embeddings()
-    weight: torch.Tensor | None = None if layer is None else packable(layer)
-    return weight if weight is not None and layer.bias is None else None

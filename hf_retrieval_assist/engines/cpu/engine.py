@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from ...host.callers_code import has_callers_code
+from ...host.transformers_private import attention_of, hooks_of
+from ...structures.modules import modules_of
 from ...verification.engine import Engine
 from ...verification.options import CallOptions, ServiceDemand
 from ...verification.tiers import Service
@@ -18,7 +21,7 @@ from .copies import release_compact
 from .few_bits import FewBits
 from .norms import learn_norms
 from .quantized import IN_FOUR_BITS, WEIGHTS
-from .repeated_forward import PROGRAMS
+from .repeated_forward import PROGRAMS, RepeatedForward
 from .reroute import all_scopes_left, reroute
 from .tree_verifier import CpuTreeVerifier, KernelScope, are_few
 
@@ -46,6 +49,12 @@ class CpuEngine(Engine):
 
     def scope(self, by_kernels: bool, verified: int = 0) -> AbstractContextManager[Any]:
         return reroute(verifying=are_few(verified)) if by_kernels else nullcontext()
+
+    def repeated(self, model: Any, cache: Any) -> RepeatedForward | None:
+        if attention_of(model.config) != "sdpa" or hooks_of(*modules_of(model)):
+            return None
+        repeated = RepeatedForward(model, model, cache, {"cache": type(cache).__name__}, None)
+        return repeated if repeated.repeats or not has_callers_code(model) else None
 
     def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
         return KernelScope(model, options) if options.reroute else ForwardScope()

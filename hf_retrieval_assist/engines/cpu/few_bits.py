@@ -6,7 +6,6 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,7 @@ from ...verification.largest import host_scores
 from .quantized import IN_FOUR_BITS, WEIGHTS, QuantizedWeight
 from .reroute import overriding, reroute
 from .skinny import Matrix, RepeatedLinears, int8, routed_linear
-from .weight_copies import Kept, Mark, WeightCopies, mark_of, packable
+from .weight_copies import Kept, Mark, WeightCopies, mark_of, output_weight, packable
 
 logger = get_logger(__name__)
 
@@ -37,8 +36,6 @@ LEAST_ELEMENTS = 3 << 15
 OUTPUT_SHARE = 1 / 6
 LEAST_ROWS = 8192
 MOST_SEEN = 8192
-
-NO_WEIGHTS: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 # Tokens, in which all columns are alike, that are added to those that were read.
 _ALIKE = 2.0
@@ -76,8 +73,7 @@ class FewBits:
 
     Args:
         model: whose; its output layer is one that is packed.
-        column_weights: float32 [columns], how much each of a weight's counts where it is rounded,
-            by the identity of the parameter; of others all count the same.
+        read: runs the model over text of the kind that it will be drafted with.
 
     Attributes:
         by_id: what stands for each weight, by the identity of the parameter.
@@ -86,20 +82,20 @@ class FewBits:
         certainty: how likely a first choice was to be right, lately.
     """
 
-    def __init__(self, model: Any, column_weights: Mapping[int, torch.Tensor] = NO_WEIGHTS) -> None:
+    def __init__(self, model: Any, read: Callable[[], object] = lambda: None) -> None:
         started, self._looks = time.perf_counter(), 0
         self.calibrator, self.certainty = Calibrator(EVIDENCE), _FIRST_CERTAINTY
-        copied = _copied(model)
+        copied, counts = _copied(model), _column_weights(model, read)
         self._kept: list[Kept[Any]] = [
-            copies.of(weight, *([column_weights.get(id(weight))] if copies is IN_FOUR_BITS else []))
+            copies.of(weight, *([counts[id(weight)]] if copies is IN_FOUR_BITS else []))
             for weight, copies in copied
         ]
         pairs = zip(copied, self._kept, strict=True)
         self.by_id: Mapping[int, Any] = {id(weight): kept.copy for (weight, _), kept in pairs}
         last, layer = output_weight(model), model.get_output_embeddings()
         whole: QuantizedWeight = self.by_id[id(last)]
-        read = self.nbytes - whole.nbytes
-        rows = max(LEAST_ROWS, int(OUTPUT_SHARE * read / whole.values.shape[1]))
+        others = self.nbytes - whole.nbytes
+        rows = max(LEAST_ROWS, int(OUTPUT_SHARE * others / whole.values.shape[1]))
         self.output = ShortOutput(whole, min(rows, len(last)), layer.bias)
         logger.info(
             "%s: %d linear layers in four bits, %.0f MB, %.1f s",
@@ -123,14 +119,10 @@ class FewBits:
 
     @classmethod
     def of(cls, model: nn.Module, read: Callable[[], object] = lambda: None) -> FewBits:
-        """Those of a model, packed if need be, which all share.
-
-        Args:
-            read: runs the model over text of the kind that it will be drafted with.
-        """
+        """Those of a model, packed if need be, which all share."""
         found = cls.known_of(model)
         if found is None:
-            found = _known[model] = cls(model, _column_weights(model, read))
+            found = _known[model] = cls(model, read)
         return found
 
     @property
@@ -182,13 +174,12 @@ class _Observed:
         return (self._squares / mean * self._rows + _ALIKE) / (self._rows + _ALIKE)
 
 
-def _column_weights(model: nn.Module, read: Callable[[], object]) -> dict[int, torch.Tensor]:
+def _column_weights(model: nn.Module, read: Callable[[], object]) -> dict[int, torch.Tensor | None]:
     """How much the columns of weights in four bits count for what the model reads."""
     seen = {id(x): _Observed(x) for x, copies in _copied(model) if copies is IN_FOUR_BITS}
     with reroute(), overriding(seen):
         read()
-    found = {i: observed.column_weights for i, observed in seen.items()}
-    return {i: weights for i, weights in found.items() if weights is not None}
+    return {i: observed.column_weights for i, observed in seen.items()}
 
 
 _known: WeakKeyDictionary[nn.Module, FewBits] = WeakKeyDictionary()
@@ -206,12 +197,6 @@ def _copied(model: nn.Module) -> list[tuple[torch.Tensor, WeightCopies[Any]]]:
     return [*found.values()]
 
 
-def output_weight(model: Any) -> Any:
-    """That of a model's output layer; None where it is not packed."""
-    layer = model.get_output_embeddings()
-    return None if layer is None else packable(layer)
-
-
 def marks_of(model: nn.Module) -> list[Mark]:
     """What the weights that would be packed are like, as far as PyTorch counts."""
     return [mark_of(weight) for weight, _ in _copied(model)]
@@ -224,10 +209,6 @@ def bytes_of(model: nn.Module) -> tuple[int, int]:
     for weight, copies in _copied(model):
         sizes[copies.find(weight) is not None] += copies.size_of(weight)
     return sizes[0], sizes[1]
-
-
-OutputPart = tuple[Matrix, torch.Tensor | None]
-"""Rows of an output layer, and their bias."""
 
 
 class ShortOutput:
@@ -282,7 +263,7 @@ class ShortOutput:
                 self._places[token] = place
                 self.added += 1
 
-    def parts(self) -> tuple[list[OutputPart], Among]:
+    def parts(self) -> tuple[list[tuple[Matrix, torch.Tensor | None]], Among]:
         """The first rows, and those behind them, with the float32 bias of each; and the tokens that
         they are of."""
         first, whole, seen = self.first, self.whole, self.seen
@@ -300,30 +281,30 @@ class OutputReader:
 
     def __init__(self, output: ShortOutput) -> None:
         self._output = output
-        self._added = -1
+        self._laid_out = -1, 0  # rows that had been added, and rows of x
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, Among]:
         """float32 [rows, columns] logits of x, [rows, depth], which hold until the next call, and
         the tokens that they are of."""
-        if self._output.added != self._added:
-            self._added, self._by_rows = self._output.added, dict[int, _Reading]()
-            self._parts, self._among = self._output.parts()
-        if len(x) not in self._by_rows:
-            self._by_rows[len(x)] = _Reading(self._parts, x.shape)
-        self._last = self._by_rows[len(x)]
-        return self._last(x), self._among
+        wanted = self._output.added, len(x)
+        if wanted != self._laid_out:
+            self._lay_out(x.shape)
+            self._laid_out = wanted
+        self._x.copy_(x)
+        self._products()
+        return self._logits, self._among
 
     def best(self, x: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The tokens of the greatest logits of each row, and these, descending."""
-        self(x)
-        columns, logits = self._last.best(count)
-        return self._among.token_ids.numpy()[columns].tolist(), logits.tolist()
+        _, among = self(x)
+        scores = host_scores(self._logits)
+        assert scores is not None
+        columns, logits = scores.top_k(np.arange(len(x)), count, scores.columns)
+        return among.token_ids.numpy()[columns].tolist(), logits.tolist()
 
-
-class _Reading:
-    """The products of so many rows with the parts of an output layer."""
-
-    def __init__(self, parts: Sequence[OutputPart], shape: Sequence[int]) -> None:
+    def _lay_out(self, shape: Sequence[int]) -> None:
+        """Settle where x and its logits lie, and the products of x with the parts of the layer."""
+        parts, self._among = self._output.parts()
         sizes = [matrix.outputs for matrix, _ in parts]
         self._x, self._logits = torch.empty(shape), torch.empty((shape[0], sum(sizes)))
         pairs = zip(parts, self._logits.split(sizes, 1), strict=True)
@@ -331,19 +312,6 @@ class _Reading:
         self._products = RepeatedLinears(*first)
         for other in others:
             self._products.add(*other)
-        found = host_scores(self._logits)
-        assert found is not None
-        self._scores, self._rows = found, np.arange(shape[0])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits of x, until the next call."""
-        self._x.copy_(x)
-        self._products()
-        return self._logits
-
-    def best(self, count: int) -> tuple[Any, Any]:
-        """The columns of the greatest logits of each row, and these, descending."""
-        return self._scores.top_k(self._rows, count, self._scores.columns)
 
 
 def evidence_classes(scores: Sequence[float], known: bool) -> list[int]:

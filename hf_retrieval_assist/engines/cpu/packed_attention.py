@@ -8,7 +8,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...host.scopes import Attention
@@ -39,33 +38,24 @@ class PackedSpan:
         return sum(self.widths)
 
     @cached_property
-    def filled(self) -> torch.Tensor | None:
+    def filled(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """int64 [rows * width]: the tokens of every row, the last one again where it has fewer than
-        the widest; None: no row has."""
-        widths = np.array(self.widths)
-        if widths.min() == widths.max():
-            return None
-        ends = np.cumsum(widths)[:, None]
-        places = np.minimum((ends - widths[:, None]) + np.arange(widths.max()), ends - 1)
-        return torch.from_numpy(places.ravel())
-
-    @cached_property
-    def real(self) -> torch.Tensor:
-        """int64 [tokens]: where they stand among those of `filled`."""
-        widths = np.array(self.widths)
-        return torch.from_numpy(np.flatnonzero(np.arange(widths.max()) < widths[:, None]))
+        the widest; and int64 [tokens]: where they stand among these; None: no row has fewer."""
+        widths = torch.tensor(self.widths)
+        real = (torch.arange(max(self.widths)) < widths[:, None]).flatten()
+        return None if real.all() else (real.cumsum(0) - 1, real.nonzero()[:, 0])
 
     def rows(self, packed: torch.Tensor) -> torch.Tensor:
         """[rows, heads, width, ...] of these rows' tokens in [1, heads, tokens, ...]."""
         own = packed[0, :, self.begin : self.begin + self.tokens]
         if self.filled is not None:
-            own = own[:, self.filled.to(own.device)]
+            own = own[:, self.filled[0].to(own.device)]
         return own.unflatten(1, (len(self.widths), -1)).transpose(0, 1)
 
     def behind_one_another(self, out: torch.Tensor) -> torch.Tensor:
         """[1, tokens, ...] of [rows, width, ...]."""
         flat = out.flatten(0, 1)
-        return (flat if self.filled is None else flat[self.real.to(flat.device)])[None]
+        return (flat if self.filled is None else flat[self.filled[1].to(flat.device)])[None]
 
 
 def spans_of(rows: Sequence[int], widths: Sequence[int], slots: Sequence[int]) -> list[PackedSpan]:

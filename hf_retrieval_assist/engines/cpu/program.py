@@ -110,7 +110,8 @@ class Program:
         numbers = [update.layer for update in updates]
         if len({*numbers}) < len(numbers):  # which has moved on in between
             raise UnrecordableError("a layer of the cache that is written to twice")
-        self._layers = GivenLayers(numbers, updates[0].dtype if updates else None)
+        dtype, paged = (updates[0].dtype, updates[0].paged) if updates else (None, False)
+        self._layers = GivenLayers(numbers, dtype, paged)
         self._tokens: int = updates[0].tokens if updates else 0
         self._verifying, self.nbytes = verifying, nbytes
         self._own = self._compiled({})

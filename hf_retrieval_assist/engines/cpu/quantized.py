@@ -8,6 +8,7 @@ less of the columns that matter most.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,10 @@ from .skinny import (
     pack_int8,
 )
 from .weight_copies import WeightCopies
+
+# A row of weights, or of what they are multiplied by, whose norm is greater might overflow on the
+# way; it is computed in full.
+MOST_NORM = 2.0**60
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +76,17 @@ class QuantizedWeight:
     def matrix(self) -> Matrix:
         """What products read."""
         return int8(self.values, self.scales, self.depth)
+
+    @cached_property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far products with x of norm 1 may lie from those of the matrix, float32 [outputs];
+        int64 [m], the outputs of which nothing is known, whose bounds are 0."""
+        # What rounding x to 14 bits adds to a product, and summing in float32 to both.
+        rounding = 1.01 * math.sqrt(self.depth) / 16382 + (2 * self.depth + 64) * 2.0**-24
+        bounds = self.left_out + rounding * (self.norms + self.left_out)
+        unfit = ~(self.norms < MOST_NORM)
+        bounds = (bounds * (1 + 2.0**-20)).masked_fill_(unfit, 0.0)
+        return bounds, unfit.nonzero()[:, 0]
 
 
 @dataclass(frozen=True, eq=False)

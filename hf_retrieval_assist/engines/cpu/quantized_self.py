@@ -44,11 +44,10 @@ from .few_bits import (
     bytes_of,
     evidence_classes,
     marks_of,
-    output_weight,
 )
 from .reroute import reroute
 from .tree_verifier import CpuTreeVerifier
-from .weight_copies import Mark
+from .weight_copies import Mark, output_weight
 
 logger = get_logger(__name__)
 
@@ -92,21 +91,23 @@ class _Patience:
         marks: what the weights were like when it began.
         needed: asks.
         asked: how many there were.
-        over: whether they were packed.
     """
 
     marks: list[Mark]
     needed: int
     asked: int = 0
-    over: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.asked > self.needed
 
 
 _patience: weakref.WeakKeyDictionary[nn.Module, _Patience] = weakref.WeakKeyDictionary()
 
 
 def _begin_waiting(model: nn.Module) -> None:
-    """Go on waiting, or begin anew, for twice as many asks where weights have changed that were
-    packed: in a training loop each packing would serve one call."""
+    """Go on waiting, or begin anew, for twice as many asks where weights have changed for which
+    that was over: in a training loop each packing would serve one call."""
     marks, known = marks_of(model), _patience.get(model)
     if known is None:
         _patience[model] = _Patience(marks, PATIENCE)
@@ -211,7 +212,7 @@ class QuantizedSelf(Drafter):
             _begin_waiting(model)
         patience = _patience[model]
         patience.asked += 1
-        return not (self.optional and self._sizes[own][0]) or patience.asked > patience.needed
+        return not (self.optional and self._sizes[own][0]) or patience.over
 
     def _given(self, sessions: Sequence[QuantizedSession], own: TargetForwards) -> _OfCall | None:
         """What a call drafts with; None: nothing."""
@@ -233,8 +234,6 @@ class QuantizedSelf(Drafter):
             with own.drafting():
                 own.feed_again(_READ, target.vocab_size)
 
-        if own in self._sizes:
-            _patience[model].over = True
         weights = FewBits.of(model, read)
         return _OfCall(weights, verifier, OutputReader(weights.output))
 

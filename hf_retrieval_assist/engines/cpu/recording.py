@@ -79,6 +79,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self._layers, self._masks = {id(layer): i for i, layer in enumerate(layers)}, masks
+        self._paged = any(hasattr(type(layer), "pages") for layer in layers)
         self._noted: list[Noted] = []
         own = [*model.parameters(), *model.buffers(), *self.inputs.values()]
         self._known = {memory_of(tensor) for tensor in own} - {0}
@@ -193,7 +194,7 @@ class Recorder(TorchDispatchMode):
         with self.aside():
             shown = layer.update(key, value)
         self._shown.append((i, *shown))
-        self._noted.append(Noted(partial(RepeatedUpdate, i), [key, value]))
+        self._noted.append(Noted(partial(RepeatedUpdate, i, self._paged), [key, value]))
         return shown
 
     def attend(
@@ -211,6 +212,10 @@ class Recorder(TorchDispatchMode):
         found = [i for i, k, v in self._shown if k is key and v is value]
         if not found:
             raise UnrecordableError("attention reads what no layer of the cache has shown")
+        if self._paged and found[-1] != self._shown[-1][0]:
+            raise UnrecordableError(
+                "attention reads pages in whose place another layer shows its own"
+            )
         place = None
         if mask is not None:
             place = next((i for i, one in enumerate(self._masks) if _is_same(one, mask)), None)

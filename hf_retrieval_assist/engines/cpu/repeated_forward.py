@@ -25,7 +25,7 @@ from ...verification.recordings import MOST_STATES, Borrower, Pool, Recording, R
 from .copies import Copies
 from .program import PackedModel, Program, UnrecordableError
 from .recording import Recorder
-from .skinny import MAX_ROWS, PATHS
+from .skinny import FEW_ROWS, MAX_ROWS, PATHS
 
 # Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
 # repeating it saves in eight; programs outlive calls. Where one could be recorded, others of
@@ -45,6 +45,8 @@ Compute = Callable[..., Any]
 """A model's forward, in the scope in which the call computes it."""
 
 _INPUTS = ("input_ids", "position_ids", "cache_position")
+
+_KEEP = "logits_to_keep"  # the places of tokens whose logits are wanted
 
 
 class _Asked(NamedTuple):
@@ -70,7 +72,8 @@ class _ShapeRecording(Recording):
         with self.trying(), _undone(forward.layers) as kept:
             recorder = Recorder(forward.model, asked.inputs, forward.layers, asked.masks)
             with recorder:
-                outputs = forward.compute(**asked.arguments | recorder.inputs)
+                every = dict.fromkeys({_KEEP} & {*asked.arguments}, 0)
+                outputs = forward.compute(**asked.arguments | recorder.inputs | every)
             given = {name for name, x in outputs.items() if x is not None}
             if strange := given - {"logits", CACHE}:
                 raise UnrecordableError(f"a forward that returns {sorted(strange)}")
@@ -78,6 +81,8 @@ class _ShapeRecording(Recording):
             if program.nbytes + forward.lent.nbytes > MOST_BYTES:
                 raise UnrecordableError("its programs take too much memory")
             self.content = program, type(outputs)
+            if every:
+                outputs.logits = outputs.logits[:, asked.arguments[_KEEP]]
             kept.clear()
         return self.compute(asked) if self.content is None else outputs
 
@@ -100,6 +105,8 @@ def _repeated(program: Program, asked: _Asked, copies: Copies | None) -> torch.T
     x = program.run(asked.inputs, asked.of.layers, asked.masks, weights)
     if x is None:
         return None
+    if _KEEP in asked.arguments:
+        x = x[:, asked.arguments[_KEEP]]
     near = None if copies is None else copies.look(program.output, x)
     return program.logits(x, weights) if near is None else near
 
@@ -162,7 +169,7 @@ class RepeatedForward(Borrower[Programs]):
         self,
         model: Any,
         compute: Compute,
-        cache: SlotCache,
+        cache: Any,
         arguments: Mapping[str, Any],
         copies: Copies | None,
     ) -> None:
@@ -200,6 +207,11 @@ class RepeatedForward(Borrower[Programs]):
         """The programs, while they are those of the model as it is."""
         assert self._programs is not None
         return self._programs
+
+    def width(self, tokens: int, texts: int) -> int | None:
+        """What a forward of so many tokens of texts is filled up to; None: it is not repeated."""
+        wanted = (width for width in self.widths if width >= tokens)
+        return next(wanted, None) if texts <= FEW_ROWS else None
 
     def is_current(self) -> bool:
         """Whether what was recorded is what the model computes; otherwise it is left."""
@@ -256,7 +268,7 @@ class RepeatedForward(Borrower[Programs]):
         tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         cache = getattr(given.get(CACHE), "layers", None)
         if (
-            not {*tensors} <= {*inputs, "attention_mask"}
+            not {*tensors} <= {*inputs, "attention_mask", _KEEP}
             or cache is not self.layers
             or inputs["input_ids"].numel() > MAX_ROWS
         ):

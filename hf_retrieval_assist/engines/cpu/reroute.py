@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 import torch.nn.functional as F
@@ -110,12 +109,7 @@ class reroute:  # noqa: N801, a context manager reads as a verb
             _go_to(before[0] + 1, before[1] or self.verifying)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if (before := self._outer.pop()) is not None:
             _go_to(*before)
 

@@ -8,9 +8,6 @@ win; their logits alone are computed in full, by the kernel that would have comp
 
 from __future__ import annotations
 
-import math
-from weakref import WeakKeyDictionary
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,17 +15,17 @@ from numpy.typing import NDArray
 from ...structures.scores import Scores, peaks_of, reaching
 from ...system.lazy import cached_property
 from ...verification.largest import argmax_rows, host_scores
-from .quantized import QuantizedWeight
+from .quantized import MOST_NORM, QuantizedWeight
 from .skinny import product, skinny_linear
 
-# A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
-# or underflow on the way; it is computed in full.
-MOST_NORM = 2.0**60
+# A row of x whose norm is less might underflow on the way; it is computed in full.
 LEAST_NORM = 1e-20
 LEAST_MARGIN = 1e-30
 
 # The whole layer is computed where more than this share of all tokens are candidates.
 MOST_CANDIDATES = 1 / 16
+
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class Screen:
@@ -46,7 +43,7 @@ class Screen:
         self.weight = weight.detach()
         self.packed = packed
         # Bounds for a row of x of norm 1.
-        bounds, self.unknown = _bounds_of(packed)
+        bounds, self.unknown = packed.bounds
         self._known = bounds.numpy(), peaks_of(bounds.numpy())
         info = torch.finfo(weight.dtype)
         # Numbers that are less by so much round to less, in that dtype and in float32.
@@ -91,7 +88,7 @@ class Screened:
         return skinny_linear(self._x[row], self._screen.weight)
 
     def logits(
-        self, row: int, also: torch.Tensor | None = None, count: int = 1
+        self, row: int, also: torch.Tensor = NO_TOKENS, count: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens that may be among the greatest of a row.
 
@@ -114,31 +111,26 @@ class Screened:
         As `torch.argmax` of all logits would, it takes a NaN for the greatest.
         """
         ids = self._candidates(row)
-        if ids is None:
-            return int(argmax_rows(self.whole(row)[None]))
-        if len(ids) == 1:
+        if ids is not None and len(ids) == 1:
             return int(ids[0])
-        found = host_scores(self._some(row, ids))
-        assert found is not None
-        return int(ids[found.argmax(0)])
+        logits = self.whole(row) if ids is None else self._some(row, ids)
+        best = int(argmax_rows(logits[None]))
+        return best if ids is None else int(ids[best])
 
     def _candidates(
-        self, row: int, also: torch.Tensor | None = None, count: int = 1
+        self, row: int, also: torch.Tensor = NO_TOKENS, count: int = 1
     ) -> NDArray[np.int64] | None:
         """The tokens that :meth:`logits` is to tell of; None: all."""
         screen, near, norm = self._screen, self._table[row], self._norms[row]
         count += len(screen.unknown)
-        lacking = 0 if also is None else len(also)
-        if not LEAST_NORM < norm < MOST_NORM or count + lacking >= len(near):
+        if not LEAST_NORM < norm < MOST_NORM or count + len(also) >= len(near):
             return None
-        if lacking:
+        if len(also):
             near = near.copy()
             near[also] = -np.finfo(np.float32).max
         ids = screen.reaching(near, norm * (1 + 2.0**-20), count)
-        if lacking or len(screen.unknown):
-            ids = np.unique(
-                np.concatenate([ids, screen.unknown, *([] if also is None else [also])])
-            )
+        if len(also) or len(screen.unknown):
+            ids = np.unique(np.concatenate([ids, screen.unknown, also]))
         return None if len(ids) > MOST_CANDIDATES * len(near) else ids
 
     def _some(self, row: int, ids: NDArray[np.int64]) -> torch.Tensor:
@@ -146,23 +138,3 @@ class Screened:
         rows = self._screen.weight.index_select(0, torch.from_numpy(ids))
         logits: torch.Tensor = skinny_linear(self._x[row], rows)
         return logits
-
-
-_known_bounds: WeakKeyDictionary[QuantizedWeight, tuple[torch.Tensor, torch.Tensor]] = (
-    WeakKeyDictionary()
-)
-
-
-def _bounds_of(packed: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far logits may lie from their approximations, float32 [tokens], for x of norm 1; int64
-    [m], the tokens of which nothing is known, whose bounds are 0."""
-    known = _known_bounds.get(packed)
-    if known is not None:
-        return known
-    # What rounding x to 14 bits adds to an approximation, and summing in float32 to both.
-    rounding = 1.01 * math.sqrt(packed.depth) / 16382 + (2 * packed.depth + 64) * 2.0**-24
-    bounds = packed.left_out + rounding * (packed.norms + packed.left_out)
-    unfit = ~(packed.norms < MOST_NORM)
-    bounds = (bounds * (1 + 2.0**-20)).masked_fill_(unfit, 0.0)
-    known = _known_bounds[packed] = bounds, unfit.nonzero()[:, 0]
-    return known

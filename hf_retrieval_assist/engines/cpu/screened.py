@@ -14,7 +14,7 @@ from ...decoding.selection import BLIND, TOUCHING, TokenSelector
 from ...types.row_text import RowText
 from ...verification.largest import largest
 from ...verification.verified import TopLogits, Verified
-from .screen import Screened
+from .screen import NO_TOKENS, Screened
 
 
 def shortlist_of(select: TokenSelector) -> int:
@@ -35,12 +35,10 @@ def shortlist_of(select: TokenSelector) -> int:
     return count
 
 
-def _touched(select: TokenSelector, row: RowText, vocab_size: int) -> torch.Tensor | None:
-    """int64 [n], different: the tokens whose logits processors may change; None: none."""
+def _touched(select: TokenSelector, row: RowText, vocab_size: int) -> torch.Tensor:
+    """int64 [n], different: the tokens whose logits processors may change."""
     found = [TOUCHING[type(one)](one, row) for one in select.processors if type(one) in TOUCHING]
-    if not found:
-        return None
-    ids = torch.cat(found).unique()
+    ids = torch.cat([NO_TOKENS, *found]).unique()
     return ids[(ids >= 0) & (ids < vocab_size)]
 
 
@@ -84,7 +82,7 @@ class ScreenedVerified(Verified):
         """See :meth:`~...decoding.selection.TokenSelector.draw_of_few`."""
         found = []
         for place in places:
-            ids, logits = self._screened.logits(place, None, count)
+            ids, logits = self._screened.logits(place, count=count)
             best, order = largest(logits.float(), count)
             found.append((ids[order].int().numpy(), best.numpy()))
         return found

@@ -134,6 +134,12 @@ class WeightCopies(Generic[C]):
             return sum(kept.copy.nbytes for kept in self._of_mark.values())
 
 
+def output_weight(model: Any) -> Any:
+    """That of a model's output layer; None where it is not worth packing."""
+    layer = model.get_output_embeddings()
+    return None if layer is None else packable(layer)
+
+
 def packable(layer: nn.Module, least: int | None = None) -> Any:
     """The weight of a linear layer that is worth packing; None otherwise.
 

@@ -67,12 +67,6 @@ class BlockHead(nn.Module):
         """How many tokens of a block are drafted."""
         return int(self.body.config.block_size) - self.first
 
-    @property
-    def depends_on_tokens(self) -> bool:
-        """Whether what a slot drafts depends on the token before it."""
-        parts = self.markov_head, self.candidate_selector, self.confidence_head
-        return any(part is not None for part in parts)
-
     @classmethod
     def of(cls, published: PublishedHead, target: Any) -> BlockHead:
         """A head fitted to a transformers model.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,14 +23,21 @@ class BorrowedLayers:
 
     Attributes:
         device: where the target looks up embeddings.
-        embedding_weight: [V, Ht].
+        embedding_weight: [V, Ht], without gradient; fetched if accelerate has offloaded it.
     """
 
     def __init__(self, target: Any) -> None:
         require_whole(target, "target")
         embeddings = target.get_input_embeddings()
         self.device = compute_device(embeddings)
-        self.embedding_weight = float_weight(embeddings, self.device)
+        with onloaded(embeddings):
+            weight = embeddings.weight.detach()
+            if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+                raise ValueError(
+                    f"expected the target's {type(embeddings).__name__} in 16 bits or more, got "
+                    f"{weight.dtype}: keep it out of the quantisation, or use a head with its own"
+                )
+            self.embedding_weight = weight.to(self.device, copy=is_offloaded(embeddings))
         self._output = target.get_output_embeddings()
         self._dtype = target.dtype
 
@@ -45,19 +51,3 @@ class BorrowedLayers:
             raise ValueError("lm_head.weight: the checkpoint has none and neither has the target")
         inputs = hidden.to(compute_device(self._output, hidden.device), self._dtype)
         return self._output(inputs).to(hidden.device)
-
-
-def float_weight(layer: Any, device: torch.device) -> Tensor:
-    """The weight matrix of a layer, without gradient; fetched if accelerate has offloaded it.
-
-    Raises:
-        ValueError: the matrix is stored in a quantised form.
-    """
-    with onloaded(layer):
-        weight = layer.weight.detach()
-        if not weight.is_floating_point() or weight.dtype.itemsize < 2:
-            raise ValueError(
-                f"expected the target's {type(layer).__name__} in 16 bits or more, got "
-                f"{weight.dtype}: keep it out of the quantisation, or use a head with its own"
-            )
-        return weight.to(device, copy=is_offloaded(layer))

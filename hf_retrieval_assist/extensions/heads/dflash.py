@@ -118,16 +118,17 @@ class BlockFollower(Follower):
         texts = list(self.waiting(group, self.chunk)) or [self._nothing(len(group.rows))]
         for text in texts:
             states = self._states(group, text)
-        logits, top_k = self._logits(states), self._top_k
-        if self._head.depends_on_tokens:
-            nodes = SlotNodes(self._head, states, logits, self._last_tokens(group), top_k)
-            limits = GrowthLimits(top_k, keep, self._head.slots - 1, keep + 1, min_prob=0.0)
+        logits, top_k, head = self._logits(states), self._top_k, self._head
+        # What a slot drafts depends on the token before it by these.
+        if head.markov_head or head.candidate_selector or head.confidence_head:
+            nodes = SlotNodes(head, states, logits, self._last_tokens(group), top_k)
+            limits = GrowthLimits(top_k, keep, head.slots - 1, keep + 1, min_prob=0.0)
             # An accelerator is not asked after each level what is worth another.
             whole = self.device.type != "cpu"
             growth = BestFirst(limits, keep, choose=nodes.choose, whole=whole)
             growth.grow(nodes.run)
             return growth.grown().trees(by_probability)
-        return product_trees(logits, top_k, keep, self._head.to_target_ids)
+        return product_trees(logits, top_k, keep, head.to_target_ids)
 
     def _nothing(self, rows: int) -> NewText:
         none = np.empty((rows, 0), np.int64)

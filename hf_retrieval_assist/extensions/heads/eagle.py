@@ -127,10 +127,8 @@ class HeadAttention(nn.Module):
         super().__init__()
         self.layer, prefix = layer, f"layers.{layer}.self_attn."
         self.head_dim, self.kv_heads = config.head_dim, config.num_key_value_heads
-        q_width, kv_width = (
-            config.num_attention_heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
+        q_width = config.num_attention_heads * self.head_dim
+        kv_width = self.kv_heads * self.head_dim
         bias = any(f"{prefix}{name}_proj.bias" in names for name in "qkv")
         self.q_proj = nn.Linear(input_width, q_width, bias=bias)
         self.k_proj = nn.Linear(input_width, kv_width, bias=bias)

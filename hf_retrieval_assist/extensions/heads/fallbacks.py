@@ -52,14 +52,11 @@ class FolderDrafter(FeatureDrafter):
         self.needs = FeedbackNeeds(hidden_layers=published.hidden_layers)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        model = target.require_model("the head in a folder")
+        model, head = target.require_model("the head in a folder"), self._published
         with self._lock:
-            if model not in self._drafters:
-                self._drafters[model] = self._fitted(model)
+            if model not in self._drafters and head.kind in BLOCKS:
+                self._drafters[model] = DFlashDrafter(BlockHead.of(head, model))
+            elif model not in self._drafters:
+                self._drafters[model] = EagleDrafter(EagleHead.of(head, model))
             drafter = self._drafters[model]
         return drafter.start(prompt_ids, target)
-
-    def _fitted(self, model: Any) -> FeatureDrafter:
-        if self._published.kind in BLOCKS:
-            return DFlashDrafter(BlockHead.of(self._published, model))
-        return EagleDrafter(EagleHead.of(self._published, model))

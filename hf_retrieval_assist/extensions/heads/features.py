@@ -14,7 +14,6 @@ from torch import Tensor
 from ...draft_models.growth import EVIDENCE
 from ...draft_models.rows import DraftCache, Group, RowSession, groups, parts, proposed
 from ...drafters.base import Drafter, Feedback, Feedbacks, Tokens
-from ...system.lazy import cached_property
 from ...types.token_tree import Forest, Int32Array, TokenTree
 from ...verification.tree_attention import Int64Array
 
@@ -59,10 +58,6 @@ class Follower(ABC):
     dtype: torch.dtype
     chunk: int = 512
 
-    @cached_property
-    def _blank(self) -> Tensor:
-        return torch.zeros((1, self.feature_width), device=self.device, dtype=self.dtype)
-
     @abstractmethod
     def caches(self) -> list[DraftCache]:
         """The caches of one text that has not begun."""
@@ -100,7 +95,8 @@ class Follower(ABC):
         if not any(counts):
             return
         pieces = [piece for row in rows if row is not None for piece in row.take()]
-        features = torch.cat([*(p.to(self.device, self.dtype) for p in pieces), self._blank])
+        blank = torch.zeros((1, self.feature_width), device=self.device, dtype=self.dtype)
+        features = torch.cat([*(p.to(self.device, self.dtype) for p in pieces), blank])
         starts = np.cumsum(counts) - counts
         for spans in parts(counts, longest):
             most = max(map(len, spans))

@@ -165,8 +165,7 @@ class LayersFollower(Follower):
     ) -> Sequence[TokenTree]:
         self.catch_up(group)
         if group.static_drafts is not None:
-            forest: Forest = group.static_drafts.draft()
-            return forest
+            return group.static_drafts.draft()
         # Texts that are too short for the further layers are drafted for without these.
         lengths = zip(*(cache.slots.lengths for cache in group.caches), strict=True)
         known = [sum(length > 0 for length in of_layers) for of_layers in lengths]

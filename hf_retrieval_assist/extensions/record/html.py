@@ -100,10 +100,6 @@ def _table_of_origins(origins: Sequence[Sequence[str]], palette: Mapping[str, st
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def _on_one_line(text: str) -> str:
-    return readable(text).replace("\n", "↵")
-
-
 @dataclass
 class _Texts:
     """The texts of a call's rows, with the tree of each step."""
@@ -179,7 +175,7 @@ class _Texts:
             run.append(below[0])
         tokens = step.tree.token_ids[run]
         text = "".join(text_pieces(self._tokenizer, tokens, np.array([before], np.int32)))
-        text = escape(_on_one_line(text))
+        text = escape(readable(text).replace("\n", "↵"))
         prob = f"{step.tree.probs[run[-1]]:.2f}"
         hit = " hit" if node in accepted else ""
         named_by = ", ".join(f"{n.origin} {n.prob:.2f}" for n in step.witnesses[run[-1]])

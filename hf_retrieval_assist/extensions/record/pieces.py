@@ -49,11 +49,7 @@ class PieceStream:
     def _decoded(self, ids: list[int]) -> str:
         if self._tokenizer is None or not ids:
             return ""
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def text_pieces(

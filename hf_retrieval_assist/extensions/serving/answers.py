@@ -235,12 +235,11 @@ class ResponseAnswer(Answer):
         self._events = 0
         self._items: list[_Object] = []
         self._open: _Object | None = None  # the item that grows
-        self._likely: list[Likely] = []
+        self._part: _Object = {}  # its only one, as far as it is
 
     def whole(self) -> _Object:
         *_, last = (event for piece in self._text.parts for event in self.go_on(0, piece))
-        response: _Object = last["response"]
-        return response
+        return last["response"]
 
     def _response(self, status: str, **more: Any) -> _Object:
         fields, ended = self.fields, status in ("completed", "incomplete")
@@ -310,32 +309,28 @@ class ResponseAnswer(Answer):
         """More of an item, which begins with it where the last one was another."""
         if self._open is None or self._open["type"] != kind:
             yield from self._done()
-            self._open, self._came, self._likely = self._item(kind), "", []
+            self._open, self._part = self._begun(kind)
             added = {"output_index": len(self._items), "item": self._open}
             yield self._event("response.output_item.added", **added)
-            yield self._event(
-                "response.content_part.added", part=self._part(kind, ""), **self._place()
-            )
-        self._came += piece.text
-        self._likely += piece.logprobs
+            yield self._event("response.content_part.added", part=self._part, **self._place())
+        grown: _Object = {"text": self._part["text"] + piece.text}
         more: _Object = {"delta": piece.text, **self._place()}
         if kind == "message":
             more["logprobs"] = [_told(one) for one in piece.logprobs]
+            grown["logprobs"] = self._part["logprobs"] + more["logprobs"]
+        self._part = self._part | grown
         if piece.text or piece.logprobs:
-            yield self._event(f"response.{_PART_OF[kind]}.delta", **more)
+            yield self._event(f"response.{self._part['type']}.delta", **more)
 
-    def _item(self, kind: str) -> _Object:
+    def _begun(self, kind: str) -> tuple[_Object, _Object]:
+        """An item, and its only part, which says nothing yet."""
         number = len(self._items)
         if kind == "reasoning":
-            return {"id": f"rs_{self.id}_{number}", "type": kind, "summary": [], "content": []}
+            item = {"id": f"rs_{self.id}_{number}", "type": kind, "summary": [], "content": []}
+            return item, {"type": "reasoning_text", "text": ""}
         item = {"id": f"msg_{self.id}_{number}", "type": kind, "role": "assistant"}
-        return item | {"status": "in_progress", "content": []}
-
-    def _part(self, kind: str, text: str) -> _Object:
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        likely = [_told(one) for one in self._likely]
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": likely}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return item | {"status": "in_progress", "content": []}, part
 
     def _place(self) -> _Object:
         assert self._open is not None
@@ -346,13 +341,10 @@ class ResponseAnswer(Answer):
         """The end of the item that grows."""
         if self._open is None:
             return
-        kind, text = self._open["type"], self._came
-        part = self._part(kind, text)
-        told: _Object = {"text": text, **self._place()}
-        if kind == "message":
-            told["logprobs"] = part["logprobs"]
-        yield self._event(f"response.{_PART_OF[kind]}.done", **told)
-        yield self._event("response.content_part.done", part=part, **self._place())
+        part, place = self._part, self._place()
+        told = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield self._event(f"response.{part['type']}.done", **told, **place)
+        yield self._event("response.content_part.done", part=part, **place)
         item = self._open | {"content": [part], "status": "completed"}
         yield self._event("response.output_item.done", item=item, output_index=len(self._items))
         self._items.append(item)
@@ -370,7 +362,6 @@ class ResponseAnswer(Answer):
         return {"type": kind, "sequence_number": self._events - 1, **held}
 
 
-_PART_OF = {"reasoning": "reasoning_text", "message": "output_text"}
 ANSWERS: dict[type[Fields], type[Answer]] = {
     ChatFields: ChatAnswer,
     CompletionFields: CompletionAnswer,

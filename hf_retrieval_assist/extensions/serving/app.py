@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -287,9 +287,14 @@ class _Figures(Collector):
         for name, (attribute, about) in _COUNTED.items():
             value = getattr(self._stats.total, attribute)
             yield CounterMetricFamily(f"{_PREFIX}_{name}", about, value)
-        for name, (about, label, counts) in _LABELLED.items():
+        sources, seconds = self._stats.sources, self._stats.total.seconds
+        labelled = (
+            ("source_tokens", "Accepted tokens that each source drafted.", "source", sources),
+            ("seconds", "By phase.", "phase", seconds),
+        )
+        for name, about, label, counts in labelled:
             family = CounterMetricFamily(f"{_PREFIX}_{name}", about, labels=[label])
-            for key, value in [*counts(self._stats).items()]:
+            for key, value in [*counts.items()]:
                 family.add_metric([key], value)
             yield family
 
@@ -302,13 +307,4 @@ _COUNTED = {
     "forwards": ("forwards", "Forwards behind the prefills, of each answer."),
     "drafted_tokens": ("drafted", "Drafted tokens that were verified."),
     "accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
-}
-# Names of those that have labels: what they count, the label, and where they are counted.
-_LABELLED: dict[str, tuple[str, str, Callable[[Stats], Mapping[str, float]]]] = {
-    "source_tokens": (
-        "Accepted tokens that each source drafted.",
-        "source",
-        lambda stats: stats.sources,
-    ),
-    "seconds": ("By phase.", "phase", lambda stats: stats.total.seconds),
 }

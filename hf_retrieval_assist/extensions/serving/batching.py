@@ -14,11 +14,11 @@ import math
 import queue
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate, chain, islice
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,10 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from ...host.positions import position_limit
 from ...system.log import get_logger
+from .paged import PagedStep
+
+if TYPE_CHECKING:
+    from .drafts import RequestDrafts
 
 logger = get_logger(__name__)
 
@@ -45,21 +49,6 @@ _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
 # The assistant of what the running thread, or task, adds.
 _assistant: ContextVar[Any] = ContextVar("assistant of a request", default=None)
-
-
-class Drafts(Protocol):
-    """What drafts for the requests of a manager; `RequestDrafts` says how."""
-
-    def check_twin(self, assistant: Any) -> None: ...
-    def scope(self, requests: int) -> AbstractContextManager[Any]: ...
-    def propose(
-        self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
-    ) -> list[list[int]]: ...
-    def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None: ...
-    def close_others(self, requests: Sequence[DraftedRequest]) -> None: ...
-    def begin_step(self) -> None: ...
-    def end_step(self, grown: Sequence[DraftedRequest], fed: int | None) -> None: ...
-    def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None: ...
 
 
 def _taken_over(kind: type[Ours], theirs: Any, **own: Any) -> Ours:
@@ -120,7 +109,7 @@ def adding_for(assistant: Any) -> Iterator[None]:
         _assistant.reset(token)
 
 
-def drafting(manager: Any, drafts: Drafts | None) -> Any:
+def drafting(manager: Any, drafts: RequestDrafts | None) -> Any:
     """A manager that has not started, as one whose steps carry drafts; None: none.
 
     A model may keep its manager from one call to the next.
@@ -143,7 +132,7 @@ def drafting(manager: Any, drafts: Drafts | None) -> Any:
 class DraftingManager(ContinuousBatchingManager):
     """A manager whose steps carry drafts, where there are any."""
 
-    drafts: Drafts | None
+    drafts: RequestDrafts | None
 
     def add_request(self, *args: Any, assistant: Any = None, **options: Any) -> str | None:
         """transformers' own, with an assistant for this request alone.
@@ -182,8 +171,10 @@ class DraftingManager(ContinuousBatchingManager):
             most_tokens=_most_tokens(processor.cache, position_limit(self.model)),
         )
         processor.offloading_manager.scheduler = scheduler
-        runner = _taken_over(_DraftingRunner, processor.model_runner)
-        return _taken_over(DraftingProcessor, processor, scheduler=scheduler, model_runner=runner)
+        runner = _taken_over(_DraftingRunner, processor.model_runner, scheduler=scheduler)
+        ours = _taken_over(DraftingProcessor, processor, scheduler=scheduler, model_runner=runner)
+        runner.paged = PagedStep(ours.cache, ours._restore_all)
+        return ours
 
 
 def _why_not(processor: ContinuousBatchProcessor) -> str | None:
@@ -235,7 +226,7 @@ class _DraftingScheduler(Scheduler):
         proposes: whether drafts are still to be proposed for this step.
     """
 
-    drafts: Drafts
+    drafts: RequestDrafts
     vocab_size: int
     most_tokens: int
     proposes = False
@@ -243,6 +234,7 @@ class _DraftingScheduler(Scheduler):
     def add_waiting_request(self, state: DraftedRequest) -> None:
         if not state.checked:
             self._check(state)
+            self.drafts.end_repeats()  # the model may have changed, as between two calls
         super().add_waiting_request(state)
 
     def _check(self, state: RequestState) -> None:
@@ -323,6 +315,16 @@ class _DraftingRunner(ModelRunner):
     """Reads the logits [places, vocab_size] behind drafted tokens too, and shows them."""
 
     scores: torch.Tensor
+    scheduler: Any
+    paged: PagedStep
+
+    def maybe_pad_inputs(self, tokens: int, slots: int, by_blocks: bool) -> tuple[int, int]:
+        tokens, slots = super().maybe_pad_inputs(tokens, slots, by_blocks)
+        given = tokens, len(self.scheduler.active_requests)
+        self.paged.forward = self.scheduler.drafts.repeated(self.paged, *given)
+        if self.paged.forward is not None:
+            tokens = min(self.paged.forward.width(*given), self.cache.max_batch_tokens)
+        return tokens, slots
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         requests = self.inputs_and_outputs.requests_in_batch
@@ -340,7 +342,8 @@ class _DraftingRunner(ModelRunner):
             arguments = batch_data["logits_processor_args"]
             batch_data["logits_processor_args"] = arguments[:, owners]
             batch_data["logits_indices"] = batch_data["logits_indices"].new_tensor(places)
-        super().compute_batch(model, batch_data)
+        self.supports_logits_to_keep(model)  # which is asked of the model alone
+        super().compute_batch(self.paged if self.paged.forward is not None else model, batch_data)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         self.scores = scores[0]
@@ -391,11 +394,9 @@ class DraftingProcessor(ContinuousBatchProcessor):
             with drafts.scope(len(requests)):
                 super()._generation_step(model)
         except Exception as error:
-            drafts.blame(drafted := _drafted(requests), error)
-            for future in requests:
-                self._restore(future.state, future.query_length - 1)
-            if drafted:
-                self._drop()
+            drafts.blame(_drafted(requests), error)
+            self._restore_all()
+            self._drop()
             super()._generation_step(model)
 
     def _remember(self) -> None:
@@ -421,8 +422,14 @@ class DraftingProcessor(ContinuousBatchProcessor):
         for view, slots, states in self._overwritten.get(state.request_id, ()) if count else ():
             view[slots[-count:]] = states[-count:]
 
+    def _restore_all(self) -> None:
+        """Write back what the step has overwritten of windows."""
+        for future in self.inputs_and_outputs.requests_in_batch:
+            self._restore(future.state, future.query_length - 1)
+
     def _drop(self) -> None:
-        """Prepare a step again without its drafts."""
+        """Prepare a step again without its drafts, nor filler."""
+        self.model_runner.paged.forward = None
         io = self.inputs_and_outputs
         for future in io.requests_in_batch:
             state, count = future.state, len(future.state.draft)

@@ -36,6 +36,7 @@ from ...verification.verified import TopLogits
 
 if TYPE_CHECKING:
     from .batching import DraftedRequest
+    from .paged import PagedStep
 
 logger = get_logger(__name__)
 
@@ -67,6 +68,7 @@ class RequestDrafts:
         self._uncounted: dict[str, float] = defaultdict(float)  # seconds by phase
         self._engine = engine_of(model.device)
         self._rerouted = self._policy.reroute and self._engine.has_kernels
+        self._model, self._repeated, self._lent = model, None, False
         if self._rerouted:
             self._engine.prepare(model)
 
@@ -174,6 +176,25 @@ class RequestDrafts:
                 text.close()
             self._policy.count(text.counts)
         self._texts &= kept
+        if not requests:
+            self.end_repeats()
+
+    def repeated(self, cache: PagedStep, tokens: int, texts: int) -> Any:
+        """What repeats the forward of a step that feeds so many tokens; None: it is computed."""
+        if self._rerouted and self._policy.graphs and not self._lent:
+            with torch.no_grad():
+                self._repeated, self._lent = self._engine.repeated(self._model, cache), True
+            variant = "repeated" if self._repeated and self._repeated.repeats else ""
+            self._key = replace(self._key, cost_variant=variant)
+        serves = self._repeated is not None and self._repeated.width(tokens, texts) is not None
+        return self._repeated if serves else None
+
+    def end_repeats(self) -> None:
+        """Leave what was recorded to calls, and the next step, if the model is what it was."""
+        repeated, self._repeated, self._lent = self._repeated, None, False
+        if repeated is not None:
+            with torch.no_grad():
+                repeated.give_back()
 
     def begin_step(self) -> None:
         """The time of a step begins."""
@@ -188,7 +209,7 @@ class RequestDrafts:
             fed: tokens of theirs that were all it fed; None: it fed prompts as well.
         """
         seconds, drafting = time.perf_counter() - self._begun, self._drafting
-        if fed is not None:
+        if fed is not None and (self._repeated is None or self._repeated.typical):
             with self._at_the_cost_of():
                 self._policy.costs.get(self._key).observe(fed, seconds - drafting)
         spent = self._uncounted
@@ -203,7 +224,9 @@ class RequestDrafts:
 
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
         """A step failed with drafts of these requests; with none, by the kernels."""
-        self._rerouted &= bool(requests)
+        if not requests:
+            self._rerouted = False
+            self.end_repeats()
         with self._at_the_cost_of(*map(self._text, requests)):
             raise error
 

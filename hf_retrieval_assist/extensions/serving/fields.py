@@ -211,11 +211,13 @@ class Fields(BaseModel):
 
     Attributes:
         text_field: the name of the field with the prompt.
-        length_field: the name of the one that bounds the answer.
+        length_fields: the names of those that bound the answer, of which the first one that says
+            something counts.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     text_field: ClassVar[str]
+    length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     model: str | None = None
     stream: bool | None = None
@@ -252,10 +254,6 @@ class Fields(BaseModel):
                 said = f"{name!a}: expected text, got {type(error).__name__}: {error}"
                 raise RefusedError(said, name) from None
         return body
-
-    @property
-    def length_field(self) -> str:
-        raise NotImplementedError
 
     @property
     def top(self) -> int | None:
@@ -309,6 +307,7 @@ class ChatFields(Conversation, _Choices):
     """Those of `/v1/chat/completions`."""
 
     text_field: ClassVar[str] = "messages"
+    length_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
 
     messages: Annotated[list[_Object], Field(min_length=1)]
     max_completion_tokens: _Count | None = None
@@ -328,10 +327,6 @@ class ChatFields(Conversation, _Choices):
     def _beside_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
         _expect(not top or info.data.get("logprobs"), "logprobs beside it")
         return top
-
-    @property
-    def length_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def top(self) -> int | None:
@@ -363,10 +358,6 @@ class CompletionFields(_Choices):
         return super().answers * len(self.prompt)
 
     @property
-    def length_field(self) -> str:
-        return "max_tokens"
-
-    @property
     def top(self) -> int | None:
         return self.logprobs
 
@@ -375,6 +366,7 @@ class ResponseFields(Conversation):
     """Those of `/v1/responses`."""
 
     text_field: ClassVar[str] = "input"
+    length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
     input: Annotated[list[_Object], BeforeValidator(_items), AfterValidator(_begun)]
     instructions: str | None = None
@@ -392,10 +384,6 @@ class ResponseFields(Conversation):
     previous_response_id: Annotated[Any, _only(None)] = None
     prompt: Annotated[Any, _only(None)] = None
     max_tool_calls: Annotated[Any, _only(None)] = None
-
-    @property
-    def length_field(self) -> str:
-        return "max_output_tokens"
 
     @property
     def top(self) -> int | None:

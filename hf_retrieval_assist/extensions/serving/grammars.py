@@ -36,7 +36,7 @@ class Grammars:
 
     def __init__(self, info: Any) -> None:
         self._info, self._compiler = info, _compiler(info)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
         self.compiled = lru_cache(_KEPT)(self._compile)
 
     def _compile(self, forms: tuple[Form, ...], tenant: str | None) -> Any:
@@ -46,26 +46,21 @@ class Grammars:
         Raises:
             ValueError: no grammar can be made of it, or none in time.
         """
-        if said := self._tried(forms):
+        if self._process is None:
+            self._process = _started()
+            if self._ask(self._info.serialize_json(), _STARTING) is None:
+                raise OSError("the process that compiles grammars did not start")
+        said = self._ask(forms, SECONDS)
+        if said is None:
+            said = f"expected a schema that is compiled within {SECONDS:g} s and a few gigabytes"
+        if said:
             raise ValueError(said)
         return _compiled(self._compiler, forms)
 
-    def _tried(self, forms: tuple[Form, ...]) -> str:
-        """What the process says of forms: why they cannot be compiled, or nothing."""
+    def _ask(self, question: Any, seconds: float) -> str | None:
+        """What the process answers: why it has no grammar, or nothing; None where it does not
+        answer in time, and has ended."""
         process = self._process
-        if process is None:
-            process = self._process = _started()
-            if self._ask(process, self._info.serialize_json(), _STARTING) is None:
-                raise OSError("the process that compiles grammars did not start")
-        found = self._ask(process, forms, SECONDS)
-        if found is None:
-            return f"expected a schema that is compiled within {SECONDS:g} s and a few gigabytes"
-        return found
-
-    def _ask(self, process: subprocess.Popen[str], question: Any, seconds: float) -> str | None:
-        """What the process answers; None where it does not in time, and has ended."""
-        assert process.stdin is not None
-        assert process.stdout is not None
         timer = Timer(seconds, process.kill)
         timer.start()
         try:

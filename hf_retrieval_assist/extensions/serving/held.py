@@ -84,11 +84,9 @@ class Held:
         if not named or (name is not None and name not in named):
             got = f"no tool of the name {name!r}" if named else "no tools"
             raise RefusedError(f"tool_choice: expected one of the tools, got {got}", "tool_choice")
-        wanted = [*named] if name is None else [name]
-        around = {one: self._around(named[one]) for one in wanted}
-        forms = []
-        for one in wanted:
-            before, after = around[one]
+        around, forms = {}, []
+        for one in [*named] if name is None else [name]:
+            before, after = around[one] = self._around(named[one])
             parameters = named[one]["function"].get("parameters") or {"type": "object"}
             forms.append((before, json.dumps(parameters), after))
 

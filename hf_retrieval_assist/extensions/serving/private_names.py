@@ -11,7 +11,7 @@ _USED = {
         *("fail_all_requests", "_handle_request_error"),
     ),
     "continuous_api:ContinuousMixin": ("init_continuous_batching",),
-    "model_runner:ModelRunner": ("_sample", "compute_batch"),
+    "model_runner:ModelRunner": ("_sample", "compute_batch", "maybe_pad_inputs"),
     "scheduler:Scheduler": (
         *("schedule_batch", "add_waiting_request", "finish_request"),
         *("_infer_request_tokens", "_schedule_request"),

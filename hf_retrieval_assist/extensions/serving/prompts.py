@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,24 +134,22 @@ class Prompts:
             if one["role"] == "developer" and not self._names("developer"):
                 one["role"] = "system"
         tools = None if fields.tool_choice == "none" else fields.tools
-        render: Callable[..., Any] = self._processor.apply_chat_template
-        common = {"add_generation_prompt": True, **variables}
-        text = render(read, tools=tools, tokenize=False, **common)
+        common: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **variables}
+        render = partial(self._processor.apply_chat_template, tools=tools, **common)
+        text = render(read)
         bound_text(field, text, self._most)
-        if tools and text == render(read, tokenize=False, **common):
+        if tools and text == render(read, tools=None):
             raise RefusedError(
                 "tools: expected a model whose chat template has a place for them",
                 "tools",
                 "unsupported_parameter",
             )
         if self._modality is Modality.LLM:
-            self._find_all(
-                field, read, lambda other: render(other, tools=tools, tokenize=False, **common)
-            )
+            self._find_all(field, read, render)
             # Its own beginning of a text is in the template.
             return self._moved(self.tokenizer(text, add_special_tokens=False, return_tensors="pt"))
         options = {"return_dict": True, "tokenize": True, "return_tensors": "pt"}
-        return self._moved(render(read, tools=tools, **options, **common))
+        return self._moved(render(read, **options))
 
     def _check(self, place: str, field: str, message: Mapping[str, Any]) -> None:
         """Refuse what would be left out of a message in silence."""
@@ -253,10 +252,9 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
     """The conversation that a response goes on with."""
     body = {"input": fields.input, "instructions": fields.instructions}
     try:
-        found: list[dict[str, Any]] = ResponseHandler._normalize_input(body)
+        return ResponseHandler._normalize_input(body)
     except HTTPException as error:
         raise RefusedError(f"input: {error.detail}", "input") from error
-    return found
 
 
 def _is_here(part: Mapping[str, Any]) -> bool:

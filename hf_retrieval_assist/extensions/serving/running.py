@@ -97,16 +97,13 @@ class Running:
             raise RefusedError(said, code="timeout", status=504) from None
 
     async def next(self) -> list[tuple[int, Piece]]:
-        """What has come since the last time, at least one piece; RefusedError where it failed."""
+        """What has come since the last time, at least one piece; raises why it failed."""
         found = [await self.within(self._queue.get())]
         while not self._queue.empty():
             found.append(self._queue.get_nowait())
         for _, piece in found:
             if isinstance(piece, Failed):
-                if isinstance(piece.error, RefusedError):
-                    raise piece.error
-                logger.error("an answer failed", exc_info=piece.error)
-                raise FAILED
+                raise piece.error
             self.open -= isinstance(piece, End)
         return found
 

@@ -26,7 +26,7 @@ from .prompts import Prompts, bound_text
 from .refusals import RefusedError
 from .running import LIGHT, GoneError, Readers, Running, Stream, events, unless_gone
 from .tenants import Tenants
-from .workers import Job, OneByOne, SideBySide, Worker
+from .workers import OneByOne, SideBySide, Worker
 from .written import Call, Form
 
 logger = get_logger(__name__)
@@ -109,7 +109,8 @@ class Service:
             raise ValueError(f"{name}: expected a tokenizer of the tokenizers library, got {kind}")
         self._together = batching is not None
         self._shared = self._configured(None)
-        self._ends = _ids(self._shared.eos_token_id)
+        ends = self._shared.eos_token_id
+        self._ends = frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
         self.worker: Worker
         if self._together:
             self.worker = SideBySide(model, self._shared, batching)
@@ -200,7 +201,8 @@ class Service:
         try:
             # The body is here as a whole, and each answer takes its prompt apart anew.
             size = len(await request.body()) * fields.answers
-            heavy = size > LIGHT or self._holds(fields)
+            # A grammar is compiled for what an answer is held to.
+            heavy = size > LIGHT or bool(_held_by(fields))
             reading = self._readers.read(running.tenant, heavy, lambda: self._read(fields, running))
             await unless_gone(request, running.within(reading))
             written = [job.written for job in running.jobs]
@@ -256,11 +258,6 @@ class Service:
         self._held.forget()
         return count
 
-    def _holds(self, fields: Fields) -> bool:
-        """Whether answers are held to something, for which a grammar is compiled."""
-        choice = getattr(fields, "tool_choice", None)
-        return choice not in (None, "none", "auto") or fields.schema_in_json is not None
-
     def _read(self, fields: Fields, running: Running) -> None:
         """Make the jobs of a request."""
         if self._together:
@@ -304,41 +301,34 @@ class Service:
                     job.seed = seed if seed < 2**64 else seed - 2**64
                 if expected is not None or running.assistant is not self.assistant:
                     own = running.assistant
-                    self._draft_for(job, own if expected is None else own.expecting(expected))
+                    call = {"generation_config": settings, "tokenizer": self.tokenizer}
+                    # The way of decoding may leave no room for drafts.
+                    if why_not(self.model, call) is None:
+                        job.assistant = own if expected is None else own.expecting(expected)
 
     def _holding(
         self, fields: Fields, tenant: str | None
     ) -> tuple[Holding | None, Callable[[str], Call | None] | None]:
         """What holds an answer, and what gives the call that one spells which is held to one."""
-        choice = getattr(fields, "tool_choice", None)
-        tools, name = _tools(fields), choice[0] if isinstance(choice, tuple) else None
+        choice, tools = getattr(fields, "tool_choice", None), _tools(fields)
         self._held.check_tools(tools)
-        if name is not None or choice == "required":
-            self._refuse_longer(fields, "tool_choice")
-            return self._held.to_call(tools, name, tenant)
-        if fields.schema_in_json is not None:
-            field = _schema_field(fields)
-            self._refuse_longer(fields, field)
-            return self._held.to_schema(field, fields.schema_in_json, tenant), None
-        return None, None
-
-    def _draft_for(self, job: Job, assistant: Any) -> None:
-        """Let an assistant draft for an answer, where the way of decoding leaves room for it."""
-        call = {"generation_config": job.config, "tokenizer": self.tokenizer}
-        if why_not(self.model, call) is None:
-            job.assistant = assistant
+        if not (held := _held_by(fields)):
+            return None, None
+        # An answer ends with what it is held to.
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(fields, name):
+                said = f"{name}: expected none beside {held[0]}, by which the answer ends, got one"
+                raise RefusedError(said, name)
+        if held[0] == "tool_choice":
+            called = choice[0] if isinstance(choice, tuple) else None
+            return self._held.to_call(tools, called, tenant)
+        assert fields.schema_in_json is not None
+        return self._held.to_schema(held[0], fields.schema_in_json, tenant), None
 
     def _processors(self, fields: Fields, length: int) -> list[Any]:
         presence = getattr(fields, "presence_penalty", None) or 0.0
         frequency = getattr(fields, "frequency_penalty", None) or 0.0
         return [Penalties(presence, frequency, length)] if presence or frequency else []
-
-    def _refuse_longer(self, fields: Fields, field: str) -> None:
-        """Refuse what would let an answer go on that ends with what it is held to."""
-        for name in ("min_tokens", "ignore_eos"):
-            if getattr(fields, name):
-                message = f"{name}: expected none beside {field}, by which the answer ends, got one"
-                raise RefusedError(message, name)
 
     def _refuse_alone(self, fields: Fields) -> None:
         """Refuse what answers that are decoded together cannot have each for itself."""
@@ -346,9 +336,7 @@ class Service:
         asked = [name for name in _ALONE if getattr(fields, name, None)]
         if fields.top is not None:
             asked += [name for name in _TOLD if getattr(fields, name, None) is not None]
-        if self._holds(fields):
-            held = fields.schema_in_json is not None
-            asked.append(_schema_field(fields) if held else "tool_choice")
+        asked += _held_by(fields)[-1:]
         for name in _SHARED:
             differs = _setting(config, name) != _setting(shared, name)
             if differs and getattr(fields, name) is not None:
@@ -404,7 +392,8 @@ class Service:
         """Tokens that an answer behind a prompt may have."""
         # The last one is not fed.
         room = min(self.most_answer, self.most_tokens + 1 - length)
-        field, wanted = fields.length_field, getattr(fields, fields.length_field)
+        given = {name: getattr(fields, name) for name in fields.length_fields}
+        field, wanted = next((one for one in given.items() if one[1] is not None), ("", None))
         if wanted is not None and wanted > room:
             raise RefusedError(
                 f"{field}: expected at most {room} tokens behind {length} of the prompt, "
@@ -428,16 +417,16 @@ def _setting(config: Any, name: str) -> Any:
     return getattr(config, name) or _SHARED[name]
 
 
-def _schema_field(fields: Fields) -> str:
-    return "response_format" if isinstance(fields, ChatFields) else "text"
+def _held_by(fields: Fields) -> list[str]:
+    """The fields that hold answers to something, of which the first counts."""
+    free = getattr(fields, "tool_choice", None) in (None, "none", "auto")
+    held = [] if free else ["tool_choice"]
+    if fields.schema_in_json is not None:
+        held.append("response_format" if isinstance(fields, ChatFields) else "text")
+    return held
 
 
 def _tools(fields: Fields) -> Sequence[Any]:
     """The tools that may be called."""
     tools: Sequence[Any] = getattr(fields, "tools", None) or ()
     return tools if getattr(fields, "tool_choice", None) != "none" else ()
-
-
-def _ids(ends: Any) -> frozenset[int]:
-    """Ids of tokens that end an answer."""
-    return frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))

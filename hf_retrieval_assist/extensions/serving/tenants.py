@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ class Tenants:
     ) -> None:
         self._make, self._forget, self._header = make, forget, header
         self._keys, self._admin_key = dict(keys or {}), admin_key
-        self._assistants: OrderedDict[str, Any] = OrderedDict()
+        self._assistants: dict[str, Any] = {}  # who asked last comes last
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -62,12 +61,11 @@ class Tenants:
     def assistant(self, name: str) -> Any:
         """A tenant's."""
         with self._lock:
-            if name not in self._assistants:
-                self._assistants[name] = self._make(name)
-                if len(self._assistants) > _MOST:
-                    self._assistants.popitem(last=False)
-            self._assistants.move_to_end(name)
-            return self._assistants[name]
+            found = self._assistants.pop(name, None)
+            self._assistants[name] = found = self._make(name) if found is None else found
+            if len(self._assistants) > _MOST:
+                del self._assistants[next(iter(self._assistants))]
+            return found
 
     def erase(self, name: str, headers: Mapping[str, str], going_on: Iterable[Any] = ()) -> int:
         """Forget a tenant's outputs, and all that was learnt of its texts.

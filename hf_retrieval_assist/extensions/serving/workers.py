@@ -88,11 +88,6 @@ class Job:
             raise _LeftError
         self.stepped = time.monotonic()
 
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.written.form.prompt_ids)
-
 
 _CLOSING = RefusedError("the server ends", code="server_error", status=503, retry_after=5)
 
@@ -218,7 +213,8 @@ class OneByOne:
             likely = _Likely(self._alphabet, written.form.top)
             processors.insert(0, likely)
         tokens = _Tokens(job, likely, by_tokens)
-        if watched := written.form.may_end or not by_tokens:
+        # A text that may be whole before a token ends it.
+        if watched := written.form.stops or written.form.single or not by_tokens:
             criteria.append(tokens)
         if hasattr(model, "has_talker"):
             own["generation_mode"] = "text"
@@ -280,7 +276,7 @@ class OneByOne:
             passing: dict[Hashable, Job] = {}
             with self._changed:
                 for one in self._by_turns():
-                    if one.length <= self._part:
+                    if len(one.written.form.prompt_ids) <= self._part:
                         own = one.tenant == job.tenant
                         passing.setdefault(one.request if own else one.tenant, one)
                 for one in passing.values():

@@ -111,11 +111,6 @@ class Form:
     expected: Sequence[Int32Array] = ()
     echo: str | None = None
 
-    @property
-    def may_end(self) -> bool:
-        """Whether its text may be whole before a token ends it."""
-        return bool(self.stops or self.single)
-
 
 @dataclass
 class Written:
@@ -181,21 +176,18 @@ class Written:
             self._raw += text
             if likely and not ends:
                 self._likely.append((len(self._whole) + len(self._raw), likely[number]))
-            self._release(text)
+            if text:
+                self._release()
 
-    def _release(self, new: str) -> None:
+    def _release(self) -> None:
         """Deliver what cannot be part of a stop."""
-        if not new:
-            return
-        raw = self._raw
+        raw, held = self._raw, 0
         stops = self.form.stops if len(self.token_ids) > self.form.least else ()
-        found = min((at for stop in stops if (at := raw.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            self.ended, self._raw = True, raw[:found]
-            self._deliver(found)
-            return
-        held = max((_overlap(raw, stop) for stop in stops), default=0)
-        self._deliver(len(raw) - held)
+        if found := [at for stop in stops if (at := raw.find(stop)) >= 0]:
+            self.ended, self._raw = True, raw[: min(found)]
+        else:
+            held = max((_overlap(raw, stop) for stop in stops), default=0)
+        self._deliver(len(self._raw) - held)
 
     def _deliver(self, count: int) -> None:
         text, self._raw = self._raw[:count], self._raw[count:]
@@ -341,8 +333,7 @@ class Alphabet:
         self.spelt = cache(self._spelt)
         # The characters by which tokenizers of bytes write these.
         self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._by_bytes = "ByteLevel" in str(getattr(backend, "decoder", None))
+        self._by_bytes = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
 
     def _spelt(self, token: int) -> tuple[str, list[int]]:
         """A token's text, and its bytes, which may be no whole characters."""

@@ -24,13 +24,7 @@ _LIBRARIES = ("xgrammar", "llguidance", "outlines_core")
 
 
 class Constraint(ABC):
-    """A grammar's state behind one text, which starts at the prompt's end.
-
-    Attributes:
-        deepest: tokens that can be taken back.
-    """
-
-    deepest = DEEPEST
+    """A grammar's state behind one text, which starts at the prompt's end."""
 
     @abstractmethod
     def advance(self, token: int) -> bool:

@@ -84,14 +84,10 @@ class Forms:
         return []
 
     def _encoded(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def schema_forms(schema: Any) -> list[Form]:
@@ -136,8 +132,7 @@ def _described(tool: Any) -> Mapping[str, Any]:
     if callable(tool):
         from transformers.utils import get_json_schema
 
-        found: Mapping[str, Any] = get_json_schema(tool)
-        return found
+        return get_json_schema(tool)
     if not isinstance(tool, Mapping):
         raise TypeError(f"tools: expected functions or JSON schemas, got {type(tool).__name__}")
     tool = tool if "function" in tool else {"type": "function", "function": tool}

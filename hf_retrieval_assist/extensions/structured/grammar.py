@@ -19,7 +19,7 @@ from ...drafters.base import Drafter, DraftSession, Feedbacks, Target, Tokens
 from ...structures import draft_tree
 from ...types.evidence import EvidenceClasses
 from ...types.token_tree import TokenTree
-from .constraint import Constraint, constraint_of
+from .constraint import DEEPEST, Constraint, constraint_of
 from .form_text import FORM_PRIORS, FormText
 
 # Rates before any observation: of the first forced token, of later ones, of the last one, which
@@ -71,7 +71,7 @@ class GrammarSession(DraftSession):
     def _forced_tree(self, budget: int) -> TokenTree:
         if self._constraint is None:
             return TokenTree.empty()
-        budget = min(budget, self._constraint.deepest)
+        budget = min(budget, DEEPEST)
         known = len(self._forced)
         if known < budget and all(self._constraint.advance(cuts[0]) for cuts in self._forced):
             self._forced += self._constraint.forced(budget - known)

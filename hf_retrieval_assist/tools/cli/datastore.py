@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from typer import Argument, BadParameter, Option
 
@@ -14,42 +12,30 @@ from ...corpus.datastore import Datastore
 from ...corpus.format import MANIFEST
 from ...corpus.readers import load_encoder, read_texts
 from ...system.arguments import byte_count
-from ...types.token_tree import NamedIds
-from .signals import on_sigterm
+from .signals import ending_on_sigterm
 
 _STORE = Argument(..., help="the datastore's directory")
-_MEMORY = Option(
-    "4G", parser=byte_count, metavar="BYTES", help="for sorting, such as 750M; bounds a shard"
-)
-_WORKERS = Option(1, help="shards sorted at the same time")
-_QUIET = Option(False, "--quiet", help="no progress bar")
-_SOURCES = Argument(
-    ...,
-    help=".txt, .py, .md, .jsonl or .parquet files, directories of them, or datasets:NAME for what "
-    "the datasets library reads: a file, a folder or a Hub id",
-)
-_TOKENIZER = Option(..., help="folder or Hub id of a transformers tokenizer")
-_VOCAB_SIZE = Option(
-    None, help="rows of the model's output layer (default: from the tokenizer's folder)"
-)
 
 
-def _end(*_: object) -> NoReturn:
-    """End as an interruption does, which removes what was staged."""
-    sys.exit(143)
-
-
-@on_sigterm(_end)
+@ending_on_sigterm(143)  # which removes what was staged
 def build(
     path: Path = _STORE,
-    sources: list[str] = _SOURCES,
-    tokenizer: str = _TOKENIZER,
-    memory: int = _MEMORY,
-    workers: int = _WORKERS,
-    quiet: bool = _QUIET,
+    sources: list[str] = Argument(
+        ...,
+        help=".txt, .py, .md, .jsonl or .parquet files, directories of them, or datasets:NAME for "
+        "what the datasets library reads: a file, a folder or a Hub id",
+    ),
+    tokenizer: str = Option(..., help="folder or Hub id of a transformers tokenizer"),
+    memory: int = Option(
+        "4G", parser=byte_count, metavar="BYTES", help="for sorting, such as 750M; bounds a shard"
+    ),
+    workers: int = Option(1, help="shards sorted at the same time"),
+    quiet: bool = Option(False, "--quiet", help="no progress bar"),
     field: str = Option("text", help="column with the text"),
     split: str = Option("train", help="split of a data set"),
-    vocab_size: int | None = _VOCAB_SIZE,
+    vocab_size: int | None = Option(
+        None, help="rows of the model's output layer (default: from the tokenizer's folder)"
+    ),
     append: bool = Option(False, "--append", help="add to an existing datastore"),
     overwrite: bool = Option(False, "--overwrite", help="replace an existing datastore"),
 ) -> None:
@@ -59,9 +45,8 @@ def build(
     if (path / MANIFEST).is_file() and not append and not overwrite:
         raise FileExistsError(f"{path} exists; --append adds to it, --overwrite replaces it")
     encoder = load_encoder(tokenizer)
-    texts = read_texts(sources, field, split)
     options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
-    documents: Iterable[NamedIds] = encoder.encode_stream(texts)
+    documents = encoder.encode_stream(read_texts(sources, field, split))
     began = time.perf_counter()
     before = Datastore.open(path, encoder.tokenizer) if append else None
     if before is not None:
@@ -78,8 +63,7 @@ def build(
 
 def _print_summary(store: Datastore) -> None:
     size, tokens = store.bytes_on_disk, store.token_count
-    name, fingerprint = store.manifest.tokenizer_name, store.manifest.tokenizer
-    known = fingerprint or "not recorded"
+    name, known = store.manifest.tokenizer_name, store.manifest.tokenizer or "not recorded"
     for row, value in {
         "path": store.path,
         "vocabulary": f"{store.vocab_size:,}",

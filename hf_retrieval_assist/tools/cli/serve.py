@@ -8,74 +8,66 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from typer import Argument, Option
 
 from ...system.arguments import byte_count
 from .models import DTYPE, loaded
-from .signals import on_sigterm
+from .signals import ending_on_sigterm
 
 _PROBES = ("/health", "/ready", "/metrics")  # which would fill the log
 _FINISHING = 7.0  # seconds in which answers may be finished after SIGTERM
 
-_MEMORY = Option(
-    None,
-    metavar="PATH",
-    help="file, or redis:// URL, of the outputs that later ones are drafted from; default: those "
-    "since the server began",
-)
-_MAX_BYTES = Option("256M", parser=byte_count, metavar="BYTES", help="memory for outputs")
-_EXTRA = Option(
-    None, parser=byte_count, metavar="BYTES", help="memory for smaller copies of weights"
-)
-_PREFIXES = Option(
-    "1G",
-    parser=byte_count,
-    metavar="BYTES",
-    help="memory for keys and values of texts with which later prompts may begin, as a chat's next "
-    "turn does; 0: none are kept; continuous batching shares its own",
-)
-_TENANTS = Option(
-    None,
-    metavar="FILE|header:NAME",
-    help="draft for each tenant from its own outputs alone: those of a file with a name and an API "
-    "key in each line, or those that a header names in UTF-8, percent-encoded or not",
-)
-_ADMIN = Option(None, metavar="FILE", help="holds the key with which tenants are erased")
-_BATCHING = Option(False, "--continuous-batching", help="decode requests side by side")
-_PROMPT = Option(
-    None, min=1, metavar="N", help="tokens of a prompt; default: the model's positions"
-)
-_ANSWER = Option(None, min=1, metavar="N", help="tokens of an answer; default: the same")
-
-
-def _ended(*_: Any) -> NoReturn:
-    raise SystemExit(0)
-
 
 # The first process of a container ignores the signal until somebody handles it.
-@on_sigterm(_ended)
+@ending_on_sigterm(0)
 def serve(
     model: str = Argument(..., help="path or hub id of the model, the only one that is served"),
-    memory: str | None = _MEMORY,
-    max_bytes: int = _MAX_BYTES,
+    memory: str | None = Option(
+        None,
+        metavar="PATH",
+        help="file, or redis:// URL, of the outputs that later ones are drafted from; default: "
+        "those since the server began",
+    ),
+    max_bytes: int = Option("256M", parser=byte_count, metavar="BYTES", help="memory for outputs"),
     private: bool = Option(False, "--private", help="draft from no other request's output"),
-    tenants: str | None = _TENANTS,
-    admin_key: Path | None = _ADMIN,
+    tenants: str | None = Option(
+        None,
+        metavar="FILE|header:NAME",
+        help="draft for each tenant from its own outputs alone: those of a file with a name and an "
+        "API key in each line, or those that a header names in UTF-8, percent-encoded or not",
+    ),
+    admin_key: Path | None = Option(
+        None, metavar="FILE", help="holds the key with which tenants are erased"
+    ),
     corpus: str | None = Option(None, help="texts, or a datastore, to draft from"),
-    extra_memory: int | None = _EXTRA,
-    prefixes: int = _PREFIXES,
+    extra_memory: int | None = Option(
+        None, parser=byte_count, metavar="BYTES", help="memory for smaller copies of weights"
+    ),
+    prefixes: int = Option(
+        "1G",
+        parser=byte_count,
+        metavar="BYTES",
+        help="memory for keys and values of texts with which later prompts may begin, as a chat's "
+        "next turn does; 0: none are kept; continuous batching shares its own",
+    ),
     device: str = Option("auto", help="auto, cpu, cuda:0, ..."),
     dtype: str = DTYPE,
     trust_remote_code: bool = Option(False, "--trust-remote-code", help="run the model's own code"),
-    continuous_batching: bool = _BATCHING,
+    continuous_batching: bool = Option(
+        False, "--continuous-batching", help="decode requests side by side"
+    ),
     cb_page_size: int | None = Option(None, min=1, help="tokens of a page of the cache"),
     cb_num_blocks: int | None = Option(None, min=1, help="blocks of the cache"),
     cb_max_batch_tokens: int | None = Option(None, min=1, help="tokens that a step may feed"),
-    max_prompt_tokens: int | None = _PROMPT,
-    max_answer_tokens: int | None = _ANSWER,
+    max_prompt_tokens: int | None = Option(
+        None, min=1, metavar="N", help="tokens of a prompt; default: the model's positions"
+    ),
+    max_answer_tokens: int | None = Option(
+        None, min=1, metavar="N", help="tokens of an answer; default: the same"
+    ),
     max_waiting: int = Option(
         128, min=1, metavar="N", help="answers that may wait, of each tenant"
     ),
@@ -87,24 +79,39 @@ def serve(
     """Serve a model by an OpenAI-compatible API, with drafts, until interrupted."""
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise FileNotFoundError(f"MODEL: expected a folder or hub id, got {model}, which is none")
-    from transformers import ContinuousBatchingConfig
+    from transformers import AutoTokenizer, ContinuousBatchingConfig
 
-    uvicorn, build_app = _server()
+    try:
+        import uvicorn
+
+        from ...extensions.serving.app import build_app
+    except ModuleNotFoundError as error:
+        needed = "fastapi openai prometheus-client uvicorn"
+        raise ImportError(f"serve needs: pip install {needed} ({error})") from error
+    from ...cache.prefixes import Prefixes
     from ...extensions.serving.service import Limits
+    from ...memory.output_memory import OutputMemory
+    from ...presets import SamAssistant, tokenised
 
     for option, given in {"--memory": memory, "--tenants": tenants}.items():
         if private and given:
             raise ValueError(f"--private: expected no {option} beside it, got one")
     if admin_key is not None and tenants is None:
         raise ValueError("--admin-key: expected --tenants beside it, got none")
-    outputs = _outputs(memory, max_bytes)
-    make = _Assistants(outputs, prefixes, extra_memory, _corpus(corpus, model))
-    assistant = make.assistant.private() if private else make.assistant
-    owners = None if tenants is None else _tenants(tenants, admin_key, make)
+    place: dict[str, Any] = {} if memory is None else {"url" if "://" in memory else "path": memory}
+    outputs = OutputMemory(max_bytes, **place)
+    texts = None if corpus is None else tokenised(corpus, loaded(AutoTokenizer, model))
+    kept = Prefixes(prefixes) if prefixes else None
+    make = partial(SamAssistant, texts, extra_memory=extra_memory)
+    assistant: Any = make(memory=outputs, prefixes=kept)
+    owners = None
+    if tenants is not None:
+        owners = _tenants(tenants, admin_key, make, outputs, kept, assistant.stats)
+    if private:
+        assistant = assistant.private()
     bounds = {"num_blocks": cb_num_blocks, "max_batch_tokens": cb_max_batch_tokens}
     if cb_page_size is not None:
         bounds["page_size"] = cb_page_size
-    loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     app = build_app(
         model,
         assistant,
@@ -112,7 +119,9 @@ def serve(
         tenants=owners,
         continuous_batching=continuous_batching,
         cb_config=ContinuousBatchingConfig(**bounds),
-        **loading,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
     )
     service = app.state.service
     told = service.told | {
@@ -127,58 +136,10 @@ def serve(
     _run(uvicorn, app, host=host, port=port, log_level=log_level)
 
 
-def _outputs(memory: str | None, max_bytes: int) -> Any:
-    """The memory of outputs, in a file, on a server or of this process."""
-    from ...memory.output_memory import OutputMemory
-
-    if memory is None:
-        return OutputMemory(max_bytes)
-    if "://" in memory:
-        return OutputMemory(max_bytes, url=memory)
-    return OutputMemory(max_bytes, path=memory)
-
-
-def _corpus(corpus: str | None, model: str) -> Any:
-    """What is indexed for all tenants."""
-    from transformers import AutoTokenizer
-
-    from ...presets import tokenised
-
-    return None if corpus is None else tokenised(corpus, loaded(AutoTokenizer, model))
-
-
-class _Assistants:
-    """Makes the assistants of a server.
-
-    Attributes:
-        assistant: for all requests.
-    """
-
-    def __init__(self, outputs: Any, prefixes: int, extra_memory: int | None, corpus: Any) -> None:
-        from ...cache.prefixes import Prefixes
-        from ...presets import SamAssistant
-
-        self._outputs, self._prefixes = outputs, Prefixes(prefixes) if prefixes else None
-        self._make = partial(SamAssistant, corpus, extra_memory=extra_memory)
-        self.assistant = self._make(memory=outputs, prefixes=self._prefixes)
-
-    def of_tenant(self, name: str) -> Any:
-        """A tenant's, whose figures count among those of all."""
-        own = None if self._prefixes is None else self._prefixes.namespace(name)
-        made = self._make(memory=self._outputs.namespace(name), prefixes=own)
-        made.stats = made.policy.stats = self.assistant.stats
-        return made
-
-    def forget(self, tenant: str) -> int:
-        """Erase a tenant's outputs, and what was learnt and kept of its texts; how many those
-        were."""
-        if self._prefixes is not None:
-            self._prefixes.namespace(tenant).forget()
-        return int(self._outputs.namespace(tenant).forget())
-
-
-def _tenants(named: str, admin_key: Path | None, make: _Assistants) -> Any:
-    """Whose requests are answered."""
+def _tenants(
+    named: str, admin_key: Path | None, make: Any, outputs: Any, prefixes: Any, stats: Any
+) -> Any:
+    """Whose requests are answered, by assistants whose figures count among those of all."""
     from ...extensions.serving.tenants import Tenants, read_keys
 
     key = None if admin_key is None else admin_key.read_text(encoding="utf-8").strip()
@@ -189,19 +150,20 @@ def _tenants(named: str, admin_key: Path | None, make: _Assistants) -> Any:
         raise ValueError("--tenants: expected header:NAME, got no name")
     whose: dict[str, Any] = {"header": header} if kind == "header" else {}
     whose = whose or {"keys": read_keys(Path(named))}
-    return Tenants(make.of_tenant, make.forget, admin_key=key, **whose)
 
+    def of_tenant(name: str) -> Any:
+        own = None if prefixes is None else prefixes.namespace(name)
+        made = make(memory=outputs.namespace(name), prefixes=own)
+        made.stats = made.policy.stats = stats
+        return made
 
-def _server() -> tuple[Any, Any]:
-    """The module that listens, and what makes the application."""
-    try:
-        import uvicorn
+    def forget(name: str) -> int:
+        """Erase a tenant's outputs, and what was learnt and kept of its texts."""
+        if prefixes is not None:
+            prefixes.namespace(name).forget()
+        return int(outputs.namespace(name).forget())
 
-        from ...extensions.serving.app import build_app
-    except ModuleNotFoundError as error:
-        needed = "fastapi openai prometheus-client uvicorn"
-        raise ImportError(f"serve needs: pip install {needed} ({error})") from error
-    return uvicorn, build_app
+    return Tenants(of_tenant, forget, admin_key=key, **whose)
 
 
 def _run(uvicorn: Any, app: Any, **options: Any) -> None:

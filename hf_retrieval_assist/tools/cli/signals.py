@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
-def on_sigterm(handler: Callable[..., Any]) -> Iterator[None]:
-    """A scope in which SIGTERM calls a function, with the signal's number and the frame."""
+def ending_on_sigterm(code: int) -> Iterator[None]:
+    """A scope that SIGTERM ends as an interruption does, by an exit with this code."""
     if threading.current_thread() is not threading.main_thread():  # which has no signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, handler)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
     try:
         yield
     finally:

@@ -39,6 +39,8 @@ def read(reader, whole, dtype=torch.float32):
     assert tokens == token_ids[expected.indices].tolist()
     assert values == expected.values.tolist()
     assert reader.best(x, 1)[0] == [[token_ids[logits.argmax()]]]
+    rows = torch.cat([x[0] + 1, x[0]])
+    assert torch.equal(reader(rows)[0], product(rows.float(), whole.matrix)[:, token_ids])
     return token_ids[FIRST:].tolist()
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.engines.cpu.quantized import QuantizedWeight
-from hf_retrieval_assist.engines.cpu.screen import Screen, Screened
+from hf_retrieval_assist.engines.cpu.screen import NO_TOKENS, Screen, Screened
 from hf_retrieval_assist.engines.cpu.skinny import skinny_linear
 from tests.support.products import DTYPES
 
@@ -20,7 +20,7 @@ def argmax(screen, x):
     return torch.tensor([found.argmax(row) for row in range(len(x))], dtype=torch.int64)
 
 
-def logits(screen, x, also=None, count=1):
+def logits(screen, x, also=NO_TOKENS, count=1):
     found = Screened(screen, x)
     return [found.logits(row, also, count) for row in range(len(x))]
 

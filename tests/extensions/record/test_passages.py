@@ -1,10 +1,8 @@
 """Where drafted tokens stand: in which document, and where in it."""
 
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.extensions.record.passages import LONGEST, Texts
@@ -12,14 +10,11 @@ from hf_retrieval_assist.extensions.record.steps import MODEL
 from hf_retrieval_assist.types.token_tree import NamedIds
 from tests.support.byte_model import small_model
 from tests.support.lossless import PROMPT, run
+from tests.support.trees import array
 
 TOKENS = 60
 NOISE = [1, 2, 1, 3] * 5
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=20)
-
-
-def array(ids):
-    return np.array(ids, np.int32)
 
 
 def recorded(llama, assistant, **options):
@@ -110,19 +105,16 @@ def test_passages_are_texts_where_there_is_a_tokenizer():
     written = phrase + prompt + phrase
     notes = NamedIds("<notes>", [*prompt, *phrase, *phrase[::-1]])
 
-    class Forcing(LogitsProcessor):
-        """Lets the model write the phrase, and once more behind the prompt."""
-
-        def __call__(self, input_ids, scores):
-            token = written[input_ids.shape[1] - len(prompt)]
-            return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
+    def write(row, ids):
+        """The phrase, and once more behind the prompt."""
+        return [written[len(ids) - len(prompt)]]
 
     assistant = SamAssistant([notes], budget=16)
     with assistant.record(tokenizer) as record:
         model.generate(
             **inputs,
             assistant=assistant,
-            logits_processor=LogitsProcessorList([Forcing()]),
+            prefix_allowed_tokens_fn=write,
             max_new_tokens=len(written),
             do_sample=False,
         )

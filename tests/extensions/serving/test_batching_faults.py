@@ -258,21 +258,23 @@ def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
     assert (total.drafted, total.calls) == (0, len(inputs))
 
 
+@pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("knows", [False, True])
-def test_kernels_that_fail_cost_no_answer(llama, knows, monkeypatch):
+def test_kernels_that_fail_cost_no_answer(llama, knows, step, monkeypatch):
     scopes = []
 
     @contextmanager
     def failing(engine, wanted, verified=0):
         scopes.append(wanted)
-        if wanted:
+        if wanted and len(scopes) >= step:
             raise RuntimeError("a kernel")
         yield
 
     monkeypatch.setattr(CpuEngine, "scope", failing)
     make = half_knowing if knows else lambda *_: Assistant([guess(4)], budget=1)
-    drafted(llama, prompts(4), make=make)
-    assert scopes.count(True) == 1
+    drafted(llama, prompts(5), make=make)
+    # One more by the kernels, where the first to fail had drafts, which are left out then.
+    assert step <= scopes.count(True) <= step + 1
 
 
 def test_drafts_end_where_positions_do(told):

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu import norms
+from hf_retrieval_assist.engines.cpu.program import Program
 from hf_retrieval_assist.extensions.serving import methods
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.batching import (
@@ -83,6 +85,44 @@ def test_windows_that_go_round(name, attention, budget, changes):
     make = partial(half_knowing, budget=budget)
     total = drafted(model, prompts(seed=1), greedy(max_new_tokens=40), make)
     assert 0 < total.accepted < total.drafted
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "repeats"),
+    [
+        ("LlamaForCausalLM", {}, True),
+        ("GPT2LMHeadModel", {}, True),
+        ("Gemma3ForCausalLM", {}, True),
+        ("MistralForCausalLM", {"sliding_window": 6}, True),
+        # Some of its layers see what others have shown.
+        ("Gemma3nForCausalLM", {}, False),
+    ],
+)
+def test_steps_are_repeated(name, changes, repeats, monkeypatch):
+    """Of requests that come and go, with drafts and without, also of a model that has changed."""
+    model, config = build(name, **changes), greedy(max_new_tokens=40)
+    repeated, short = calls_of(monkeypatch, Program, "run"), prompts()
+    for inputs in (short, short, prompts(3, seed=1)):
+        plain = run(model, inputs, config)
+        for assistant in (half_knowing(inputs, plain), half_knowing(inputs, plain, budget=0)):
+            repeated.clear()
+            assert run(model, inputs, config, assistant=assistant) == plain
+            # Some of the kinds of forwards are recorded and compared meanwhile.
+            assert len(repeated) > assistant.stats.total.forwards // 20 if repeats else not repeated
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.flip(0))
+
+
+@pytest.mark.parametrize("why", ["graphs=False", "a hook", "a module of the caller's"])
+def test_steps_that_are_not_repeated(why, monkeypatch):
+    model, repeated = build(), calls_of(monkeypatch, Program, "run")
+    mlp = model.model.layers[0].mlp
+    if why == "a hook":
+        mlp.register_forward_hook(lambda *_: None)
+    elif why != "graphs=False":
+        mlp.__class__ = type("Mlp", (type(mlp),), {"forward": lambda self, x: x.flip(-1)})
+    drafted(model, prompts(), make=partial(half_knowing, graphs=why != "graphs=False"))
+    assert not repeated
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -83,8 +83,8 @@ static void check_rounded(kernel_path path, int dtype) {
     float *scales = malloc(outputs * 4), *norms = malloc(outputs * 8);
     fill(x, xs, rows * depth, dtype);
     fill(w, ws, outputs * depth, dtype);
-    int8_packing packing = {w, outputs, depth, depth, dtype, values, scales, norms, norms + outputs, 0};
-    path.pack_int8(&packing, 1);
+    weight_packing packing = {w, outputs, depth, depth, dtype, (char *)values, scales, norms, norms + outputs, NULL};
+    run_alone(path.int8_step(&packing));
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, stride,
                               outputs, dtype, SKINNY_ROUNDED, (char *)scales, SKINNY_FLOAT32};
     run_linears(&problem, 1, &path, 1);
@@ -142,8 +142,8 @@ static void check_int4(kernel_path path, int dtype) {
     float counts[300];
     const int64_t counted = between(0, 1);
     for (int64_t k = 0; k < depth; k++) counts[k] = counted ? 0.25f * (float)between(0, 20) : 1;
-    int4_packing packing = {w, outputs, depth, depth, dtype, counted ? counts : NULL, blocks, 0};
-    path.pack_int4(&packing, 1);
+    weight_packing packing = {w, outputs, depth, depth, dtype, blocks, NULL, NULL, NULL, counts};
+    run_alone(path.int4_step(&packing));
     for (int64_t i = 1; i <= GUARD; i++)
         if (blocks[-i] != 7 || blocks[bytes + i - 1] != 7)
             failures++, printf("%s: packed beside the blocks\n", path.name);

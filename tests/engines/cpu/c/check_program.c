@@ -51,7 +51,7 @@ static void build(network *n, int dtype, int64_t rows, int64_t depth, char **wei
                                                 depth, 2 * depth, dtype, dtype, NULL, 0};
         n->lookups[i] = (element_problem){n->projected, dtype == SKINNY_FLOAT32 ? n->projected : table, n->looked_up,
                                           {1, 1, rows, depth}, {{0, 0, 2 * depth, 1}, {0}, {0, 0, depth, 1}}, dtype,
-                                          dtype == SKINNY_FLOAT32 ? ELEMENT_COPY : ELEMENT_TABLE, NULL};
+                                          dtype == SKINNY_FLOAT32 ? ELEMENT_COPY : ELEMENT_TABLE, NULL, 0};
         n->norms[i] = (norm_problem){n->looked_up, keys, n->normed, rows, depth, 1e-5f, dtype, 16, 0, 1};
         n->attends[i] = (attention_problem){n->normed, keys, keys, NULL, n->x, 1, heads, 1, rows, slots, 16, 16,
                                             {0, 16, depth}, {0, 16, depth}, {0, 16, depth}, {0}, 0.25f, dtype,

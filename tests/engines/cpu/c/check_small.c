@@ -41,10 +41,11 @@ static void check_elements(const kernel_path *path, int dtype, int kind) {
     fill(a, as, rows * count, dtype);
     fill(b, bs, count, dtype);
     element_problem problem = {a, b, got, {1, rows, 1, count},
-                                     {{0, count, 0, 1}, {0, 0, 0, 1}, {0, apart, 0, 1}}, dtype, kind, NULL};
+                                     {{0, count, 0, 1}, {0, 0, 0, 1}, {0, apart, 0, 1}}, dtype, kind, NULL, 0};
     if (between(0, 1)) {
         /* The same rows on the third axis, in places that are told: each is its own in turn. */
-        problem.shape[1] = 1, problem.shape[2] = rows, problem.strides[0][2] = count;
+        problem.shape[1] = 1, problem.shape[2] = rows, problem.placed = 2 * (int)between(0, 1);
+        problem.strides[0][0] = count, problem.strides[0][2] = count;
         problem.strides[2][0] = apart, problem.strides[2][2] = apart, problem.places = places;
         for (int64_t i = 0; i < rows; i++) places[2 * i] = i / 2, places[2 * i + 1] = i - i / 2;
     }
