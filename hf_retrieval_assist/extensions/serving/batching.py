@@ -320,11 +320,8 @@ class _DraftingRunner(ModelRunner):
 
     def maybe_pad_inputs(self, tokens: int, slots: int, by_blocks: bool) -> tuple[int, int]:
         tokens, slots = super().maybe_pad_inputs(tokens, slots, by_blocks)
-        given = tokens, len(self.scheduler.active_requests)
-        self.paged.forward = self.scheduler.drafts.repeated(self.paged, *given)
-        if self.paged.forward is not None:
-            tokens = min(self.paged.forward.width(*given), self.cache.max_batch_tokens)
-        return tokens, slots
+        texts = len(self.scheduler.active_requests)
+        return self.scheduler.drafts.fill(self.paged, tokens, texts), slots
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         requests = self.inputs_and_outputs.requests_in_batch
@@ -484,7 +481,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
         grown = [future.state for future in generating]
         drafts.follow(grown, self.model_runner.scores)
         del self.model_runner.scores
-        drafts.end_step(grown, places if fed == places else None)
+        drafts.end_step(grown, fed == places)
 
     def _undo(self, future: Any, rejected: int, kept: int) -> None:
         """Undo the feeding of the last tokens of a request; `kept` stay."""

@@ -68,7 +68,7 @@ class RequestDrafts:
         self._uncounted: dict[str, float] = defaultdict(float)  # seconds by phase
         self._engine = engine_of(model.device)
         self._rerouted = self._policy.reroute and self._engine.has_kernels
-        self._model, self._repeated, self._lent = model, None, False
+        self._model, self._repeated, self._lent, self._fed = model, None, False, 0
         if self._rerouted:
             self._engine.prepare(model)
 
@@ -104,7 +104,12 @@ class RequestDrafts:
         return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
 
     def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
-        cost = CostView(self._policy.costs.get(self._key), rows=requests)
+        repeated, widths = self._repeated, ()
+        if repeated is not None and repeated.width(requests, requests) is not None:
+            widths = repeated.widths
+            # More would not be repeated, nor be rounded alike in half precision.
+            room = min(room, widths[-1] - requests)
+        cost = CostView(self._policy.costs.get(self._key), widths, requests)
         account = self._policy.account(replace(self._key, batch_size=size_bucket(len(depths))))
         limits = partial(Limits, [*depths.values()], total=room, chains=True, packed=True)
         sessions = [text.session for text in depths if text.session]
@@ -179,15 +184,17 @@ class RequestDrafts:
         if not requests:
             self.end_repeats()
 
-    def repeated(self, cache: PagedStep, tokens: int, texts: int) -> Any:
-        """What repeats the forward of a step that feeds so many tokens; None: it is computed."""
+    def fill(self, step: PagedStep, tokens: int, texts: int) -> int:
+        """How many tokens a step feeds with filler, so that its forward may be repeated."""
         if self._rerouted and self._policy.graphs and not self._lent:
             with torch.no_grad():
-                self._repeated, self._lent = self._engine.repeated(self._model, cache), True
+                self._repeated, self._lent = self._engine.repeated(self._model, step), True
             variant = "repeated" if self._repeated and self._repeated.repeats else ""
             self._key = replace(self._key, cost_variant=variant)
-        serves = self._repeated is not None and self._repeated.width(tokens, texts) is not None
-        return self._repeated if serves else None
+        width = None if self._repeated is None else self._repeated.width(tokens, texts)
+        step.forward = None if width is None else self._repeated
+        self._fed = tokens if width is None else min(width, step.cache.max_batch_tokens)
+        return self._fed
 
     def end_repeats(self) -> None:
         """Leave what was recorded to calls, and the next step, if the model is what it was."""
@@ -200,20 +207,15 @@ class RequestDrafts:
         """The time of a step begins."""
         self._begun, self._drafting = time.perf_counter(), 0.0
 
-    def end_step(self, grown: Sequence[DraftedRequest], fed: int | None) -> None:
+    def end_step(self, grown: Sequence[DraftedRequest], decoding: bool) -> None:
         """Share the time of a step among the requests that have grown by it; what steps took that
-        brought no token is shared with the next one's.
-
-        Args:
-            grown: the requests.
-            fed: tokens of theirs that were all it fed; None: it fed prompts as well.
-        """
+        brought no token is shared with the next one's. `decoding`: no prompt was fed."""
         seconds, drafting = time.perf_counter() - self._begun, self._drafting
-        if fed is not None and (self._repeated is None or self._repeated.typical):
+        if decoding and self._fed and (self._repeated is None or self._repeated.typical):
             with self._at_the_cost_of():
-                self._policy.costs.get(self._key).observe(fed, seconds - drafting)
+                self._policy.costs.get(self._key).observe(self._fed, seconds - drafting)
         spent = self._uncounted
-        spent["prefill" if fed is None else "forward"] += seconds - drafting
+        spent["forward" if decoding else "prefill"] += seconds - drafting
         spent["draft"] += drafting
         spent["total"] += seconds
         if not grown:
@@ -224,6 +226,7 @@ class RequestDrafts:
 
     def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
         """A step failed with drafts of these requests; with none, by the kernels."""
+        self._fed = 0  # its time tells nothing
         if not requests:
             self._rerouted = False
             self.end_repeats()

@@ -16,6 +16,7 @@ from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu import norms
 from hf_retrieval_assist.engines.cpu.program import Program
 from hf_retrieval_assist.extensions.serving import methods
+from hf_retrieval_assist.extensions.serving.drafts import RequestDrafts
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.batching import (
     LENGTH,
@@ -41,7 +42,7 @@ from tests.support.lossless import build
 from tests.support.memories import remembering
 from tests.support.rounding import near
 from tests.support.scripted import Scripted
-from tests.support.watching import calls_of
+from tests.support.watching import calls_of, results_of
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +112,14 @@ def test_steps_are_repeated(name, changes, repeats, monkeypatch):
             assert len(repeated) > assistant.stats.total.forwards // 20 if repeats else not repeated
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.flip(0))
+
+
+def test_drafts_are_no_longer_than_what_is_repeated(llama, monkeypatch):
+    """Longer ones would round otherwise in half precision than no drafts do."""
+    fed = results_of(monkeypatch, RequestDrafts, "fill", lambda tokens, *_: tokens)
+    inputs, plain, assistant = half_known(llama, 8, budget=40)
+    assert run(llama, inputs, assistant=assistant, max_batch_tokens=256) == plain
+    assert fed[0] > 64 == max(fed[1:])
 
 
 @pytest.mark.parametrize("why", ["graphs=False", "a hook", "a module of the caller's"])
