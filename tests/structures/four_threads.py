@@ -59,9 +59,8 @@ def call(policy, dice):
         fed = np.concatenate([last, tree.token_ids])
         generator = torch.Generator().manual_seed(dice.randrange(99))
         logits = torch.randn(len(fed), VOCABULARY, generator=generator)
-        shown = RowFeedback(
-            fed, np.zeros(1, np.int32), np.full(1, -1, np.int32), top=TopLogits(logits)
-        )
+        parents = np.array([-1, *(1 + tree.parents)], np.int32)
+        shown = RowFeedback(fed, np.zeros(1, np.int32), parents, top=TopLogits(logits))
         policy.learn(step, [Outcome(session, tokens.tolist(), tree, shown)])
         last = tokens[-1:]
     session.close()
