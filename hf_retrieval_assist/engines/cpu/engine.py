@@ -54,7 +54,8 @@ class CpuEngine(Engine):
         if attention_of(model.config) != "sdpa" or hooks_of(*modules_of(model)):
             return None
         repeated = RepeatedForward(model, model, cache, {"cache": type(cache).__name__}, None)
-        return repeated if repeated.repeats or not has_callers_code(model) else None
+        hopes = repeated.repeats or (repeated.widths and not has_callers_code(model))
+        return repeated if hopes else None
 
     def scope_of(self, model: Any, service: Service, options: CallOptions) -> ForwardScope:
         return KernelScope(model, options) if options.reroute else ForwardScope()

@@ -55,7 +55,7 @@ class PagedStep:
     given: dict[str, Any]
 
     def __init__(self, cache: Any, undo: Callable[[], None]) -> None:
-        self.cache, self.undo = cache, undo
+        self.cache, self.undo, self.forward = cache, undo, None
         self.pages: dict[str, Pages] = {}
         self._by_number: dict[int, _PagedLayer] = {}
         room = cache.max_tokens_read + cache.max_batch_tokens
