@@ -269,13 +269,14 @@ class _DraftingScheduler(Scheduler):
                 math.ceil(min(most, state.left - 1, self.most_tokens - state.position_offset - 1))
                 for state in going
             ]
-            drafts = self.drafts.propose(going, longest, self._room(token_budget))
+            fed = self._fed(token_budget)
+            drafts = self.drafts.propose(going, longest, fed, max(0, token_budget - fed))
             for state, draft in zip(going, drafts, strict=True):
                 state.draft = draft
         return super().schedule_batch(token_budget, cache_budget)
 
-    def _room(self, token_budget: int) -> int:
-        """Tokens of a step that neither decoding needs nor prompts that can be begun."""
+    def _fed(self, token_budget: int) -> int:
+        """Tokens of a step that decoding needs, or prompts that can be begun."""
         active = self.active_requests.values()
         needed = sum(1 + len(state.remaining_prefill_tokens) for state in active)
         waiting = () if self.block_new_requests else self.waiting_requests_order
@@ -287,7 +288,7 @@ class _DraftingScheduler(Scheduler):
             if not stored or needed + begun >= token_budget:
                 break
             begun = prompts
-        return max(0, token_budget - needed - begun)
+        return needed + begun
 
     def _infer_request_tokens(self, state: DraftedRequest, removed: set[str]) -> list[int]:
         tokens: list[int] = super()._infer_request_tokens(state, removed)

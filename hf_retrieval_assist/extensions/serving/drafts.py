@@ -85,11 +85,15 @@ class RequestDrafts:
         return self._engine.scope(self._rerouted, requests)
 
     def propose(
-        self, requests: Sequence[DraftedRequest], longest: Sequence[int], room: int
+        self, requests: Sequence[DraftedRequest], longest: Sequence[int], fed: int, room: int
     ) -> list[list[int]]:
-        """A draft of each request, of at most so many tokens, and of at most `room` together; their
-        expected tokens pay for the time they take."""
-        self._step = None
+        """A draft of each request, of at most so many tokens, and of at most `room` together beside
+        `fed` others; their expected tokens pay for the time they take."""
+        self._step, widths = None, ()
+        if self._repeated is not None and self._repeated.width(fed, len(requests)) is not None:
+            widths = self._repeated.widths
+            # More would not be repeated, nor be rounded alike in half precision.
+            room = min(room, widths[-1] - fed)
         for text in self._texts:
             text.chain = None
         depths: dict[_Text, int] = {}
@@ -99,16 +103,13 @@ class RequestDrafts:
                 depths[text] = depth
         if depths:
             with self._at_the_cost_of(*depths):
-                self._propose(depths, len(requests), room)
+                self._propose(depths, widths, len(requests), room)
         chains = [state.text and state.text.chain for state in requests]
         return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
 
-    def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
-        repeated, widths = self._repeated, ()
-        if repeated is not None and repeated.width(requests, requests) is not None:
-            widths = repeated.widths
-            # More would not be repeated, nor be rounded alike in half precision.
-            room = min(room, widths[-1] - requests)
+    def _propose(
+        self, depths: dict[_Text, int], widths: Sequence[int], requests: int, room: int
+    ) -> None:
         cost = CostView(self._policy.costs.get(self._key), widths, requests)
         account = self._policy.account(replace(self._key, batch_size=size_bucket(len(depths))))
         limits = partial(Limits, [*depths.values()], total=room, chains=True, packed=True)
