@@ -235,6 +235,7 @@ class _DraftingScheduler(Scheduler):
         if not state.checked:
             self._check(state)
             self.drafts.end_repeats()  # the model may have changed, as between two calls
+            self.proposes = False  # nobody knows yet how wide a step may be
         super().add_waiting_request(state)
 
     def _check(self, state: RequestState) -> None:

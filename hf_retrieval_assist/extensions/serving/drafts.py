@@ -89,13 +89,11 @@ class RequestDrafts:
     ) -> list[list[int]]:
         """A draft of each request, of at most so many tokens, and of at most `room` together beside
         `fed` others; their expected tokens pay for the time they take."""
-        self._step, widths = None, ()
-        if self._repeated is not None and self._repeated.width(fed, len(requests)) is not None:
-            widths = self._repeated.widths
-            # More would not be repeated, nor be rounded alike in half precision.
-            room = min(room, widths[-1] - fed)
-        for text in self._texts:
-            text.chain = None
+        repeated, texts = self._repeated, len(requests)
+        widths = () if repeated is None or not repeated.width(fed, texts) else repeated.widths
+        # More would not be repeated, nor be rounded alike in half precision.
+        room = min(room, widths[-1] - fed) if widths else room
+        cost = CostView(self._policy.costs.get(self._key), widths, rows=texts)
         depths: dict[_Text, int] = {}
         for state, depth in zip(requests, longest, strict=True):
             text = self._text(state)
@@ -103,14 +101,11 @@ class RequestDrafts:
                 depths[text] = depth
         if depths:
             with self._at_the_cost_of(*depths):
-                self._propose(depths, widths, len(requests), room)
+                self._propose(depths, cost, room)
         chains = [state.text and state.text.chain for state in requests]
         return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
 
-    def _propose(
-        self, depths: dict[_Text, int], widths: Sequence[int], requests: int, room: int
-    ) -> None:
-        cost = CostView(self._policy.costs.get(self._key), widths, requests)
+    def _propose(self, depths: dict[_Text, int], cost: CostView, room: int) -> None:
         account = self._policy.account(replace(self._key, batch_size=size_bucket(len(depths))))
         limits = partial(Limits, [*depths.values()], total=room, chains=True, packed=True)
         sessions = [text.session for text in depths if text.session]
@@ -205,8 +200,10 @@ class RequestDrafts:
                 repeated.give_back()
 
     def begin_step(self) -> None:
-        """The time of a step begins."""
-        self._begun, self._drafting = time.perf_counter(), 0.0
+        """The time of a step begins, for which nothing is drafted yet."""
+        self._begun, self._drafting, self._step = time.perf_counter(), 0.0, None
+        for text in self._texts:
+            text.chain = None
 
     def end_step(self, grown: Sequence[DraftedRequest], decoding: bool) -> None:
         """Share the time of a step among the requests that have grown by it; what steps took that
