@@ -10,6 +10,7 @@ import torch
 
 from ...cache.slot_layers import RowSlots
 from ...host.transformers_private import CACHE
+from ...system.lazy import cached_property
 from ...system.tensors import thread
 
 # What a model is given of a step besides its cache.
@@ -45,7 +46,6 @@ class PagedStep:
 
     Attributes:
         forward: computes or repeats what the model is to compute.
-        layers: that are written to.
         slots: knows how long the longest text is.
         given: to the model by transformers.
         pages: of layers of a kind.
@@ -57,15 +57,18 @@ class PagedStep:
     def __init__(self, cache: Any, undo: Callable[[], None]) -> None:
         self.cache, self.undo, self.forward = cache, undo, None
         self.pages: dict[str, Pages] = {}
-        self._by_number: dict[int, _PagedLayer] = {}
-        room = cache.max_tokens_read + cache.max_batch_tokens
-        for kind, allocator in cache.cache_allocators.items():
+        self.slots = RowSlots([0])
+
+    @cached_property
+    def layers(self) -> list[_PagedLayer]:
+        """Those that are written to; their memory is of no use where nothing is repeated."""
+        found, room = [], self.cache.max_tokens_read + self.cache.max_batch_tokens
+        for kind, allocator in self.cache.cache_allocators.items():
             views = allocator._kv_token_views
             like = next(iter(views.values()))
             shown = [states.new_empty(room, *states.shape[1:]) for states in like]
-            for number, pools in views.items():
-                self._by_number[number] = _PagedLayer(self, number, kind, pools, shown)
-        self.layers, self.slots = [*self._by_number.values()], RowSlots([0])
+            found += [_PagedLayer(self, n, pools, kind, shown) for n, pools in views.items()]
+        return found
 
     def __call__(self, **given: Any) -> Any:
         """The outputs of the model."""
@@ -80,20 +83,16 @@ class PagedStep:
 
     def update(self, key: torch.Tensor, value: torch.Tensor, number: int, **_: Any) -> Any:
         """What a layer shows behind keys and values [1, heads, tokens, depth] of the step."""
-        layer, recorder = self._by_number[number], thread.recorder
-        update = layer.update if recorder is None else partial(recorder.update, layer)
+        layer = next(layer for layer in self.layers if layer.number == number)
+        update = layer.update if thread.recorder is None else partial(thread.recorder.update, layer)
         return update(key, value)
 
 
 def _pages(
     fed: torch.Tensor, seen: torch.Tensor, tokens: int, read: torch.Tensor, written: torch.Tensor
 ) -> Pages:
-    """Those of texts, of which it is told where their tokens end and the slots that they see.
-
-    Args:
-        fed, seen: int32 [1 + texts], from 0 on.
-        tokens: with filler, which counts as the last text's.
-    """
+    """Those of texts, of which it is told where their tokens end and the slots that they see, int32
+    [1 + texts] from 0 on; `tokens`: with filler, which counts as the last text's."""
     own, none = fed.diff(), torch.zeros_like(seen[1:])
     pairs = zip(own.tolist(), seen[1:].tolist(), strict=True)
     new = torch.cat([torch.arange(end - count, end) for count, end in pairs])
@@ -110,8 +109,8 @@ def _in_rows(slots: torch.Tensor) -> torch.Tensor:
 class _PagedLayer:
     """One layer's part of a step, see :meth:`~...verification.engine.Engine.repeated`."""
 
-    def __init__(self, step: PagedStep, number: int, kind: str, pools: Any, shown: Any) -> None:
-        self._step, self._number, self._kind = step, number, kind
+    def __init__(self, step: PagedStep, number: int, pools: Any, kind: str, shown: Any) -> None:
+        self._step, self.number, self._kind = step, number, kind
         self.pools, self.shown = pools, shown
 
     @property
@@ -120,7 +119,7 @@ class _PagedLayer:
 
     def update(self, *new: torch.Tensor) -> Any:
         own = [states[:, :, : len(self.pages.written)] for states in new]  # filler is not written
-        return self._step.cache.update(*own, self._number, dict(self._step.given))
+        return self._step.cache.update(*own, self.number, dict(self._step.given))
 
     def get_seq_length(self) -> int:
         return 0

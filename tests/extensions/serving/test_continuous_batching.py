@@ -15,7 +15,7 @@ from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.engines.cpu import norms
 from hf_retrieval_assist.engines.cpu.program import Program
-from hf_retrieval_assist.extensions.serving import methods
+from hf_retrieval_assist.extensions.serving import methods, paged
 from hf_retrieval_assist.extensions.serving.drafts import RequestDrafts
 from hf_retrieval_assist.types.token_tree import TokenTree
 from tests.support.batching import (
@@ -125,6 +125,7 @@ def test_drafts_are_no_longer_than_what_is_repeated(llama, monkeypatch):
 @pytest.mark.parametrize("why", ["graphs=False", "a hook", "a module of the caller's"])
 def test_steps_that_are_not_repeated(why, monkeypatch):
     model, repeated = build(), calls_of(monkeypatch, Program, "run")
+    memory = calls_of(monkeypatch, paged, "_PagedLayer")
     mlp = model.model.layers[0].mlp
     if why == "a hook":
         mlp.register_forward_hook(lambda *_: None)
@@ -132,6 +133,8 @@ def test_steps_that_are_not_repeated(why, monkeypatch):
         mlp.__class__ = type("Mlp", (type(mlp),), {"forward": lambda self, x: x.flip(-1)})
     drafted(model, prompts(), make=partial(half_knowing, graphs=why != "graphs=False"))
     assert not repeated
+    # What a GPU has is transformers' cache already.
+    assert bool(memory) == (why == "a module of the caller's")
 
 
 @pytest.mark.parametrize("count", [1, 6])
